@@ -1,0 +1,30 @@
+"""Exact data sharding for Paddle auto-parallel training.
+
+`import paddle_shard` needs numpy only: the names that need Paddle load on first use (PEP 562), so a plan
+can be drawn and tested on a machine without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+_NEEDS_PADDLE: dict[str, str] = {}
+"""Public name -> the module that holds it; each imports paddle."""
+
+__all__ = ["__version__", *_NEEDS_PADDLE]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_PADDLE:
+        raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_NEEDS_PADDLE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
