@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from paddle_shard import errors
+from paddle_shard.plan import MeshLayout, ShardPlan
+
 __version__ = "0.1.0"
 
-_NEEDS_PADDLE: dict[str, str] = {}
+_NEEDS_PADDLE = {
+    "Balanced": "paddle_shard.place.field",
+    "ShardDataloader": "paddle_shard.loader.loader",
+    "patch_paddle": "paddle_shard.loader.api",
+    "shard_dataloader": "paddle_shard.loader.api",
+}
 """Public name -> the module that holds it; each imports paddle."""
 
-__all__ = ["__version__", *_NEEDS_PADDLE]
+__all__ = ["MeshLayout", "ShardPlan", "__version__", "errors", *_NEEDS_PADDLE]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,102 @@
+"""How do samples become one batch?"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None = None) -> Any:
+    """Stack samples field by field; the structure is the samples' own.
+
+    What `paddle.io.DataLoader` does without a `collate_fn`, except that namedtuples and subclasses of dict
+    stay what they are (Paddle makes lists and dicts of them). A plain tuple becomes a list, as there.
+
+    Args:
+        samples: One or more samples of the same structure: arrays, numbers, strings, and lists, tuples,
+            namedtuples and dicts of them.
+        stack_other: Stacks leaves of another type, such as a framework's tensors.
+
+    Returns:
+        The structure of a sample, with each array or number replaced by an array with a new first dim of
+        `len(samples)` rows, and each string by the list of strings.
+
+    Raises:
+        ValueError: The samples differ in shape, in keys or in the number of fields; the text names the field.
+        TypeError: A leaf is of a type that cannot be stacked.
+
+    Examples:
+        >>> collate([(np.zeros(2), 1, "a"), (np.ones(2), 2, "b")])
+        [array([[0., 0.],
+               [1., 1.]]), array([1, 2]), ['a', 'b']]
+    """
+    return _collate(samples, stack_other, "")
+
+
+def _collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None, path: str) -> Any:
+    first = samples[0]
+    if isinstance(first, np.ndarray):
+        return _stack(samples, path)
+    if isinstance(first, numbers.Number | np.generic):
+        return np.array(samples)
+    if isinstance(first, str | bytes):
+        return list(samples)
+    if isinstance(first, Mapping):
+        if any(sample.keys() != first.keys() for sample in samples):
+            raise ValueError(f"samples differ in their keys{_at(path)}: {_some(sorted(s) for s in samples)}")
+        fields = {
+            key: _collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]")
+            for key in first
+        }
+        return rebuild(first, fields)
+    if isinstance(first, Sequence):
+        if any(len(sample) != len(first) for sample in samples):
+            lengths = _some(map(len, samples))
+            raise ValueError(f"samples differ in their number of fields{_at(path)}: {lengths}")
+        columns = enumerate(zip(*samples, strict=True))
+        return rebuild(first, [_collate(column, stack_other, f"{path}[{i}]") for i, column in columns])
+    if stack_other is not None:
+        return stack_other(samples)
+    raise TypeError(f"cannot stack {type(first).__name__}{_at(path)}; give the loader a collate_fn.")
+
+
+def rebuild(like: Any, children: Any) -> Any:
+    """Return children in a container like another: its own type, but a list for a plain tuple or sequence.
+
+    Args:
+        like: A mapping or a sequence.
+        children: A dict for a mapping, a list for a sequence.
+    """
+    if isinstance(like, Mapping):
+        if isinstance(like, dict) and type(like) is not dict:
+            empty = like.copy()  # keeps what a subclass carries, such as a defaultdict's factory
+            empty.clear()
+            empty.update(children)
+            return empty
+        return dict(children)
+    if isinstance(like, tuple) and hasattr(like, "_make"):
+        return like._make(children)
+    return list(children)
+
+
+def _stack(samples: Sequence[Any], path: str) -> Any:
+    try:
+        return np.stack(samples)
+    except ValueError:
+        shapes = _some(np.shape(sample) for sample in samples)
+        raise ValueError(
+            f"samples of different shapes cannot be stacked{_at(path)}: {shapes}. "
+            "Pad them to one shape, in the data set or in a collate_fn."
+        ) from None
+
+
+def _at(path: str) -> str:
+    return f" at field {path}" if path else ""
+
+
+def _some(values: Any) -> str:
+    different = list(dict.fromkeys(map(str, values)))
+    return ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")

@@ -1,0 +1,1 @@
+"""The loader itself: what users call."""

@@ -1,0 +1,143 @@
+"""The functions that users call."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import paddle.distributed as dist
+from paddle.distributed import auto_parallel
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.loader.loader import ShardDataloader
+
+
+def shard_dataloader(
+    dataloader: Any,
+    meshes: Any,
+    input_keys: Sequence[str] | None = None,
+    shard_dims: Any = None,
+    is_dataset_splitted: bool = False,
+    dense_tensor_idx: Sequence[Sequence[int]] | None = None,
+    *,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    tail: str | None = None,
+    placements: Any = None,
+    seed_paddle: bool = False,
+) -> ShardDataloader:
+    """Split a DataLoader's batches along axes of the mesh and yield them as distributed tensors.
+
+    The signature is that of `paddle.distributed.shard_dataloader`, which this replaces; what only this
+    library has is keyword-only. The given DataLoader is not changed.
+
+    Args:
+        dataloader: A `paddle.io.DataLoader`, or a subclass. Its `batch_size` is the global batch, as in
+            Paddle: what one step consumes over all data ranks.
+        meshes: A `ProcessMesh` for all fields; or a list with one for each field, by position or by
+            `input_keys`, where a field that is a list may have a list of meshes.
+        input_keys: Where batches are dicts: the keys that `meshes` is for.
+        shard_dims: The axes that split the rows: a name or an index for all meshes, or a list with an entry
+            for each mesh. With one mesh, a list is several axes that act as one; with several, a tuple inside
+            the list is. None: not split, every rank gets the whole global batch.
+        is_dataset_splitted: The loader of each data rank has rows of its own already.
+        dense_tensor_idx: For each field, the items that stay local tensors; a field that is a tensor stays
+            local where its entry is not empty.
+        shuffle: None: as the DataLoader says. True or False for one without a sampler of the user's own.
+        seed: Of the order and of the samples' random numbers.
+        tail: Where the data does not fill the last global batch. "pad": fill it up to the padding unit with
+            the first samples of the same epoch's order, marked in the iterator's `valid`; "fill": up to a
+            full batch; "drop": do not serve it; "error": refuse. None: "drop" if the loader has `drop_last`,
+            else "pad".
+        placements: For single fields, by key or position, the tensor dim that each axis splits, such as
+            `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention.
+        seed_paddle: Seed Paddle's random generator before each sample too, not only numpy's and Python's
+            (about 6 us a sample), for data sets and transforms that draw from it.
+
+    Returns:
+        A `ShardDataloader`, which `dist.to_static` takes too.
+
+    Raises:
+        ArgumentError: An argument cannot be honoured; on every rank, before any batch.
+    """
+    return ShardDataloader(
+        dataloader,
+        meshes,
+        input_keys,
+        shard_dims,
+        is_dataset_splitted,
+        dense_tensor_idx,
+        shuffle=shuffle,
+        seed=seed,
+        tail=tail,
+        placements=placements,
+        seed_paddle=seed_paddle,
+    )
+
+
+class PaddlePatch:
+    """`paddle_shard.shard_dataloader` in place of Paddle's, until `undo()` or the end of a `with` block."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._original = dist.shard_dataloader
+        self._places = [
+            module
+            for module in (dist, auto_parallel, auto_parallel.api)
+            if getattr(module, "shard_dataloader", None) is self._original
+        ]
+
+        def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
+            return shard_dataloader(*args, **{**options, **kwargs})
+
+        shard_dataloader_of_paddle_shard.__doc__ = shard_dataloader.__doc__
+        self.replacement = shard_dataloader_of_paddle_shard
+        for module in self._places:
+            module.shard_dataloader = self.replacement
+
+    def undo(self) -> None:
+        """Put Paddle's own function back; safe to call again."""
+        for module in self._places:
+            if module.shard_dataloader is self.replacement:
+                module.shard_dataloader = self._original
+        self._places = []
+
+    def __enter__(self) -> PaddlePatch:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.undo()
+
+
+def patch_paddle(**options: Any) -> PaddlePatch:
+    """Put this library in place of `paddle.distributed.shard_dataloader`, so that a trainer need not be edited.
+
+    Call it before the trainer is imported: a name that a module has taken with
+    `from paddle.distributed import shard_dataloader` is not reached, and a warning names such modules.
+
+    Args:
+        options: Keyword-only arguments of `shard_dataloader` for every loader, such as `tail="fill"`.
+
+    Returns:
+        The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
+
+    Raises:
+        ArgumentError: Paddle is patched already.
+    """
+    original = dist.shard_dataloader
+    if getattr(original, "__name__", "") == "shard_dataloader_of_paddle_shard":
+        raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
+    patch = PaddlePatch(options)
+    missed = sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if not name.startswith("paddle.") and vars(module).get("shard_dataloader") is original
+    )
+    if missed:
+        warnings.warn(
+            f"patch_paddle: these modules took shard_dataloader with `from ... import` before and still have "
+            f"Paddle's own: {', '.join(missed)}. Patch before importing them.",
+            stacklevel=2,
+        )
+    return patch

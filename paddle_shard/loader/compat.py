@@ -1,0 +1,52 @@
+"""What differs between versions of Paddle and of numpy."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import paddle.distributed as dist
+
+try:  # Paddle >= 3.1
+    from paddle.distributed.auto_parallel.auto_dp_utils import in_auto_dp_mode
+except ImportError:
+
+    def in_auto_dp_mode() -> bool:
+        """Return whether data is split behind the user's back; Paddle 3.0 has no such mode."""
+        return False
+
+
+__all__ = ["asked_by_to_static", "in_auto_dp_mode", "mend_process_mesh"]
+
+
+def mend_process_mesh() -> None:
+    """Make `ProcessMesh.get_rank_by_dim_and_process_id` work with numpy >= 2.4.
+
+    Paddle (to 3.3.1 at least) calls `int()` on an array of one element, which numpy has stopped taking;
+    sharding optimizers and Paddle's own loader go through it. The result is the same, so is the signature.
+    """
+    original = dist.ProcessMesh.get_rank_by_dim_and_process_id
+    mesh = dist.ProcessMesh([0])
+    try:
+        mesh.get_rank_by_dim_and_process_id(0, 0)
+    except TypeError:
+
+        def get_rank_by_dim_and_process_id(self: Any, dim: str | int | None, process_id: int) -> int:
+            if dim is None or process_id not in self._process_ids:
+                return int(original(self, dim, process_id))
+            if not isinstance(dim, int | str):
+                raise ValueError("dim must be a string or an integer.")
+            axis = dim if isinstance(dim, int) else self._dim_names.index(dim)
+            return int(np.argwhere(self._mesh == process_id)[0][axis])
+
+        get_rank_by_dim_and_process_id.__doc__ = original.__doc__
+        dist.ProcessMesh.get_rank_by_dim_and_process_id = get_rank_by_dim_and_process_id
+
+
+def asked_by_to_static(depth: int = 2) -> bool:
+    """Return whether the caller of the caller is `DistModel`, describing its inputs.
+
+    It takes one batch and then calls `batch_sampler.set_epoch(0)` on whatever has that method.
+    """
+    return sys._getframe(depth).f_code.co_name == "_prepare_data_spec_from_dataloader"

@@ -1,0 +1,190 @@
+"""How does one pass over the data go on, batch by batch?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import paddle
+
+from paddle_shard.errors import BatchStructureError, PaddleShardError
+from paddle_shard.loader.compat import asked_by_to_static
+from paddle_shard.place.placer import BatchRows
+from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.reading.request import ReadRequest
+
+if TYPE_CHECKING:
+    from paddle_shard.loader.loader import ShardDataloader
+
+
+class ShardIterator:
+    """One pass over one epoch; any number of them are independent of each other.
+
+    Attributes:
+        epoch: The epoch, fixed when the iterator is made.
+        step: Batches delivered so far.
+    """
+
+    def __init__(self, loader: ShardDataloader, num_steps: int | None = None) -> None:
+        """Start the pass.
+
+        Args:
+            loader: Whose epoch it is.
+            num_steps: Stop after so many; None for the whole epoch.
+        """
+        self._loader = loader
+        self.epoch = loader.epoch
+        self.step = 0
+        self._pending: deque[tuple[BatchRows | None, int]] = deque()
+        self._current: tuple[BatchRows, int] | None = None
+        self._pass: Any = loader._reading.start(islice(self._requests(), num_steps))
+
+    def _requests(self) -> Iterator[ReadRequest]:
+        loader, source = self._loader, self._loader._source
+        key = derive_seed("sample", loader.seed, self.epoch)
+        every_row = np.zeros(1, np.int64)
+        for step, batch in enumerate(source.batches.epoch(self.epoch)):
+            if source.item_is_batch:
+                rows, indices = None, batch.take(every_row)[0:1]
+            elif source.split:
+                rows = loader._split_rows(batch.num_rows)
+                indices = batch.take(np.arange(batch.num_rows))
+            else:
+                rows = loader._rows(batch.num_rows)
+                indices = batch.take(rows.read)
+            self._pending.append((rows, batch.padding))
+            yield ReadRequest(
+                epoch=self.epoch,
+                step=step,
+                indices=indices,
+                item_is_batch=source.item_is_batch,
+                key=key,
+                rows_are_split=len(indices) < batch.num_rows or source.split,
+            )
+
+    def __iter__(self) -> ShardIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            DataReadError: A sample could not be read, transformed or collated.
+            BatchStructureError: The batch does not fit the meshes.
+        """
+        try:
+            batch = next(self._pass)
+            rows, padding = self._pending.popleft()
+            if rows is None:
+                rows = self._loader._item_rows(batch)
+            placed = self._loader._placer.place(batch, rows, self._loader._input_keys)
+        except StopIteration:
+            self.close()
+            self._loader._finished(self.epoch)
+            raise
+        except BatchStructureError as error:
+            self.close()
+            raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+        self._current = (rows, padding)
+        self.step += 1
+        return placed
+
+    @property
+    def valid(self) -> Any:
+        """bool[rows] for the batch that was delivered last: True where a row is real, False where padding.
+
+        Placed as the rows of the batch's last field, so that `(metric * valid).sum() / valid.sum()` is exact.
+        """
+        if self._current is None:
+            raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
+        rows, padding = self._current
+        if self._loader._source.split:
+            mask = np.arange(len(rows.read)) < len(rows.read) - padding
+        else:
+            mask = rows.read < rows.num_rows - padding
+        return self._loader._placer.valid(mask, rows)
+
+    def close(self) -> None:
+        """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
+        self._pass.close()
+
+    def __enter__(self) -> ShardIterator:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pass"):
+            self.close()
+
+
+class LoaderCall:
+    """What `loader()` returns: iterating starts a fresh pass every time, and so does a bare `next`.
+
+    Trainers call the loader once and enumerate the result every epoch; `dist.to_static` takes one `next`.
+    """
+
+    def __init__(self, loader: ShardDataloader) -> None:
+        self._loader = loader
+        self._iterator: ShardIterator | None = None
+
+    def __iter__(self) -> ShardIterator:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if asked_by_to_static():
+            return describe(self._loader)
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = None
+            raise
+
+
+def describe(loader: ShardDataloader) -> Any:
+    """Return one batch for `dist.to_static` to read shapes and placements from; the order does not move.
+
+    Raises:
+        BatchStructureError: Not what a static model takes: a list or dict of tensors, the label last.
+    """
+    loader._warn_if_batches_differ()
+    with ShardIterator(loader, num_steps=1) as iterator:
+        batch = next(iterator)
+    if isinstance(batch, tuple):
+        batch = list(batch)  # Paddle takes the label off with pop()
+    if not isinstance(batch, list | dict) or len(batch) < 2:
+        raise BatchStructureError(
+            f"dist.to_static takes batches that are a list or a dict of at least two fields, the label last; "
+            f"this loader's are {type(batch).__name__}"
+            + (f" of {len(batch)}." if isinstance(batch, list | dict) else ".")
+        )
+    others = [path for path, leaf in _leaves(batch, "batch") if not isinstance(leaf, paddle.Tensor)]
+    if others:
+        raise BatchStructureError(
+            f"dist.to_static takes tensors only, but {', '.join(others)} are none. Take them out of the batch "
+            "with a collate_fn, or give to_static an input_spec."
+        )
+    return batch
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _leaves(child, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for number, child in enumerate(value):
+            yield from _leaves(child, f"{path}[{number}]")
+    else:
+        yield path, value

@@ -1,0 +1,206 @@
+"""What does the user hold?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
+
+from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
+from paddle_shard.loader.generators import generators
+from paddle_shard.loader.iteration import LoaderCall, ShardIterator
+from paddle_shard.loader.sampler_view import ShardBatchSampler
+from paddle_shard.loader.source import read_source
+from paddle_shard.place.assignment import assignment
+from paddle_shard.place.placer import BatchPlacer, BatchRows
+from paddle_shard.plan.partition import nearest_multiples
+from paddle_shard.reading.user_loader import UserLoader
+
+mend_process_mesh()
+
+
+class ShardDataloader(PaddleShardDataloader):
+    """Batches of a DataLoader as distributed tensors; make one with `shard_dataloader`.
+
+    Iterating makes a new, independent `ShardIterator` over the current epoch; when one has come to its end,
+    the loader moves to the next epoch. `loader()` works too, and `next(loader())` takes a first batch.
+
+    Attributes:
+        batch_size: Samples that a data rank reads at a step, before gradient accumulation; None where the
+            batches differ in size.
+        batch_sampler: This rank's batches of indices, with `set_epoch`.
+        seed: Of the order and of the samples' random numbers.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        meshes: Any,
+        input_keys: Sequence[str] | None = None,
+        shard_dims: Any = None,
+        is_dataset_splitted: bool = False,
+        dense_tensor_idx: Sequence[Sequence[int]] | None = None,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        tail: str | None = None,
+        placements: Any = None,
+        seed_paddle: bool = False,
+    ) -> None:
+        """See `shard_dataloader`."""
+        # Paddle's constructor is not called: it is what this class puts right.
+        if is_dataset_splitted and shard_dims is None:
+            raise ArgumentError(
+                "is_dataset_splitted=True needs shard_dims: over which axes of the mesh is the data split?"
+            )
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ArgumentError(f"seed must be an int, got {seed!r}.")
+        auto_dp = in_auto_dp_mode()
+        assigned = assignment(
+            meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp
+        )
+        self._placer = BatchPlacer(assigned, dense_tensor_idx)
+        layouts = self._placer.layouts
+        self._own_layout = next((layout for layout in layouts if layout.on_mesh), layouts[0])
+        self._source = read_source(
+            dataloader,
+            layouts,
+            is_dataset_splitted=bool(is_dataset_splitted),
+            shuffle=shuffle,
+            seed=seed,
+            tail=tail,
+        )
+        self.seed = seed
+        self._given = dataloader
+        self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
+        self.dense_tensor_idx = dense_tensor_idx
+        self._epoch = self._sampler_epoch = getattr(self._source.custom_sampler, "epoch", 0)
+        if not isinstance(self._epoch, int):
+            self._epoch = self._sampler_epoch = 0
+        self._rows_of_size: dict[int, BatchRows] = {}
+        self._call: LoaderCall | None = None
+        place = dataloader.places[0]
+        self._reading = UserLoader(
+            dataloader,
+            generators(with_paddle=seed_paddle),
+            stack_tensors=paddle.stack,
+            to_tensor=lambda array: paddle.to_tensor(array, place=place),
+        )
+        size = self._source.batch_size
+        self.batch_size = None
+        if size is not None:
+            ranks = 1 if self._source.split else self._own_layout.num_data_ranks
+            self.batch_size = size // self._source.accumulation // ranks
+        self.batch_sampler = ShardBatchSampler(self)
+        self._dataloader = self._reading.dataloader
+        self._dataloader.batch_sampler = self.batch_sampler
+
+    @property
+    def dataset(self) -> Any:
+        """The data set of the given DataLoader."""
+        return self._given.dataset
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iterator will serve."""
+        if self._source.custom_sampler is not None:
+            # Users set the epoch of the sampler that they made, too.
+            now = getattr(self._source.custom_sampler, "epoch", self._sampler_epoch)
+            if now != self._sampler_epoch and isinstance(now, int):
+                self._epoch = self._sampler_epoch = now
+        return self._epoch
+
+    def set_epoch(self, epoch: int, **others: Any) -> None:
+        """Choose the epoch of the iterators made from now on.
+
+        Args:
+            epoch: 0 or more; the order is a function of it and the seed.
+            others: For the `set_epoch` of a sampler of the user's own.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or epoch < 0:
+            raise ArgumentError(f"epoch must be an int >= 0, got {epoch!r}.")
+        sampler = self._source.custom_sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(int(epoch), **others)
+            self._sampler_epoch = getattr(sampler, "epoch", self._sampler_epoch)
+        elif others:
+            raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
+        self._epoch = int(epoch)
+
+    def _finished(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            self._epoch = epoch + 1
+
+    def __len__(self) -> int:
+        return len(self._source.batches)
+
+    def __iter__(self) -> ShardIterator:
+        return ShardIterator(self)
+
+    def __call__(self) -> LoaderCall:
+        return LoaderCall(self)
+
+    def __next__(self) -> Any:
+        if self._call is None:
+            self._call = LoaderCall(self)
+        return next(self._call)
+
+    def close(self) -> None:
+        """End persistent workers; open iterators keep theirs."""
+        self._reading.close()
+
+    def _rows(self, num_rows: int) -> BatchRows:
+        if num_rows not in self._rows_of_size:
+            if len(self._rows_of_size) > 64:
+                self._rows_of_size.clear()
+            self._rows_of_size[num_rows] = BatchRows(
+                num_rows, self._source.accumulation, self._placer.layouts
+            )
+        return self._rows_of_size[num_rows]
+
+    def _split_rows(self, num_local_rows: int) -> BatchRows:
+        return BatchRows(num_local_rows * self._own_layout.num_data_ranks, 1, [self._own_layout])
+
+    def _item_rows(self, batch: Any) -> BatchRows:
+        """Return the rows of a batch that was read whole."""
+        unit = max(layout.num_data_ranks for layout in self._placer.layouts) * self._source.accumulation
+        num_rows = next((leaf.shape[0] for leaf in _tensors(batch) if leaf.shape), unit)
+        if any(
+            num_rows % (layout.num_data_ranks * self._source.accumulation) for layout in self._placer.layouts
+        ):
+            sizes = " or ".join(map(str, nearest_multiples(num_rows, unit)))
+            raise BatchStructureError(
+                f"an item of the data set is a global batch of {num_rows} rows, which {unit} data ranks cannot "
+                f"split evenly. Nearest sizes that they can: {sizes}."
+            )
+        return BatchRows(num_rows, self._source.accumulation, self._placer.layouts, whole=True)
+
+    def _warn_if_batches_differ(self) -> None:
+        source = self._source
+        if source.tail != "pad" or source.batch_size is None or source.split:
+            return
+        plan = getattr(source.batches, "plan", None)
+        if plan is not None and plan.num_rows(step=plan.num_steps - 1) != plan.batch_size:
+            warnings.warn(
+                f"the last batch of an epoch has {plan.num_rows(step=plan.num_steps - 1)} rows and the others "
+                f"{plan.batch_size}: a static program is compiled for one size and fails on another. "
+                "Give shard_dataloader tail='fill' (rows are marked in .valid) or tail='drop'.",
+                stacklevel=4,
+            )
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        for child in value.values():
+            yield from _tensors(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            yield from _tensors(child)
+    elif isinstance(value, paddle.Tensor):
+        yield value

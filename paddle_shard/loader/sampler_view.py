@@ -1,0 +1,70 @@
+"""What do trainers see as the loader's `batch_sampler`?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import paddle.io
+
+from paddle_shard.loader.compat import asked_by_to_static
+
+if TYPE_CHECKING:
+    from paddle_shard.loader.loader import ShardDataloader
+
+
+class ShardBatchSampler(paddle.io.DistributedBatchSampler):
+    """This rank's batches of indices, as Paddle's own loader shows them to trainers.
+
+    `batch_size`, `nranks` and `local_rank` are a data rank's; `set_epoch` is the loader's; other attributes
+    are those of the sampler that the loader was given.
+    """
+
+    def __init__(self, loader: ShardDataloader) -> None:
+        # Not Paddle's: its constructor would look for a rank of its own.
+        self._loader = loader
+        self._given = loader._given.batch_sampler
+        layout = loader._own_layout
+        self.dataset = loader._given.dataset
+        self.nranks, self.local_rank = layout.num_data_ranks, layout.data_rank if layout.on_mesh else 0
+        self.batch_size = loader.batch_size
+        self.drop_last = loader._source.tail == "drop"
+        self.shuffle = bool(getattr(self._given, "shuffle", False))
+        self._acc_steps = loader._source.accumulation
+
+    @property
+    def epoch(self) -> int:
+        """The loader's epoch."""
+        return self._loader.epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a data rank, as Paddle counts them."""
+        return math.ceil(len(self.dataset) / self.nranks)
+
+    @property
+    def total_size(self) -> int:
+        """Samples of all data ranks, as Paddle counts them."""
+        return self.num_samples * self.nranks
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        loader = self._loader
+        for batch in loader._source.batches.epoch(loader.epoch):
+            split = loader._source.split or loader._source.item_is_batch
+            yield batch.take(np.arange(batch.num_rows) if split else loader._rows(batch.num_rows).read)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int = 0, **others: Any) -> None:
+        """Set the loader's epoch; further arguments go to the `set_epoch` of the sampler that was given."""
+        if asked_by_to_static():
+            return  # describing the inputs has not moved the order
+        self._loader.set_epoch(epoch, **others)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_given" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._given, name)

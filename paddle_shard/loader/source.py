@@ -1,0 +1,249 @@
+"""What order does the given DataLoader stand for, and is it split already?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle.io
+from paddle.io.dataloader.batch_sampler import _InfiniteIterableSampler
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
+from paddle_shard.loader.generators import generators
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.shard_plan import TAILS, ShardPlan, check_batch_size
+from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The order of a DataLoader, read once at construction."""
+
+    batches: IndexBatches
+    batch_size: int | None
+    """Rows of the global batch; None where each batch has its own."""
+    accumulation: int = 1
+    split: bool = False
+    """Every data rank's loader has rows of its own."""
+    item_is_batch: bool = False
+    """An item of the data set is a whole global batch (`batch_size=None`)."""
+    tail: str = "pad"
+    custom_sampler: Any = None
+    """The user's batch sampler, where it decides on the order."""
+
+
+def read_source(
+    dataloader: Any,
+    layouts: Sequence[FieldLayout],
+    *,
+    is_dataset_splitted: bool,
+    shuffle: bool | None,
+    seed: int,
+    tail: str | None,
+) -> Source:
+    """Return the order of a DataLoader, checked against the meshes.
+
+    Raises:
+        ArgumentTypeError: Not a DataLoader.
+        ArgumentError: Something in it cannot be honoured.
+    """
+    _check_kind(dataloader)
+    if shuffle not in (None, True, False):
+        raise ArgumentError(f"shuffle must be None, True or False, got {shuffle!r}.")
+    if tail is not None and tail not in TAILS:
+        raise ArgumentError(f"tail must be None or one of {', '.join(map(repr, TAILS))}, got {tail!r}.")
+    sampler = dataloader.batch_sampler
+    already_split = isinstance(sampler, paddle.io.DistributedBatchSampler)
+    num_data_ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
+    accumulation = getattr(sampler, "_acc_steps", 1)
+    if not (is_dataset_splitted or already_split):
+        if sampler is None:
+            return _items(dataloader, accumulation, shuffle, seed, tail)
+        if _is_plain(sampler):
+            return _planned(sampler, num_data_ranks, accumulation, shuffle, seed, tail)
+    if shuffle is not None:
+        raise ArgumentError(
+            f"shuffle={shuffle}: the order is that of the loader's own {type(sampler).__name__}. "
+            "Leave shuffle at None, or give a DataLoader without a sampler of its own."
+        )
+    if is_dataset_splitted or already_split:
+        _check_split(sampler, layouts)
+        num_data_ranks = 1
+    return _custom(
+        sampler, num_data_ranks, accumulation, seed, tail, split=is_dataset_splitted or already_split
+    )
+
+
+def _check_kind(dataloader: Any) -> None:
+    from paddle.distributed.auto_parallel.api import ShardDataloader
+
+    if isinstance(dataloader, ShardDataloader):
+        raise SplitError(
+            f"dataloader is sharded already (a {type(dataloader).__name__}); sharding it again would lose data. "
+            "Give the paddle.io.DataLoader that it was made from."
+        )
+    if not isinstance(dataloader, paddle.io.DataLoader):
+        raise ArgumentTypeError(
+            f"dataloader must be a paddle.io.DataLoader, got {type(dataloader).__name__}: {dataloader!r}."
+        )
+    if isinstance(dataloader.batch_sampler, _InfiniteIterableSampler) or isinstance(
+        dataloader.dataset, paddle.io.IterableDataset
+    ):
+        raise ArgumentTypeError(
+            f"dataloader reads an IterableDataset ({type(dataloader.dataset).__name__}), which this version "
+            "cannot split. Give a map-style data set (with __getitem__ and __len__)."
+        )
+
+
+def _is_plain(batch_sampler: Any) -> bool:
+    """Whether a batch sampler is what `DataLoader(batch_size=, shuffle=)` makes, with nothing of the user's."""
+    if type(batch_sampler) is not paddle.io.BatchSampler:
+        return False
+    sampler = batch_sampler.sampler
+    if type(sampler) is paddle.io.SequenceSampler:
+        return True
+    return (
+        type(sampler) is paddle.io.RandomSampler
+        and not sampler.replacement
+        and sampler._num_samples is None
+        and sampler.generator is None
+    )
+
+
+def _planned(
+    sampler: Any, num_data_ranks: int, accumulation: int, shuffle: bool | None, seed: int, tail: str | None
+) -> Source:
+    plan = ShardPlan(
+        num_samples=_length(sampler.sampler.data_source),
+        batch_size=sampler.batch_size * accumulation,
+        num_data_ranks=num_data_ranks,
+        shuffle=type(sampler.sampler) is paddle.io.RandomSampler if shuffle is None else shuffle,
+        seed=seed,
+        tail=_tail(tail, sampler),
+        accumulation=accumulation,
+    )
+    if plan.num_steps == 0:
+        raise ArgumentError(
+            f"tail='drop' leaves no batch: the data set has {plan.num_samples} samples and the global batch "
+            f"{plan.batch_size}. Use a smaller batch, or tail='pad' or 'fill'."
+        )
+    return Source(
+        batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=plan.tail
+    )
+
+
+def _items(dataloader: Any, accumulation: int, shuffle: bool | None, seed: int, tail: str | None) -> Source:
+    plan = ShardPlan(
+        num_samples=_length(dataloader.dataset),
+        batch_size=1,
+        num_data_ranks=1,
+        shuffle=bool(shuffle),
+        seed=seed,
+    )
+    return Source(
+        batches=PlanBatches(plan),
+        batch_size=None,
+        accumulation=accumulation,
+        item_is_batch=True,
+        tail=tail or "pad",
+    )
+
+
+def _custom(
+    sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: str | None, *, split: bool
+) -> Source:
+    drops = bool(getattr(sampler, "drop_last", False))
+    if drops and tail in ("pad", "fill"):
+        raise ArgumentError(
+            f"tail={tail!r}: the loader's {type(sampler).__name__} has drop_last=True and drops its last, short "
+            "batch itself. Build it with drop_last=False, or leave tail at None."
+        )
+    size = getattr(sampler, "batch_size", None)
+    nominal = size * accumulation if isinstance(size, int) else None
+    if nominal is not None:
+        check_batch_size(nominal, num_data_ranks, accumulation)
+    chosen = _tail(tail, sampler)
+    num_steps = None
+    if (
+        type(sampler) is paddle.io.BatchSampler
+        and nominal is not None
+        and hasattr(sampler.sampler, "__len__")
+    ):
+        # The sampler yields single indices, so its length tells where the last batch is short.
+        full, rest = divmod(_length(sampler.sampler), nominal)
+        num_steps = full + (rest > 0 and chosen != "drop")
+        if rest and chosen == "error":
+            raise ArgumentError(
+                f"tail='error': the {full * nominal + rest} samples of the loader's "
+                f"{type(sampler.sampler).__name__} do not fill its last batch of {nominal}. "
+                "Choose tail='pad', 'fill' or 'drop'."
+            )
+    batches = UserBatches(
+        batch_sampler=sampler,
+        num_data_ranks=num_data_ranks,
+        tail=chosen,
+        nominal_size=nominal,
+        num_steps=num_steps,
+        accumulation=1 if split else accumulation,
+        seed=seed,
+        generators=generators(with_paddle=True),
+        takes_epoch=type(sampler) is paddle.io.DistributedBatchSampler,
+    )
+    return Source(
+        batches=batches,
+        batch_size=nominal,
+        accumulation=accumulation,
+        split=split,
+        tail=chosen,
+        custom_sampler=sampler,
+    )
+
+
+def _tail(tail: str | None, sampler: Any) -> str:
+    if tail is not None:
+        return tail
+    return "drop" if getattr(sampler, "drop_last", False) else "pad"
+
+
+def _length(dataset: Any) -> int:
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError, RuntimeError) as error:
+        raise ArgumentTypeError(
+            f"the data set {type(dataset).__name__} has no length ({error}); give it a __len__."
+        ) from error
+    if length == 0:
+        raise ArgumentError(
+            f"the {type(dataset).__name__} is empty: an empty data set cannot be sharded. Check its path and filters."
+        )
+    return length
+
+
+def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> None:
+    """Check that a loader which is split already was split for these meshes."""
+    mine = [layout for layout in layouts if layout.on_mesh]
+    counts = {layout.num_data_ranks for layout in mine or layouts[:1]}
+    if len(counts) > 1:
+        raise SplitError(
+            "the data is split already, so every field on a rank must be split alike, but shard_dims splits "
+            f"them over {' and '.join(map(str, sorted(counts)))} data ranks. A field that differs from rank to "
+            "rank cannot be replicated: give all fields the same axes."
+        )
+    count = counts.pop()
+    num_ranks = getattr(sampler, "nranks", None)
+    if num_ranks is None:
+        return
+    if num_ranks != count:
+        raise SplitError(
+            f"the loader's {type(sampler).__name__} splits the data into nranks={num_ranks} parts, but shard_dims "
+            f"gives {count} data ranks. Use num_replicas={count} and the data rank as rank, not the world "
+            "size and the global rank; or give a plain BatchSampler and let this loader split."
+        )
+    if mine and sampler.local_rank != mine[0].data_rank:
+        raise SplitError(
+            f"the loader's {type(sampler).__name__} reads part local_rank={sampler.local_rank}, but global rank "
+            f"{mine[0].global_rank} has data rank {mine[0].data_rank} on the mesh. Use rank={mine[0].data_rank}, "
+            "or give a plain BatchSampler and let this loader split."
+        )

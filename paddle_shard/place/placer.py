@@ -1,0 +1,172 @@
+"""How is a batch that a rank has read cut and placed, field by field?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_shard.collate import rebuild
+from paddle_shard.errors import BatchStructureError
+from paddle_shard.place.assignment import Assignment, Entry
+from paddle_shard.place.dtensor import place, place_elsewhere, place_mask, split_sequence, take_rows
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.partition import Rows
+
+
+class BatchRows:
+    """The rows of one global batch that a rank has read, and those that each field takes of them."""
+
+    def __init__(
+        self, num_rows: int, accumulation: int, layouts: Sequence[FieldLayout], *, whole: bool = False
+    ) -> None:
+        """Work out the rows.
+
+        Args:
+            num_rows: Rows of the global batch.
+            accumulation: Micro-batches in it.
+            layouts: Of all fields.
+            whole: Every rank has read the whole global batch.
+        """
+        self.num_rows = num_rows
+        self._accumulation = accumulation
+        self.read: Rows
+        if whole:
+            self.read = np.arange(num_rows)
+            return
+        mine = [layout.rows(num_rows, accumulation) for layout in layouts if layout.on_mesh]
+        # A rank on none of the meshes reads one row, for the dtypes and the other dims.
+        self.read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
+
+    def positions(self, layout: FieldLayout) -> Rows:
+        """Return where a field's rows on this rank stand among those that were read."""
+        return np.searchsorted(self.read, layout.rows(self.num_rows, self._accumulation))
+
+
+class BatchPlacer:
+    """Makes distributed tensors of a batch's leaves; the structure stays, and so does what is no tensor."""
+
+    def __init__(self, assignment: Assignment, dense_tensor_idx: Sequence[Sequence[int]] | None) -> None:
+        self.assignment = assignment
+        self.layouts = list(assignment.layouts())
+        self._dense = dense_tensor_idx
+
+    def place(self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None) -> Any:
+        """Return the batch as distributed tensors.
+
+        Args:
+            batch: Holds the rows `rows.read`.
+            rows: Which rows these are.
+            keys: `input_keys` as they are now.
+
+        Raises:
+            BatchStructureError: A field does not fit its mesh or cannot be split.
+        """
+        self._rows = rows
+        if _is_sequence(batch) or isinstance(batch, Mapping):
+            fields = self.assignment.fields(batch, keys)
+            placed = {
+                key: self._field(batch[key], entry, f"[{key!r}]", self._dense_items(number))
+                for number, (key, entry) in enumerate(fields)
+            }
+            return rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
+        first = next(iter(self.layouts))
+        return self._leaf(batch, first, "", dense=False)
+
+    def valid(self, mask: np.ndarray[Any, Any], rows: BatchRows) -> Any:
+        """Return one bool per row of the last field, True where the row is real, placed as its rows are.
+
+        Args:
+            mask: bool[len(rows.read)], for the rows that were read.
+            rows: Of the batch.
+        """
+        layout = self.layouts[-1]
+        if layout.on_mesh:
+            return place_mask(mask[rows.positions(layout)], layout)
+        return place_mask(np.ones(rows.num_rows // layout.num_data_ranks, bool), layout)
+
+    def _dense_items(self, number: int) -> Sequence[int]:
+        if self._dense is None:
+            return ()
+        if number >= len(self._dense):
+            raise BatchStructureError(
+                f"dense_tensor_idx has {len(self._dense)} entries, but the batch has a field {number}; "
+                "give an entry, which may be empty, for each field."
+            )
+        return self._dense[number]
+
+    def _field(self, value: Any, entry: Entry, path: str, dense: Sequence[int]) -> Any:
+        if not _is_sequence(value) or _is_texts(value):
+            if isinstance(entry, list):
+                if _is_tensor(value):
+                    raise BatchStructureError(
+                        f"field {path} is one tensor, but its entry in meshes is a list of {len(entry)}."
+                    )
+                entry = entry[0]
+            return self._value(value, entry, path, dense=len(dense) > 0)
+        entries = entry if isinstance(entry, list) else [entry] * len(value)
+        if len(entries) != len(value):
+            raise BatchStructureError(
+                f"field {path} is a list of {len(value)} items, but its entry in meshes or shard_dims has "
+                f"{len(entries)}."
+            )
+        items = [
+            self._value(item, layout, f"{path}[{i}]", dense=i in dense)
+            for i, (item, layout) in enumerate(zip(value, entries, strict=True))
+        ]
+        return rebuild(value, items)
+
+    def _value(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
+        if isinstance(value, Mapping):
+            named = {k: self._value(v, layout, f"{path}[{k!r}]", dense=dense) for k, v in value.items()}
+            return rebuild(value, named)
+        if _is_sequence(value) and not _is_texts(value):
+            items = [self._value(v, layout, f"{path}[{i}]", dense=dense) for i, v in enumerate(value)]
+            return rebuild(value, items)
+        return self._leaf(value, layout, path, dense=dense)
+
+    def _leaf(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
+        rows = self._rows
+        if not _is_tensor(value):
+            if _is_texts(value) and layout.on_mesh and len(value) == len(rows.read):
+                return [value[position] for position in rows.positions(layout).tolist()]
+            return value
+        by_rows = len(layout.data_axes) > 0
+        if by_rows:
+            self._check_rows(value, path)
+        if dense:
+            return take_rows(value, rows.positions(layout)) if by_rows and layout.on_mesh else value
+        if not layout.on_mesh:
+            return place_elsewhere(value, rows.num_rows if by_rows else None, layout, path)
+        if by_rows:
+            value = take_rows(value, rows.positions(layout))
+        return place(split_sequence(value, layout, path), layout)
+
+    def _check_rows(self, tensor: Any, path: str) -> None:
+        shape, wanted = list(tensor.shape), len(self._rows.read)
+        if not shape:
+            raise BatchStructureError(
+                f"field {path or 'batch'} is a 0-d tensor, which has no rows to split over the data axes. "
+                "Give it a first dim, or a mesh of its own with shard_dims None (the same on every rank)."
+            )
+        if shape[0] != wanted:
+            raise BatchStructureError(
+                f"field {path or 'batch'} has {shape[0]} rows (shape {shape}) for {wanted} samples: it "
+                "cannot be split by rows. A collate_fn must make one row a sample; what is the same for all samples "
+                "needs a mesh of its own with shard_dims None."
+            )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, paddle.Tensor)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_texts(value: Any) -> bool:
+    """Whether a leaf is what collating makes of strings: one for each row."""
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(text, str | bytes) for text in value)

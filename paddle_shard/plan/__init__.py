@@ -1,0 +1,8 @@
+"""Who reads what, when: pure (standard library and numpy)."""
+
+from __future__ import annotations
+
+from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.plan.shard_plan import ShardPlan
+
+__all__ = ["MeshLayout", "ShardPlan"]

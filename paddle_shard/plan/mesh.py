@@ -1,0 +1,124 @@
+"""Which coordinate of the mesh does a process have, and who shares its data?"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paddle_shard.errors import ArgumentError, AxisError
+
+Axes = str | int | Sequence[str | int] | None
+"""One axis by name or index, several of them, or None for no axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLayout:
+    """Processes laid out in row-major order on named axes.
+
+    Examples:
+        >>> mesh = MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3))
+        >>> [mesh.data_rank(rank, "dp") for rank in mesh.process_ids]
+        [0, 1, 0, 1]
+        >>> mesh.replica_group(3, "dp")
+        (1, 3)
+    """
+
+    shape: tuple[int, ...]
+    """Size of each axis, all >= 1."""
+    axes: tuple[str, ...]
+    """One unique name per axis. Paddle calls these `dim_names`."""
+    process_ids: tuple[int, ...]
+    """Global ranks in row-major order; need not start at 0 nor be sorted."""
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "axes", "process_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.shape or any(size < 1 for size in self.shape):
+            raise ArgumentError(f"shape must be one or more sizes >= 1, got {self.shape}.")
+        if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):
+            raise AxisError(f"axes must be {len(self.shape)} different names, one per axis, got {self.axes}.")
+        if len(self.process_ids) != math.prod(self.shape):
+            raise ArgumentError(
+                f"process_ids must hold {math.prod(self.shape)} ranks for shape {self.shape}, "
+                f"got {len(self.process_ids)}: {self.process_ids}."
+            )
+        if len(set(self.process_ids)) != len(self.process_ids) or min(self.process_ids) < 0:
+            raise ArgumentError(f"process_ids must be different ranks >= 0, got {self.process_ids}.")
+
+    def axis_indices(self, axes: Axes) -> tuple[int, ...]:
+        """Return the indices of `axes` in the mesh's own order, which is the row-major order of the data.
+
+        Args:
+            axes: Names or indices, in any order; negative indices count from the end. None: no axis.
+
+        Raises:
+            AxisError: An axis is unknown or is given twice.
+
+        Examples:
+            >>> mesh = MeshLayout(shape=(2, 1, 2), axes=("dp", "pp", "sharding"), process_ids=(0, 1, 2, 3))
+            >>> mesh.axis_indices(["sharding", "dp"])
+            (0, 2)
+        """
+        names = () if axes is None else (axes,) if isinstance(axes, str | int) else tuple(axes)
+        found = [self._axis_index(name) for name in names]
+        if len(set(found)) != len(found):
+            raise AxisError(f"shard_dims names an axis twice: {list(names)}. Name each axis once.")
+        return tuple(sorted(found))
+
+    def _axis_index(self, axis: str | int) -> int:
+        if isinstance(axis, int) and not isinstance(axis, bool):
+            if -len(self.shape) <= axis < len(self.shape):
+                return axis % len(self.shape)
+            raise AxisError(
+                f"shard_dims: axis {axis} is out of range for a mesh with {len(self.shape)} axes {self.axes}."
+            )
+        if axis in self.axes:
+            return self.axes.index(axis)
+        near = difflib.get_close_matches(str(axis).lower(), [name.lower() for name in self.axes], n=1)
+        hint = next((f" Did you mean {name!r}?" for name in self.axes if name.lower() in near), "")
+        raise AxisError(
+            f"shard_dims: the mesh has no axis {axis!r}; its axes are {list(self.axes)} "
+            f"with shape {list(self.shape)}.{hint}"
+        )
+
+    def coordinate(self, global_rank: int) -> tuple[int, ...]:
+        """Return the coordinate of a process, one number per axis.
+
+        Raises:
+            ArgumentError: The rank is not on the mesh.
+        """
+        if global_rank not in self.process_ids:
+            raise ArgumentError(
+                f"global_rank {global_rank} is not on the mesh; its process_ids are {list(self.process_ids)}."
+            )
+        rest, coordinate = self.process_ids.index(global_rank), []
+        for size in reversed(self.shape):
+            rest, at = divmod(rest, size)
+            coordinate.append(at)
+        return tuple(reversed(coordinate))
+
+    def num_data_ranks(self, data_axes: Axes) -> int:
+        """Return the product of the sizes of the data axes; 1 for none."""
+        return math.prod(self.shape[axis] for axis in self.axis_indices(data_axes))
+
+    def data_rank(self, global_rank: int, data_axes: Axes) -> int:
+        """Return the coordinate of a process along the data axes, which act as one in row-major order.
+
+        Args:
+            global_rank: Paddle's process id; must be on the mesh.
+            data_axes: The axes that the batch is split over.
+
+        Returns:
+            A number in `range(self.num_data_ranks(data_axes))`; 0 where there is no data axis.
+        """
+        coordinate, rank = self.coordinate(global_rank), 0
+        for axis in self.axis_indices(data_axes):
+            rank = rank * self.shape[axis] + coordinate[axis]
+        return rank
+
+    def replica_group(self, global_rank: int, data_axes: Axes) -> tuple[int, ...]:
+        """Return the ranks that get the same data as `global_rank`, itself included, in mesh order."""
+        mine = self.data_rank(global_rank, data_axes)
+        return tuple(rank for rank in self.process_ids if self.data_rank(rank, data_axes) == mine)

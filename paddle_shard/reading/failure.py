@@ -1,0 +1,52 @@
+"""How does an exception travel from where it was raised to where it is reported?"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_shard.errors import DataReadError
+from paddle_shard.reading.request import ReadRequest
+
+_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFailure:
+    """A failed read as a value: picklable, small, complete."""
+
+    what: str
+    """What was being done, such as "reading sample 7"."""
+    index: Any
+    """The sample at fault; None where it is no single one's."""
+    cause_type: str
+    cause: str
+    """The exception's text."""
+    traceback: str
+    worker: int | None
+
+    @classmethod
+    def of(cls, error: BaseException, *, what: str, index: Any, worker: int | None) -> ReadFailure:
+        """Return the failure that an exception stands for."""
+        return cls(
+            what=what,
+            index=index,
+            cause_type=type(error).__name__,
+            cause=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            worker=worker,
+        )
+
+    def error(self, request: ReadRequest) -> DataReadError:
+        """Return the exception to raise for a request that failed."""
+        where = "in the main process" if self.worker is None else f"in worker {self.worker}"
+        shown = ", ".join(map(repr, request.indices[:_SHOWN])) + (", ..." * (len(request.indices) > _SHOWN))
+        error = DataReadError(
+            f"{self.what} failed {where} (epoch {request.epoch}, step {request.step}): "
+            f"{self.cause_type}: {self.cause}\n"
+            f"Samples of this read: [{shown}].\nOriginal traceback:\n{self.traceback}"
+        )
+        error.index, error.indices, error.worker = self.index, tuple(request.indices), self.worker
+        error.epoch, error.step, error.cause_type = request.epoch, request.step, self.cause_type
+        return error

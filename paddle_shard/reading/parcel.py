@@ -1,0 +1,98 @@
+"""How does a batch of any structure pass through Paddle's worker queue unchanged?"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.collate import rebuild
+
+_MARKER = np.zeros(1, np.uint8)
+_NO_TENSOR = "OSUVMm"
+"""numpy's kinds of arrays that no tensor can hold; they travel as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    number: int
+
+
+def pack(batch: Any) -> list[Any]:
+    """Flatten a batch into a list of arrays and one pickle of everything else.
+
+    Paddle's queue ends the epoch silently for a batch without any array, takes tuples for lists, and loses
+    what cannot be pickled without a word; so there is always an array, and the pickling is done here.
+
+    Returns:
+        [marker array, bytes, array or tensor, ...]
+
+    Raises:
+        TypeError: An array of a dtype that Paddle does not have.
+        Exception: Whatever pickling a leaf raises.
+    """
+    leaves: list[Any] = []
+    skeleton = _flatten(batch, leaves, "")
+    return [_MARKER, pickle.dumps(skeleton), *leaves]
+
+
+def unpack(parcel: Sequence[Any]) -> Any:
+    """Return the batch that `pack` flattened, with what became of its leaves on the way."""
+    _, skeleton, *leaves = parcel
+    return _restore(pickle.loads(skeleton), leaves)
+
+
+def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
+    """Return whether an array can become a tensor.
+
+    Raises:
+        TypeError: It looks like one, but Paddle does not have its dtype.
+    """
+    if array.dtype.kind in _NO_TENSOR:
+        return False
+    if (array.dtype.kind == "u" and array.dtype.itemsize > 2) or array.dtype.itemsize > 16:
+        raise TypeError(
+            f"Paddle has no tensors of dtype {array.dtype}{' at field ' + path if path else ''}; "
+            "convert it, for instance with .astype('int64')."
+        )
+    return True
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a leaf is a framework's tensor (no array, but with a shape and a place)."""
+    return hasattr(value, "shape") and hasattr(value, "place")
+
+
+def _flatten(value: Any, leaves: list[Any], path: str) -> Any:
+    if isinstance(value, np.ndarray):
+        if not check_dtype(value, path):
+            return value
+    elif isinstance(value, Mapping):
+        children = {key: _flatten(child, leaves, f"{path}[{key!r}]") for key, child in value.items()}
+        return rebuild(value, children)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return rebuild(value, [_flatten(child, leaves, f"{path}[{i}]") for i, child in enumerate(value)])
+    elif not is_tensor(value):
+        return value
+    leaves.append(value)
+    return _Slot(len(leaves) - 1)
+
+
+def _restore(value: Any, leaves: Sequence[Any]) -> Any:
+    if isinstance(value, _Slot):
+        return leaves[value.number]
+    if isinstance(value, Mapping):
+        return rebuild(value, {key: _restore(child, leaves) for key, child in value.items()})
+    if isinstance(value, list | tuple):
+        return rebuild(value, [_restore(child, leaves) for child in value])
+    return value
+
+
+def map_arrays(value: Any, convert: Any) -> Any:
+    """Return a batch with every array that can be a tensor replaced by `convert(array)`."""
+    leaves: list[Any] = []
+    skeleton = _flatten(value, leaves, "")
+    return _restore(skeleton, [convert(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])

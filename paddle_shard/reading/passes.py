@@ -1,0 +1,261 @@
+"""How are a pass's requests read: in this process, or by Paddle's worker processes?"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import paddle.io
+
+from paddle_shard.errors import DataReadError
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.parcel import map_arrays, pack, unpack
+from paddle_shard.reading.reader import BatchReader
+from paddle_shard.reading.request import ReadRequest
+from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
+
+CLOSE_SECONDS = 1.0
+"""How long a worker may finish its sample when its pass is closed, before it is killed."""
+
+
+class Pass(Protocol):
+    """One pass over a stream of requests: yields their batches in order, then ends or raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return itself."""
+
+    def __next__(self) -> Any:
+        """Return the next batch, its arrays as tensors.
+
+        Raises:
+            DataReadError: Reading it failed.
+        """
+
+    def close(self) -> None:
+        """End its workers and threads; safe to call again."""
+
+
+class DirectPass:
+    """Reads in this process, on the caller's thread, when asked.
+
+    `paddle.io.DataLoader` without workers reads in a thread of its own; there the global generators, which
+    are seeded for each sample, would be pulled from under the training thread.
+    """
+
+    def __init__(
+        self,
+        requests: Iterator[ReadRequest],
+        reader: BatchReader,
+        generators: Sequence[Generator],
+        to_tensor: Callable[[Any], Any],
+    ) -> None:
+        self._requests = requests
+        self._reader = reader
+        self._generators = generators
+        self._to_tensor = to_tensor
+
+    def __iter__(self) -> DirectPass:
+        return self
+
+    def __next__(self) -> Any:
+        request = next(self._requests)
+        with kept(self._generators):
+            batch = self._reader.read(request, None)
+            if not isinstance(batch, ReadFailure):
+                try:
+                    return map_arrays(batch, self._to_tensor)
+                except Exception as error:
+                    batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
+        self.close()
+        raise batch.error(request)
+
+    def close(self) -> None:
+        """End the pass."""
+        self._requests = iter(())
+
+
+class _Feed:
+    """The batch sampler that Paddle's machinery draws requests from, ahead of their delivery."""
+
+    def __init__(self) -> None:
+        self.pending: deque[ReadRequest] = deque()
+        self.error: Exception | None = None
+        self._requests: Iterator[ReadRequest] = iter(())
+
+    def start(self, requests: Iterator[ReadRequest]) -> None:
+        self.pending.clear()
+        self.error, self._requests = None, requests
+
+    def __iter__(self) -> Iterator[list[ReadRequest]]:
+        while True:
+            try:
+                request = next(self._requests)
+            except StopIteration:
+                return
+            except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
+                self.error = error
+                return
+            self.pending.append(request)
+            yield [request]
+
+
+class _WorkerDataset:
+    """What a worker process sees as its data set: reads a request, returns a parcel."""
+
+    def __init__(self, reader: BatchReader) -> None:
+        self.reader = reader
+        self.init_failure: ReadFailure | None = None
+
+    def __getitem__(self, request: ReadRequest) -> list[Any]:
+        worker = paddle.io.get_worker_info().id
+        batch = self.init_failure or self.reader.read(request, worker)
+        try:
+            return pack(batch)
+        except Exception as error:
+            return pack(ReadFailure.of(error, what="sending the batch", index=None, worker=worker))
+
+
+class _WorkerInit:
+    """Runs the user's `worker_init_fn` and keeps its failure, which Paddle would hide."""
+
+    def __init__(self, dataset: _WorkerDataset, init_fn: Callable[[int], None] | None) -> None:
+        self._dataset = dataset
+        self._init_fn = init_fn
+
+    def __call__(self, worker: int) -> None:
+        # The user's functions look for their own data set here; WorkerInfo refuses a plain assignment.
+        object.__setattr__(paddle.io.get_worker_info(), "dataset", self._dataset.reader.dataset)
+        try:
+            if self._init_fn is not None:
+                self._init_fn(worker)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._dataset.init_failure = ReadFailure.of(
+                error, what="worker_init_fn", index=None, worker=worker
+            )
+
+
+def _only(items: list[Any]) -> Any:
+    return items[0]
+
+
+class WorkerPool:
+    """A set-up of Paddle's worker machinery; with persistent workers it serves one pass after another."""
+
+    def __init__(self, settings: paddle.io.DataLoader, reader: BatchReader) -> None:
+        """Make a private DataLoader with the settings of the user's.
+
+        Args:
+            settings: Read only.
+            reader: What the workers run.
+        """
+        self.feed = _Feed()
+        self.persistent = bool(settings._persistent_workers)
+        view = copy.copy(settings)
+        view.__class__ = paddle.io.DataLoader
+        dataset = _WorkerDataset(reader)
+        view.dataset, view.batch_sampler, view.collate_fn = dataset, self.feed, _only
+        view.worker_init_fn = _WorkerInit(dataset, settings.worker_init_fn)
+        view.dataset_kind = 0  # a map-style data set, whose items are parcels
+        view.auto_collate_batch, view.batch_size, view.drop_last = True, None, False
+        view.pin_memory, view._iterator = False, None
+        self._view = view
+        self.iterator: Any = None
+
+    def start(self, requests: Iterator[ReadRequest]) -> None:
+        """Start a pass; the one before it must have ended."""
+        self.feed.start(requests)
+        with kept([NumpyGenerator()]):  # Paddle draws the workers' seeds from the user's generator
+            self.iterator = paddle.io.DataLoader.__iter__(self._view)
+
+    def dead_workers(self) -> dict[int, int]:
+        """Return the exit codes of the workers that have ended with an error, by number."""
+        workers = enumerate(getattr(self.iterator, "_workers", ()))
+        return {number: worker.exitcode for number, worker in workers if worker.exitcode}
+
+    def shut_down(self) -> None:
+        """End the workers, threads and shared memory of the machinery."""
+        iterator, self.iterator, self._view._iterator = self.iterator, None, None
+        if iterator is None:
+            return
+        iterator._try_shutdown_all(timeout=CLOSE_SECONDS)
+        for worker in iterator._workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+
+
+class WorkerPass:
+    """Reads in Paddle's worker processes, ahead of the caller."""
+
+    def __init__(self, requests: Iterator[ReadRequest], pool: WorkerPool, idle: list[WorkerPool]) -> None:
+        """Start the pass.
+
+        Args:
+            requests: Drawn ahead, on the caller's thread.
+            pool: Not in use.
+            idle: Where a persistent pool goes back to when the pass has ended.
+        """
+        self._pool: WorkerPool | None = pool
+        self._idle = idle
+        pool.start(requests)
+
+    def __iter__(self) -> WorkerPass:
+        return self
+
+    def __next__(self) -> Any:
+        pool = self._pool
+        if pool is None:
+            raise StopIteration
+        try:
+            parcel = next(pool.iterator)
+        except StopIteration:
+            self._pool = None
+            if pool.persistent and not pool.feed.pending:
+                self._idle.append(pool)
+            else:
+                pool.shut_down()
+            if pool.feed.error is not None:
+                raise pool.feed.error from None
+            if pool.feed.pending:
+                raise self._lost(pool, None) from None
+            raise
+        except Exception as error:
+            dead = self._lost(pool, error)
+            self.close()
+            raise dead from error
+        request = pool.feed.pending.popleft()
+        batch = unpack(parcel)
+        if isinstance(batch, ReadFailure):
+            self.close()
+            raise batch.error(request)
+        return batch
+
+    @staticmethod
+    def _lost(pool: WorkerPool, error: Exception | None) -> DataReadError:
+        dead = ", ".join(f"worker {n} (exit code {code})" for n, code in pool.dead_workers().items())
+        failure = ReadFailure(
+            what="reading",
+            index=None,
+            cause_type=type(error).__name__ if error is not None else "WorkersLost",
+            cause=f"a worker process ended: {dead}" if dead else "the worker machinery ended early",
+            traceback=str(error),
+            worker=next(iter(pool.dead_workers()), None),
+        )
+        return failure.error(pool.feed.pending[0])
+
+    def close(self) -> None:
+        """End the workers; also persistent ones, which may be in the middle of a batch."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shut_down()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except Exception:  # at interpreter shutdown
+            logging.getLogger(__name__).debug("closing a pass failed", exc_info=True)

@@ -1,0 +1,108 @@
+"""How are the samples of a request read and collated, whatever they do?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.collate import collate
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.request import ReadRequest
+from paddle_shard.samplers.randomness import Generator
+
+
+class BatchReader:
+    """Reads a request's samples from a data set: the same bytes in every process that is asked."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any] | None,
+        generators: Sequence[Generator],
+        stack_tensors: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        """Set up the reader.
+
+        Args:
+            dataset: Has `__getitem__`.
+            collate_fn: The user's, or None to stack the samples with `collate`.
+            generators: Global generators to seed before each sample.
+            stack_tensors: Stacks leaves that are the framework's tensors.
+        """
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+        self._generators = generators
+        self._stack_tensors = stack_tensors
+
+    def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
+        """Return the batch of a request, or its failure.
+
+        The global generators are left where the last sample put them: callers in a user's process keep them.
+        """
+        what, index = "reading", None
+        try:
+            samples = []
+            for index in request.indices:
+                what = f"reading sample {index!r}"
+                seed = request.sample_seed(index)
+                for generator in self._generators:
+                    generator.seed(seed)
+                samples.append(self.dataset[index])
+            index = None
+            what = f"collating {len(samples)} samples"
+            if request.item_is_batch:
+                return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
+            if self._collate_fn is None:
+                return collate(samples, self._stack_tensors)
+            batch = self._collate_fn(samples)
+            if request.rows_are_split:
+                _refuse_lengths_of_neighbours(samples, batch, self._collate_fn)
+            return batch
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit, which would end a worker without a word
+            return ReadFailure.of(error, what=what, index=index, worker=worker)
+
+
+def _refuse_lengths_of_neighbours(
+    samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]
+) -> None:
+    """Raise if a row's shape depends on its neighbours: other data ranks would get another length.
+
+    A collate that pads to its longest row is found by collating the smallest sample alone. Lengths that
+    agree within every rank and differ between them cannot be seen from here.
+    """
+    sizes = [_size(sample) for sample in samples]
+    if min(sizes) == max(sizes):
+        return
+    smallest = samples[sizes.index(min(sizes))]
+    try:
+        alone = collate_fn([smallest])
+    except Exception:  # a collate that wants several samples: nothing can be told
+        return
+    together, single = _row_shapes(batch), _row_shapes(alone)
+    if together != single:
+        raise ValueError(
+            f"the collate_fn pads to the longest row of what it is given: row shapes {together} for this "
+            f"slice, but {single} for its smallest sample alone. Other data ranks collate other rows, so the "
+            "global batch would be ragged. Pad to a length that does not depend on the other rows, such as "
+            "a fixed maximum."
+        )
+
+
+def _size(sample: Any) -> int:
+    if isinstance(sample, Mapping):
+        return sum(map(_size, sample.values()))
+    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
+        return sum(map(_size, sample))
+    return int(np.prod(np.shape(sample))) if hasattr(sample, "shape") else 1
+
+
+def _row_shapes(batch: Any) -> list[tuple[int, ...]]:
+    if isinstance(batch, Mapping):
+        return [shape for value in batch.values() for shape in _row_shapes(value)]
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        return [shape for value in batch for shape in _row_shapes(value)]
+    return [tuple(batch.shape[1:])] if hasattr(batch, "shape") else []

@@ -1,0 +1,28 @@
+"""What does a rank ask of its reader at a step?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_shard.plan.seeding import derive_seed, mix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest:
+    """The rows of one step, small enough to send to a worker."""
+
+    epoch: int
+    step: int
+    indices: list[Any]
+    """What the data set is indexed with, one a row; a single one where an item is a whole batch."""
+    item_is_batch: bool
+    """True where the data set serves whole batches (`batch_size=None`)."""
+    key: int
+    """Seed of the epoch's random numbers, in [0, 2^64)."""
+    rows_are_split: bool
+    """True where other data ranks read the other rows, so that what depends on its neighbours is refused."""
+
+    def sample_seed(self, index: Any) -> int:
+        """Return the seed for reading one sample: a function of (seed, epoch, index)."""
+        return mix(self.key, index) if isinstance(index, int) else derive_seed(self.key, index)

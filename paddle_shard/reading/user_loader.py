@@ -1,0 +1,108 @@
+"""How do the user's own DataLoader and its subclass stay in charge of reading, unchanged?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import paddle.io
+
+from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
+from paddle_shard.reading.reader import BatchReader
+from paddle_shard.reading.request import ReadRequest
+from paddle_shard.samplers.randomness import Generator
+
+
+class _ReadsRequests(paddle.io.DataLoader):
+    """A DataLoader whose batches are those that were requested.
+
+    It stands between `paddle.io.DataLoader` and the user's subclass, whose own `__iter__` goes on to call
+    `super().__iter__()` and sees ordinary batches.
+    """
+
+    _start_pass: Callable[[], Pass]
+
+    def __iter__(self) -> Pass:
+        return self._start_pass()
+
+
+class UserLoader:
+    """The settings of a user's DataLoader, used to read requests instead of its own sampler's batches."""
+
+    def __init__(
+        self,
+        dataloader: paddle.io.DataLoader,
+        generators: Sequence[Generator],
+        stack_tensors: Callable[[Sequence[Any]], Any],
+        to_tensor: Callable[[Any], Any],
+    ) -> None:
+        """Copy the settings; the given object is never changed.
+
+        Args:
+            dataloader: The user's; may be of a subclass.
+            generators: Global generators that are seeded for each sample.
+            stack_tensors: Stacks the framework's tensors.
+            to_tensor: Makes a tensor of an array, on the loader's place; used without workers.
+        """
+        self._generators = generators
+        self._to_tensor = to_tensor
+        self._reader = BatchReader(dataloader.dataset, dataloader.collate_fn, generators, stack_tensors)
+        self._idle: list[WorkerPool] = []
+        self.dataloader = copy.copy(dataloader)
+        """A shallow copy of the user's, of a class that reads requests."""
+        self.dataloader.__class__ = _reading_class(type(dataloader))
+        self.dataloader._iterator = None
+        self.dataloader.pin_memory = False  # as Paddle's own shard_dataloader does, but to the user's object
+
+    def start(self, requests: Iterator[ReadRequest]) -> UserPass:
+        """Start a pass of its own; any number may be open at once."""
+        return UserPass(self, requests)
+
+    def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
+        """Start reading requests, below the user's subclass."""
+        if self.dataloader.num_workers == 0:
+            return DirectPass(requests, self._reader, self._generators, self._to_tensor)
+        pool = self._idle.pop() if self._idle else WorkerPool(self.dataloader, self._reader)
+        return WorkerPass(requests, pool, self._idle)
+
+    def close(self) -> None:
+        """End persistent workers that wait for another pass."""
+        while self._idle:
+            self._idle.pop().shut_down()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class UserPass:
+    """One pass through the user's DataLoader subclass."""
+
+    def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
+        self._cores: list[Pass] = []
+
+        def start_pass() -> Pass:
+            self._cores.append(loader.core_pass(requests))
+            return self._cores[-1]
+
+        dataloader = copy.copy(loader.dataloader)  # so that passes that are open at once stay apart
+        dataloader._start_pass = start_pass
+        self._batches = iter(dataloader)
+
+    def __iter__(self) -> UserPass:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End its workers."""
+        for core in self._cores:
+            core.close()
+        self._batches = iter(())
+
+
+def _reading_class(cls: type) -> type:
+    if cls is paddle.io.DataLoader:
+        return _ReadsRequests
+    return type(cls)(cls.__name__, (cls, _ReadsRequests), {"__module__": cls.__module__})

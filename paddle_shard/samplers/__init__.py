@@ -1,0 +1,9 @@
+"""Turning the plan, or the user's own sampler, into the batches of indices of an epoch: pure."""
+
+from __future__ import annotations
+
+from paddle_shard.samplers.batches import IndexBatch, IndexBatches
+from paddle_shard.samplers.plan_batches import PlanBatches
+from paddle_shard.samplers.user_batches import UserBatches
+
+__all__ = ["IndexBatch", "IndexBatches", "PlanBatches", "UserBatches"]
