@@ -166,13 +166,10 @@ def _custom(
         check_batch_size(nominal, num_data_ranks, accumulation)
     chosen = _tail(tail, sampler)
     num_steps = None
-    if (
-        type(sampler) is paddle.io.BatchSampler
-        and nominal is not None
-        and hasattr(sampler.sampler, "__len__")
-    ):
-        # The sampler yields single indices, so its length tells where the last batch is short.
-        full, rest = divmod(_length(sampler.sampler), nominal)
+    length = _length_or_none(sampler.sampler) if type(sampler) is paddle.io.BatchSampler else None
+    if length is not None and nominal is not None:
+        # The sampler yields single indices, so its length tells whether the last batch is short.
+        full, rest = divmod(length, nominal)
         num_steps = full + (rest > 0 and chosen != "drop")
         if rest and chosen == "error":
             raise ArgumentError(
@@ -207,10 +204,17 @@ def _tail(tail: str | None, sampler: Any) -> str:
     return "drop" if getattr(sampler, "drop_last", False) else "pad"
 
 
+def _length_or_none(something: Any) -> int | None:
+    try:
+        return len(something)
+    except Exception:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
+        return None
+
+
 def _length(dataset: Any) -> int:
     try:
         length = len(dataset)
-    except (TypeError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # whatever the user's __len__ raises
         raise ArgumentTypeError(
             f"the data set {type(dataset).__name__} has no length ({error}); give it a __len__."
         ) from error

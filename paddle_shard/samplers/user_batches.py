@@ -62,14 +62,18 @@ class UserBatches:
     def __len__(self) -> int:
         if self.num_steps is not None:
             return self.num_steps
-        if self.tail == "drop":  # whether its last batch is short shows only at the end
-            return sum(1 for _ in self.epoch(0))
         if not isinstance(self.batch_sampler, Sized):
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {type(self.batch_sampler).__name__} has no __len__. "
                 "Give it one, or count the steps yourself."
             )
-        return len(self.batch_sampler)
+        if self.tail != "drop" or getattr(self.batch_sampler, "drop_last", False):
+            try:
+                return len(self.batch_sampler)
+            except Exception:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
+                pass
+        # Whether the last batch is short shows only at the end.
+        return sum(1 for _ in self.epoch(0))
 
     def epoch(self, epoch: int) -> Iterator[UserBatch]:
         """Iterate over the global batches of an epoch.

@@ -1,0 +1,40 @@
+"""How do I see, in one process, what each rank of a mesh would get?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+
+@contextmanager
+def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[None]:
+    """Let this process be another rank, for code that only asks who it is: loaders, samplers, placing.
+
+    Collectives do not work inside. Paddle's core reads the rank from the environment whenever it places a
+    tensor, and Python code asks `paddle.distributed.get_rank`; both answer `global_rank` here.
+
+    Args:
+        global_rank: Who to be.
+        world_size: What `paddle.distributed.get_world_size` answers; None for `global_rank + 1`.
+    """
+    import paddle.distributed as dist
+
+    size = global_rank + 1 if world_size is None else world_size
+    with (
+        mock.patch.dict(os.environ, {"PADDLE_TRAINER_ID": str(global_rank)}),
+        mock.patch.object(dist, "get_rank", lambda group=None: global_rank),
+        mock.patch.object(dist, "get_world_size", lambda group=None: size),
+    ):
+        yield
+
+
+def on_each_rank(global_ranks: Any, function: Callable[[], Any]) -> dict[int, Any]:
+    """Return what a function returns as each of some ranks."""
+    results = {}
+    for rank in global_ranks:
+        with simulated_rank(rank, max(global_ranks) + 1):
+            results[rank] = function()
+    return results

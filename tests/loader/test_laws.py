@@ -1,0 +1,215 @@
+"""The six laws, for every rank of random meshes; the ranks are simulated in this process."""
+
+import itertools
+import math
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import paddle_shard
+from paddle_shard.testing.simulated import on_each_rank
+from paddle_shard.testing.strategies import layouts_with_data_axes
+
+
+class Rows(paddle.io.Dataset):
+    """Sample i is (a row made of i, random numbers, i)."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return np.full(3, index, "float32"), np.random.rand(2), index
+
+
+def process_mesh(layout):
+    return dist.ProcessMesh(np.array(layout.process_ids).reshape(layout.shape), dim_names=list(layout.axes))
+
+
+def one_pass(loader):
+    """What this rank gets in an epoch: [(local rows of each field, their global shapes, valid)]."""
+    batches, out = iter(loader), []
+    for batch in batches:
+        local = [leaf._local_value().numpy() for leaf in batch]
+        out.append((local, [leaf.shape for leaf in batch], batches.valid._local_value().numpy()))
+    return out
+
+
+def make(length, batch_size, mesh, axes, *, workers=0, accumulation=1, **options):
+    sampler = paddle.io.BatchSampler(Rows(length), batch_size=batch_size, shuffle=options.pop("shuffle", False))
+    sampler._acc_steps = accumulation
+    loader = paddle.io.DataLoader(Rows(length), batch_sampler=sampler, num_workers=workers)
+    return paddle_shard.shard_dataloader(loader, mesh, shard_dims=axes, **options)
+
+
+def data_coordinates(layout, axes):
+    """{global rank: data coordinate}, by numpy's own idea of where a number stands in an array."""
+    mesh = np.array(layout.process_ids).reshape(layout.shape)
+    indices = sorted(layout.axes.index(axis) for axis in axes)
+    return {rank: tuple(np.argwhere(mesh == rank)[0][indices]) for rank in layout.process_ids}
+
+
+def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **options):
+    coordinates = data_coordinates(layout, axes)
+    num_data_ranks = len(set(coordinates.values()))
+    batch_size = num_data_ranks * multiple
+    mesh, step_size = process_mesh(layout), batch_size * accumulation
+    if tail == "drop" and length < step_size:
+        length += step_size
+    if tail == "error":
+        length = math.ceil(length / step_size) * step_size
+
+    def as_rank():
+        loader = make(
+            length, batch_size, mesh, axes, tail=tail, workers=workers, accumulation=accumulation, **options
+        )
+        batches = one_pass(loader)
+        assert len(loader) == len(batches)
+        return batches
+
+    per_rank = on_each_rank(layout.process_ids, as_rank)
+    alone = on_each_rank(
+        [0],
+        lambda: one_pass(
+            make(length, step_size, dist.ProcessMesh([0], dim_names=["dp"]), "dp", tail="pad", **options)
+        ),
+    )[0]
+
+    steps = {len(batches) for batches in per_rank.values()}
+    assert len(steps) == 1, "equal steps"
+    (num_steps,) = steps
+    delivered = []
+    for step in range(num_steps):
+        slices = {}
+        for rank, batches in per_rank.items():
+            local, shapes, valid = batches[step]
+            found = slices.setdefault(coordinates[rank], (local, valid))
+            for mine, theirs in zip([*local, valid], [*found[0], found[1]], strict=True):
+                np.testing.assert_array_equal(mine, theirs, err_msg="replicas agree")
+            rows = len(local[0]) * num_data_ranks
+            assert [shape[0] for shape in shapes] == [rows] * 3, "global shape"
+        ordered = [slices[coordinate] for coordinate in sorted(slices)]
+        valid = in_row_order([valid for _, valid in ordered], accumulation)
+        for field in range(3):
+            rows = in_row_order([local[field] for local, _ in ordered], accumulation)
+            np.testing.assert_array_equal(rows[valid], alone[step][0][field], err_msg="global equivalence")
+        delivered.extend(in_row_order([local[2] for local, _ in ordered], accumulation)[valid].tolist())
+        padding = int((~valid).sum())
+        if tail == "pad":
+            assert padding < num_data_ranks * accumulation
+        elif tail == "fill":
+            assert len(valid) == step_size
+        else:
+            assert padding == 0
+        assert padding == 0 or step == num_steps - 1
+    dropped = length % step_size if tail == "drop" else 0
+    assert len(set(delivered)) == len(delivered) == length - dropped, "exact coverage"
+
+
+def in_row_order(slices, accumulation):
+    """Undo the split: [data rank][micro-batch, rows] -> the rows of the global batch in order."""
+    parts = [np.array_split(rows, accumulation) for rows in slices]
+    return np.concatenate([parts[rank][micro] for micro in range(accumulation) for rank in range(len(parts))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mesh=layouts_with_data_axes(),
+    length=st.integers(1, 60),
+    multiple=st.integers(1, 3),
+    tail=st.sampled_from(["pad", "fill", "drop", "error"]),
+    accumulation=st.integers(1, 3),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, accumulation, shuffle, seed):
+    check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed)
+
+
+@settings(max_examples=6, deadline=None)
+@given(mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.booleans())
+def test_any_mesh_gets_the_batches_of_one_process_with_workers(mesh, length, shuffle):
+    check_laws(*mesh, length, 2, "pad", 1, workers=2, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))])
+def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
+    mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=list(axes))
+    other = dist.ProcessMesh([0], dim_names=["dp"])
+
+    def joined(mesh):
+        per_rank = on_each_rank(mesh.process_ids, lambda: one_pass(make(24, 8, mesh, "dp", shuffle=shuffle)))
+        size = mesh.get_dim_size("dp")
+        at = mesh.dim_names.index("dp")
+        leaders = [int(np.take(mesh.mesh, r, axis=at).flat[0]) for r in range(size)]
+        return [np.concatenate([per_rank[rank][step][0][2] for rank in leaders]).tolist() for step in range(3)]
+
+    assert joined(mesh) == joined(other)
+
+
+def test_another_epoch_is_another_order_and_the_same_epoch_the_same():
+    loader = make(50, 10, dist.ProcessMesh([0], dim_names=["dp"]), "dp", shuffle=True)
+    ids = [np.concatenate([local[2] for local, _, _ in one_pass(loader)]).tolist() for _ in range(3)]
+
+    loader.set_epoch(1)
+    again = np.concatenate([local[2] for local, _, _ in one_pass(loader)]).tolist()
+
+    assert again == ids[1]
+    assert len({tuple(order) for order in ids}) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_samples_depend_on_seed_epoch_and_sample_alone(workers):
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+
+    def numbers(batch_size, seed=0, epoch=0, workers=0):
+        loader = make(12, batch_size, mesh, "dp", workers=workers, seed=seed)
+        loader.set_epoch(epoch)
+        return np.concatenate([local[1] for local, _, _ in one_pass(loader)])
+
+    np.testing.assert_array_equal(numbers(4), numbers(3, workers=workers))
+    different = [numbers(4), numbers(4, seed=1), numbers(4, epoch=1)]
+    for one, two in itertools.combinations(different, 2):
+        assert not np.any(one == two)
+    assert len(np.unique(numbers(4))) == 24
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_users_generators_are_not_disturbed(workers):
+    import random
+
+    np.random.seed(1)
+    random.seed(2)
+    paddle.seed(3)
+    expected = np.random.rand(), random.random(), float(paddle.rand([1])[0])
+
+    np.random.seed(1)
+    random.seed(2)
+    paddle.seed(3)
+    loader = paddle.io.DataLoader(
+        Rows(20),
+        batch_sampler=paddle.io.BatchSampler(sampler=paddle.io.WeightedRandomSampler([1.0] * 20, 20), batch_size=5),
+        num_workers=workers,
+    )
+    for _ in paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0]), shard_dims=0):
+        pass
+
+    assert (np.random.rand(), random.random(), float(paddle.rand([1])[0])) == expected
+
+
+test_any_mesh_gets_the_batches_of_one_process = example(
+    mesh=(paddle_shard.MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)), ("dp",)),
+    length=5,
+    multiple=2,
+    tail="pad",
+    accumulation=2,
+    shuffle=False,
+    seed=0,
+)(test_any_mesh_gets_the_batches_of_one_process)
