@@ -40,30 +40,9 @@ class ShardIterator:
         self.step = 0
         self._pending: deque[tuple[BatchRows | None, int]] = deque()
         self._current: tuple[BatchRows, int] | None = None
-        self._pass: Any = loader._reading.start(islice(self._requests(), num_steps))
-
-    def _requests(self) -> Iterator[ReadRequest]:
-        loader, source = self._loader, self._loader._source
-        key = derive_seed("sample", loader.seed, self.epoch)
-        every_row = np.zeros(1, np.int64)
-        for step, batch in enumerate(source.batches.epoch(self.epoch)):
-            if source.item_is_batch:
-                rows, indices = None, batch.take(every_row)[0:1]
-            elif source.split:
-                rows = loader._split_rows(batch.num_rows)
-                indices = batch.take(np.arange(batch.num_rows))
-            else:
-                rows = loader._rows(batch.num_rows)
-                indices = batch.take(rows.read)
-            self._pending.append((rows, batch.padding))
-            yield ReadRequest(
-                epoch=self.epoch,
-                step=step,
-                indices=indices,
-                item_is_batch=source.item_is_batch,
-                key=key,
-                rows_are_split=len(indices) < batch.num_rows or source.split,
-            )
+        # The requests do not refer to this object, so that abandoning it ends its workers at once.
+        requests = _requests(loader, self.epoch, self._pending)
+        self._pass: Any = loader._reading.start(islice(requests, num_steps))
 
     def __iter__(self) -> ShardIterator:
         return self
@@ -123,6 +102,31 @@ class ShardIterator:
     def __del__(self) -> None:
         if hasattr(self, "_pass"):
             self.close()
+
+
+def _requests(
+    loader: ShardDataloader, epoch: int, pending: deque[tuple[BatchRows | None, int]]
+) -> Iterator[ReadRequest]:
+    """Yield what this rank reads at each step, and note the rows (None: known when read) and the padding."""
+    source = loader._source
+    key = derive_seed("sample", loader.seed, epoch)
+    for step, batch in enumerate(source.batches.epoch(epoch)):
+        if source.item_is_batch:
+            rows, indices = None, batch.take(np.zeros(1, np.int64))
+        elif source.split:
+            rows, indices = loader._split_rows(batch.num_rows), batch.take(np.arange(batch.num_rows))
+        else:
+            rows = loader._rows(batch.num_rows)
+            indices = batch.take(rows.read)
+        pending.append((rows, batch.padding))
+        yield ReadRequest(
+            epoch=epoch,
+            step=step,
+            indices=indices,
+            item_is_batch=source.item_is_batch,
+            key=key,
+            rows_are_split=len(indices) < batch.num_rows or source.split,
+        )
 
 
 class LoaderCall:

@@ -79,11 +79,11 @@ class UserPass:
     """One pass through the user's DataLoader subclass."""
 
     def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
-        self._cores: list[Pass] = []
+        self._cores = cores = []  # type: list[Pass]
 
-        def start_pass() -> Pass:
-            self._cores.append(loader.core_pass(requests))
-            return self._cores[-1]
+        def start_pass() -> Pass:  # does not refer to self, so that abandoning it ends its workers at once
+            cores.append(loader.core_pass(requests))
+            return cores[-1]
 
         dataloader = copy.copy(loader.dataloader)  # so that passes that are open at once stay apart
         dataloader._start_pass = start_pass
