@@ -54,8 +54,6 @@ def new_model(mesh=None):
     return model, paddle.optimizer.AdamW(learning_rate=3e-3, parameters=model.parameters())
 
 
-
-
 def train_dynamic(loader, mesh, bar):
     model, optimizer = new_model(mesh)
     optimizer, losses = dist.shard_optimizer(optimizer), []
