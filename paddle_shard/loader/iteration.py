@@ -56,6 +56,9 @@ class ShardIterator:
         """
         try:
             batch = next(self._pass)
+            self._loader._check_split(batch)
+            if not self._pending:
+                raise BatchStructureError("the DataLoader's __iter__ yields more batches than it was asked for.")
             rows, padding = self._pending.popleft()
             if rows is None:
                 rows = self._loader._item_rows(batch)

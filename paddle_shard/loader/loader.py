@@ -21,6 +21,7 @@ from paddle_shard.place.assignment import assignment
 from paddle_shard.place.placer import BatchPlacer, BatchRows
 from paddle_shard.plan.partition import nearest_multiples
 from paddle_shard.reading.user_loader import UserLoader
+from paddle_shard.replicas.split_check import SplitCheck
 
 mend_process_mesh()
 
@@ -62,9 +63,7 @@ class ShardDataloader(PaddleShardDataloader):
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ArgumentError(f"seed must be an int, got {seed!r}.")
         auto_dp = in_auto_dp_mode()
-        assigned = assignment(
-            meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp
-        )
+        assigned = assignment(meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp)
         self._placer = BatchPlacer(assigned, dense_tensor_idx)
         layouts = self._placer.layouts
         self._own_layout = next((layout for layout in layouts if layout.on_mesh), layouts[0])
@@ -83,6 +82,11 @@ class ShardDataloader(PaddleShardDataloader):
         self._epoch = self._sampler_epoch = getattr(self._source.custom_sampler, "epoch", 0)
         if not isinstance(self._epoch, int):
             self._epoch = self._sampler_epoch = 0
+        own = self._own_layout
+        self._split_check: SplitCheck | None = None
+        if self._source.split and own.on_mesh and own.num_data_ranks > 1 and not auto_dp:
+            if not hasattr(self._source.custom_sampler, "nranks"):  # else it was compared with the mesh
+                self._split_check = SplitCheck(own.layout, own.data_axes, own.global_rank)
         self._rows_of_size: dict[int, BatchRows] = {}
         self._call: LoaderCall | None = None
         place = dataloader.places[0]
@@ -144,6 +148,7 @@ class ShardDataloader(PaddleShardDataloader):
         return ShardIterator(self)
 
     def __call__(self) -> LoaderCall:
+        """Return an object that starts a fresh pass whenever it is iterated, and has a `next` of its own."""
         return LoaderCall(self)
 
     def __next__(self) -> Any:
@@ -159,21 +164,22 @@ class ShardDataloader(PaddleShardDataloader):
         if num_rows not in self._rows_of_size:
             if len(self._rows_of_size) > 64:
                 self._rows_of_size.clear()
-            self._rows_of_size[num_rows] = BatchRows(
-                num_rows, self._source.accumulation, self._placer.layouts
-            )
+            self._rows_of_size[num_rows] = BatchRows(num_rows, self._source.accumulation, self._placer.layouts)
         return self._rows_of_size[num_rows]
 
     def _split_rows(self, num_local_rows: int) -> BatchRows:
         return BatchRows(num_local_rows * self._own_layout.num_data_ranks, 1, [self._own_layout])
 
+    def _check_split(self, batch: Any) -> None:
+        check, self._split_check = self._split_check, None
+        if check is not None:
+            check.run(leaf.numpy() for leaf in _tensors(batch))
+
     def _item_rows(self, batch: Any) -> BatchRows:
         """Return the rows of a batch that was read whole."""
         unit = max(layout.num_data_ranks for layout in self._placer.layouts) * self._source.accumulation
         num_rows = next((leaf.shape[0] for leaf in _tensors(batch) if leaf.shape), unit)
-        if any(
-            num_rows % (layout.num_data_ranks * self._source.accumulation) for layout in self._placer.layouts
-        ):
+        if any(num_rows % (layout.num_data_ranks * self._source.accumulation) for layout in self._placer.layouts):
             sizes = " or ".join(map(str, nearest_multiples(num_rows, unit)))
             raise BatchStructureError(
                 f"an item of the data set is a global batch of {num_rows} rows, which {unit} data ranks cannot "

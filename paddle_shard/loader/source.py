@@ -71,9 +71,7 @@ def read_source(
     if is_dataset_splitted or already_split:
         _check_split(sampler, layouts)
         num_data_ranks = 1
-    return _custom(
-        sampler, num_data_ranks, accumulation, seed, tail, split=is_dataset_splitted or already_split
-    )
+    return _custom(sampler, num_data_ranks, accumulation, seed, tail, split=is_dataset_splitted or already_split)
 
 
 def _check_kind(dataloader: Any) -> None:
@@ -129,9 +127,7 @@ def _planned(
             f"tail='drop' leaves no batch: the data set has {plan.num_samples} samples and the global batch "
             f"{plan.batch_size}. Use a smaller batch, or tail='pad' or 'fill'."
         )
-    return Source(
-        batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=plan.tail
-    )
+    return Source(batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=plan.tail)
 
 
 def _items(dataloader: Any, accumulation: int, shuffle: bool | None, seed: int, tail: str | None) -> Source:

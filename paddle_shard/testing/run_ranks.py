@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -71,9 +72,7 @@ def run_ranks(
         **(env or {}),
     }
     with open(directory / "launcher.log", "w") as output:
-        launcher = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
+        launcher = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             code: int | None = launcher.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -85,9 +84,7 @@ def run_ranks(
     if code == 0 and not silent:
         return [json.loads(path.read_text()) for path in results]
     if code is None:
-        reason = (
-            f"the deadline of {timeout:g} s passed; still running: ranks {alive}; no report from: {silent}"
-        )
+        reason = f"the deadline of {timeout:g} s passed; still running: ranks {alive}; no report from: {silent}"
     elif code:
         reason = f"the launcher exited with {code}; no report from ranks {silent}"
     else:
@@ -136,10 +133,8 @@ def _kill(run_id: str, launcher: subprocess.Popen[bytes]) -> set[int | None]:
     while (found := list(_processes(run_id))) and time.monotonic() < deadline:
         for pid, rank in found:
             ranks.add(rank)
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.05)
     return ranks
 

@@ -1,0 +1,1 @@
+"""Comparing what ranks have: do replicas agree, and do data ranks differ?"""

@@ -1,0 +1,125 @@
+"""Running launch scripts under a deadline: every process is killed by its id, every log is shown on failure."""
+
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_TEST_ID = "TEST_LAUNCH_ID"
+
+
+class Commands:
+    """Processes of one test, each with its output in `directory/<name>.out` and `.err`."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._token = uuid.uuid4().hex
+        self._started: dict[str, subprocess.Popen] = {}
+
+    def start(self, name, command, **variables) -> subprocess.Popen:
+        ours = ("PADDLE_", "POD_", "TRAINER_", "FLAGS_")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        env |= {"OMP_NUM_THREADS": "1", **variables, _TEST_ID: self._token}
+        with open(self.directory / f"{name}.out", "wb") as out, open(self.directory / f"{name}.err", "wb") as err:
+            self._started[name] = subprocess.Popen(
+                list(map(str, command)),
+                env=env,
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+        return self._started[name]
+
+    def wait(self, timeout) -> dict[str, int]:
+        """Return the exit code of every process that was started, or fail at the deadline."""
+        deadline = time.monotonic() + timeout
+        for process in self._started.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                running = [name for name, p in self._started.items() if p.poll() is None]
+                pytest.fail(f"the deadline of {timeout} s passed; still running: {running}")
+        return {name: process.returncode for name, process in self._started.items()}
+
+    def out(self, name) -> str:
+        return (self.directory / f"{name}.out").read_text()
+
+    def err(self, name) -> str:
+        return (self.directory / f"{name}.err").read_text()
+
+    def until(self, condition, timeout=30) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"not true within {timeout} s"
+            time.sleep(0.05)
+
+    def alive(self) -> list[int]:
+        """Return the ids of all live processes that descend from this test's, detached ones too."""
+        token = f"{_TEST_ID}={self._token}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and token in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # ended meanwhile
+                continue
+        return found
+
+    def kill(self) -> None:
+        deadline = time.monotonic() + 10
+        while (left := self.alive()) and time.monotonic() < deadline:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            for process in self._started.values():
+                process.poll()
+            time.sleep(0.05)
+        assert not left
+
+    def logs(self) -> str:
+        paths = [*self.directory.rglob("*.out"), *self.directory.rglob("*.err")]
+        paths += [*self.directory.rglob("workerlog.*"), *self.directory.rglob("launcher.log")]
+        return "\n".join(f"--- {p} ---\n{p.read_text(errors='replace')[-6000:]}" for p in sorted(paths))
+
+
+_running: list[Commands] = []
+
+
+@contextmanager
+def _commands_in(directory: Path) -> Iterator[Commands]:
+    commands = Commands(directory)
+    _running.append(commands)
+    try:
+        yield commands
+    finally:
+        _running.remove(commands)
+        commands.kill()
+
+
+@pytest.fixture
+def commands(tmp_path):
+    with _commands_in(tmp_path) as commands:
+        yield commands
+
+
+@pytest.fixture(scope="session")
+def commands_in():
+    """For fixtures that outlive a test: `with commands_in(directory) as commands`."""
+    return _commands_in
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        report.sections.extend(("every log", commands.logs()) for commands in _running)
+    return report

@@ -1,0 +1,168 @@
+"""Two hosts are two network namespaces joined by a cable or, where these are not permitted, one loopback."""
+
+import json
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+WORKER = Path(__file__).with_name("linear_worker.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    ip: str
+    enter: tuple[str, ...] = ()
+    """Put before a command, makes it run on this host."""
+
+
+@pytest.fixture
+def two_hosts():
+    names = [f"launch-{uuid.uuid4().hex[:6]}-{k}" for k in range(2)]
+    hosts = [Host(ip=f"10.231.77.{k + 1}", enter=("ip", "netns", "exec", name)) for k, name in enumerate(names)]
+    try:
+        yield hosts if _joined(names, hosts) else [Host(ip="127.0.0.1")] * 2
+    finally:
+        for name in names:
+            if Path("/run/netns", name).exists():
+                _ip("netns", "delete", name)  # and the cable
+
+
+def _joined(names, hosts) -> bool:
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, host in zip(names, hosts, strict=True):
+            _ip("-n", name, "address", "add", f"{host.ip}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+def _ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def start_by_hosts_sh(commands, hosts, reports):
+    master = f"{hosts[0].ip}:{_free_port()}"
+    for rank, host in enumerate(hosts):
+        commands.start(
+            f"host-{rank}",
+            [*host.enter, LAUNCH / "hosts.sh", WORKER, reports],
+            PYTHON=sys.executable,
+            MASTER=master,
+            NNODES="2",
+            RANK=str(rank),
+            NPROC="2",
+            # Left over from another job; the launcher would take them.
+            PADDLE_NNODES="1",
+            PADDLE_TRAINER_ENDPOINTS="192.0.2.1:1",
+        )
+
+
+def start_as_paddle_operator_does(commands, hosts, reports):
+    if not hosts[0].enter:
+        pytest.skip("pods have addresses of their own, and network namespaces are not permitted here")
+    text = (LAUNCH / "kubernetes.yaml").read_text()
+    arguments = json.loads(re.search(r"^ +args: (\[.*\])$", text, re.MULTILINE)[1])
+    assert arguments[-1] == "demos/digits.py"
+    assert arguments[-3:-1] == ["--log_dir", "/logs"]
+    for rank, host in enumerate(hosts):
+        logs = ["--log_dir", f"log/host-{rank}"]
+        commands.start(
+            f"host-{rank}",
+            [*host.enter, sys.executable, *arguments[:-3], *logs, WORKER, reports],
+            # From the manifest,
+            GLOO_SOCKET_IFNAME=re.search(r"GLOO_SOCKET_IFNAME\n +value: (\w+)", text)[1],
+            # and from the operator: controllers/paddlejob_helper.go, constructPod and constructConfigMap.
+            POD_IP=host.ip,
+            PADDLE_TRAINER_ID=str(rank),
+            TRAINING_ROLE="TRAINER",
+            PADDLE_TRAINING_ROLE="TRAINER",
+            PADDLE_TRAINER_ENDPOINTS=",".join(f"{host.ip}:36000" for host in hosts),
+            PADDLE_TRAINERS=",".join(host.ip for host in hosts),
+            PADDLE_TRAINERS_NUM="2",
+            PADDLE_PORT="36000",
+            TRAINER_PORTS_NUM="20",
+        )
+
+
+@pytest.fixture(scope="module")
+def losses_on_one_host(tmp_path_factory, commands_in):
+    directory = tmp_path_factory.mktemp("one_host")
+    with commands_in(directory) as commands:
+        commands.start("run", [sys.executable, LAUNCH / "local.py", "--processes", "4", WORKER, directory])
+        assert commands.wait(60) == {"run": 0}
+        yield [report["losses"] for report in read_reports(directory)]
+
+
+def read_reports(directory: Path) -> list[dict]:
+    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_four_processes_of_one_host_train_as_one_would(losses_on_one_host):
+    worker = runpy.run_path(str(WORKER))
+    weight, bias, expected = np.zeros((worker["FEATURES"], 1)), 0.0, []
+    for features, labels in zip(*worker["fixed_data"](), strict=True):
+        error = features @ weight + bias - labels
+        expected.append((error**2).mean())
+        weight -= worker["LEARNING_RATE"] * 2 * features.T @ error / len(error)
+        bias -= worker["LEARNING_RATE"] * 2 * error.mean()
+
+    np.testing.assert_allclose(np.mean(losses_on_one_host, axis=0), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("start", [start_by_hosts_sh, start_as_paddle_operator_does])
+def test_two_hosts_of_two_processes_train_as_one_host_of_four(commands, tmp_path, two_hosts, losses_on_one_host, start):
+    start(commands, two_hosts, tmp_path)
+
+    assert commands.wait(60) == {"host-0": 0, "host-1": 0}
+    reports = read_reports(tmp_path)
+    assert [report["ip"] for report in reports] == [two_hosts[rank // 2].ip for rank in range(4)]
+    np.testing.assert_allclose([r["losses"] for r in reports], losses_on_one_host, rtol=0, atol=1e-6)
+    for host, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
+        assert f"rank {rank} lost" in (tmp_path / f"log/host-{host}/workerlog.{rank % 2}").read_text()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MASTER": ""}, "MASTER is not set"),
+        ({"MASTER": "192.0.2.1"}, "MASTER must be ip:port, got '192.0.2.1'"),
+        ({"MASTER": "localhost:6170"}, "'localhost' means 127.0.0.1 on this host"),  # the others' localhost is theirs
+        ({"NNODES": "0"}, "NNODES must be at least 1"),
+        ({"RANK": "2"}, "RANK must be 0 .. 1, got '2'"),
+        ({"RANK": "-1"}, "RANK must be 0 .. 1, got '-1'"),
+        ({"NPROC": ""}, "NPROC (CPU) or GPUS, one of them"),
+        ({"GPUS": "all"}, "NPROC (CPU) or GPUS, one of them"),
+        ({"NPROC": "0"}, "NPROC must be at least 1"),
+        ({"IFNAME": "nic9"}, "IFNAME=nic9 is no interface with an address"),
+        ({"HOST_IP": "192.0.2.77"}, "no interface has HOST_IP=192.0.2.77"),
+    ],
+)
+def test_hosts_sh_names_what_is_wrong(commands, variables, message):
+    given = {"MASTER": "127.0.0.1:6170", "NNODES": "2", "RANK": "0", "NPROC": "2", "PYTHON": sys.executable}
+
+    commands.start("run", [LAUNCH / "hosts.sh", WORKER], **{**given, **variables})
+
+    assert commands.wait(20) == {"run": 2}
+    assert message in commands.err("run")

@@ -1,0 +1,82 @@
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+# As Slurm's, in what the script uses of them. Hosts are loopback addresses: a node finds its own.
+STUBS = {
+    "scontrol": '[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\n127.0.0.2\\n"',
+    "srun": """echo "$@" > srun.args
+while [ "${1#--}" != "$1" ]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" || exit; done""",
+    # Runs what looks up addresses, sees GPUs, and notes what would be launched.
+    "python": f"""case $1 in
+  -) exec {sys.executable} "$@" ;;
+  -c) exit 0 ;;
+  *) printf '%s\\n' "$*" >> launched ;;
+esac""",
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, "--nproc_per_node 2 "),
+        ({"NPROC": "3", "GPUS": "0"}, "--nproc_per_node 3 "),  # GPUS is ours to set
+        ({"SLURM_GPUS_ON_NODE": "0"}, "--nproc_per_node 2 "),
+        ({"SLURM_GPUS_ON_NODE": "8", "NPROC": "3"}, ""),  # the launcher counts what Slurm shows it
+    ],
+)
+def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(commands, tmp_path, variables, ranks):
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").touch()
+    copy = shutil.copy(LAUNCH / "slurm.sbatch", tmp_path / "slurm_script")  # as Slurm does
+
+    commands.start(
+        "job",
+        ["bash", copy, "train.py", "--name", "a b"],
+        PATH=f"{tmp_path}:/usr/bin:/bin",
+        PYTHON="python",
+        SLURM_SUBMIT_DIR=str(LAUNCH.parent),
+        SLURM_JOB_NODELIST="node[1-2]",
+        SLURM_JOB_ID="1234567",
+        **variables,
+    )
+
+    assert commands.wait(20) == {"job": 0}
+    srun = (tmp_path / "srun.args").read_text()
+    assert srun.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c ")
+    assert (tmp_path / "launched").read_text().splitlines() == [
+        f"-u -m paddle.distributed.launch --master 127.0.0.1:24567 --nnodes 2 --rank {node} --host 127.0.0.1 "
+        f"{ranks}--log_dir log/slurm-1234567/host-{node} train.py --name a b"
+        for node in range(2)
+    ]
+
+
+def test_what_slurm_reads_stands_before_the_first_command():
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    before, after = text.split("set -euo pipefail")
+
+    assert re.findall(r"^#SBATCH --([\w-]+)", before, re.MULTILINE) == [
+        "job-name",
+        "nodes",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "output",
+    ]
+    assert "#SBATCH" not in after
+
+
+@pytest.mark.parametrize("name", ["hosts.sh", "slurm.sbatch"])
+def test_scripts_are_valid_bash_and_stop_at_the_first_error(name):
+    subprocess.run(["bash", "-n", LAUNCH / name], check=True)
+
+    assert "\nset -euo pipefail\n" in (LAUNCH / name).read_text()

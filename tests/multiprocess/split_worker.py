@@ -1,0 +1,51 @@
+"""Loaders that are said to be split: what each rank of dp x mp makes of them."""
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard.testing import report
+
+
+class Numbers(paddle.io.Dataset):
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        return np.array(self.numbers[index])
+
+
+dist.init_parallel_env()
+mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+rank = dist.get_rank()
+data_rank = rank // 2
+
+
+def outcome(numbers, **sampler):
+    data = Numbers(numbers)
+    try:
+        if sampler:
+            given = paddle.io.DataLoader(data, batch_sampler=paddle.io.DistributedBatchSampler(data, 2, **sampler))
+        else:
+            given = paddle.io.DataLoader(data, batch_size=2)
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", is_dataset_splitted=True)
+        return [[batch.shape[0], batch._local_value().numpy().tolist()] for batch in loader]
+    except paddle_shard.errors.SplitError as error:
+        return str(error)
+
+
+report(
+    {
+        "not split": outcome(range(8)),
+        "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),
+        "split by global rank": outcome(range(2 * rank, 2 * rank + 2)),
+        "all the same": outcome([7] * 4),
+        "sampler": outcome(range(8), num_replicas=2, rank=data_rank),
+        "sampler of the world": outcome(range(8)[:8], num_replicas=4, rank=rank),
+    }
+)
+dist.barrier()

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+
+from paddle_shard.testing import run_ranks
+from paddle_shard.testing.simulated import on_each_rank
+from tests.multiprocess.loader_cases import cases, summary
+
+pytestmark = pytest.mark.multiprocess
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_real_ranks_get_what_simulated_ranks_get(num_ranks, tmp_path):
+    reports = run_ranks(HERE / "loader_worker.py", num_ranks, tmp_path, timeout=180)
+
+    for name, make in cases(num_ranks).items():
+        simulated = on_each_rank(range(num_ranks), lambda make=make: summary(make()))
+        for rank in range(num_ranks):
+            assert reports[rank][name] == simulated[rank], f"rank {rank}: {name}"
+
+
+def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(tmp_path):
+    reports = run_ranks(HERE / "split_worker.py", 4, tmp_path)
+
+    for rank, report in enumerate(reports):
+        data_rank = rank // 2
+        assert "different data ranks, read the same first batch: the data is not split" in report["not split"]
+        assert report["split"] == [[4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)]
+        if rank in (1, 3):  # ranks 0 and 2 lead their replica groups
+            assert "replicas (the same data rank), read different first batches" in report["split by global rank"]
+        assert report["all the same"] == [[4, [7, 7]]] * 2
+        assert report["sampler"] == [[4, [i + 2 * data_rank, i + 2 * data_rank + 1]] for i in (0, 4)]
+        assert "nranks=4 parts, but shard_dims gives 2 data ranks" in report["sampler of the world"]
