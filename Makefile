@@ -3,26 +3,49 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+OLDEST := .venv-oldest
+RUN := $(PY) launch/local.py
 
-.PHONY: demo demos test test-oldest lint bench clean
+.PHONY: help demo demos test test-oldest lint clean
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## demo: the main job: train on real digits with 2 processes, dynamic and static
+demo: $(READY)
+	RUN_STATIC=0 $(RUN) --processes 2 demos/digits.py
+	RUN_STATIC=1 $(RUN) --processes 2 demos/digits.py
+
+## demos: all demos, on CPU processes
+demos: demo
+	$(RUN) --processes 8 demos/two_meshes.py
+	$(RUN) --processes 8 demos/dict_inputs.py
+	$(RUN) --processes 4 demos/gpt.py
+
+## test: all tests, on the newest Paddle and numpy
+test: $(READY)
+	$(PY) -m pytest
+
+## test-oldest: all tests on Paddle 3.0.0
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest
+
+## lint: ruff and mypy
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+## clean: remove what the others made
+clean:
+	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 $(READY): setup.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cpu,test]'
 	touch $@
 
-## demo: the main job. Train on real digits with 2 processes, dynamic and static.
-demo: $(READY)
-	RUN_STATIC=0 $(PY) launch/local.py --processes 2 demos/digits.py
-	RUN_STATIC=1 $(PY) launch/local.py --processes 2 demos/digits.py
-
-test: $(READY)
-	$(PY) -m pytest
-
-lint: $(READY)
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-
-clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache log
+$(OLDEST)/.ready: setup.py
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.0.0 -e '.[test]'
+	touch $@

@@ -47,10 +47,7 @@ def _collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any]
     if isinstance(first, Mapping):
         if any(sample.keys() != first.keys() for sample in samples):
             raise ValueError(f"samples differ in their keys{_at(path)}: {_some(sorted(s) for s in samples)}")
-        fields = {
-            key: _collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]")
-            for key in first
-        }
+        fields = {key: _collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]") for key in first}
         return rebuild(first, fields)
     if isinstance(first, Sequence):
         if any(len(sample) != len(first) for sample in samples):

@@ -82,11 +82,10 @@ class ShardDataloader(PaddleShardDataloader):
         self._epoch = self._sampler_epoch = getattr(self._source.custom_sampler, "epoch", 0)
         if not isinstance(self._epoch, int):
             self._epoch = self._sampler_epoch = 0
-        own = self._own_layout
+        own, compared = self._own_layout, hasattr(self._source.custom_sampler, "nranks") or auto_dp
         self._split_check: SplitCheck | None = None
-        if self._source.split and own.on_mesh and own.num_data_ranks > 1 and not auto_dp:
-            if not hasattr(self._source.custom_sampler, "nranks"):  # else it was compared with the mesh
-                self._split_check = SplitCheck(own.layout, own.data_axes, own.global_rank)
+        if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
+            self._split_check = SplitCheck(own.layout, own.data_axes, own.global_rank)
         self._rows_of_size: dict[int, BatchRows] = {}
         self._call: LoaderCall | None = None
         place = dataloader.places[0]

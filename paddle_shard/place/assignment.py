@@ -190,8 +190,7 @@ def _mesh_of(key: Any, meshes: Sequence[Any], input_keys: Sequence[Any] | None) 
         mesh = meshes[key]
     else:
         raise ArgumentError(
-            f"placements names the field {key!r}, whose mesh is unknown: name it in input_keys, or give "
-            "one mesh."
+            f"placements names the field {key!r}, whose mesh is unknown: name it in input_keys, or give one mesh."
         )
     if isinstance(mesh, list | tuple):
         raise ArgumentError(f"placements for {key!r}: a field with a list of meshes cannot have placements.")

@@ -76,9 +76,7 @@ def place_mask(mask: np.ndarray[Any, Any], layout: FieldLayout) -> Any:
 
 def _check_dim(tensor: Any, dim: int, unit: int, path: str) -> None:
     if len(tensor.shape) <= dim:
-        raise BatchStructureError(
-            f"field {path} has {len(tensor.shape)} dims, so its dim {dim} cannot be split."
-        )
+        raise BatchStructureError(f"field {path} has {len(tensor.shape)} dims, so its dim {dim} cannot be split.")
     if tensor.shape[dim] % unit:
         sizes = " or ".join(map(str, nearest_multiples(tensor.shape[dim], unit)))
         raise BatchStructureError(

@@ -95,9 +95,7 @@ def mesh_layout(mesh: Any) -> MeshLayout:
         raise ArgumentTypeError(
             f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}."
         )
-    return MeshLayout(
-        shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids)
-    )
+    return MeshLayout(shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids))
 
 
 def field_layout(
@@ -142,6 +140,5 @@ def _checked_dim(axis: str | int, dim: Any) -> int | Balanced:
     if isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0:
         return dim
     raise ArgumentError(
-        f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
-        f"got {dim!r}."
+        f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, got {dim!r}."
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import paddle.io
@@ -134,9 +136,24 @@ class _WorkerInit:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self._dataset.init_failure = ReadFailure.of(
-                error, what="worker_init_fn", index=None, worker=worker
-            )
+            self._dataset.init_failure = ReadFailure.of(error, what="worker_init_fn", index=None, worker=worker)
+
+
+@contextmanager
+def _garbage_left_to_the_parent() -> Iterator[None]:
+    """Keep forked children from collecting this process's garbage.
+
+    Finalizers of readers that were abandoned here wait for threads that a child does not have, and never end.
+    """
+    if gc.get_freeze_count():  # the user's own: thawing it would undo it
+        gc.collect()
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _only(items: list[Any]) -> Any:
@@ -169,7 +186,8 @@ class WorkerPool:
     def start(self, requests: Iterator[ReadRequest]) -> None:
         """Start a pass; the one before it must have ended."""
         self.feed.start(requests)
-        with kept([NumpyGenerator()]):  # Paddle draws the workers' seeds from the user's generator
+        # Paddle draws the workers' seeds from the user's generator.
+        with kept([NumpyGenerator()]), _garbage_left_to_the_parent():
             self.iterator = paddle.io.DataLoader.__iter__(self._view)
 
     def dead_workers(self) -> dict[int, int]:

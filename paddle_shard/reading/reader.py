@@ -66,9 +66,7 @@ class BatchReader:
             return ReadFailure.of(error, what=what, index=index, worker=worker)
 
 
-def _refuse_lengths_of_neighbours(
-    samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]
-) -> None:
+def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]) -> None:
     """Raise if a row's shape depends on its neighbours: other data ranks would get another length.
 
     A collate that pads to its longest row is found by collating the smallest sample alone. Lengths that

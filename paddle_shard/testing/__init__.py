@@ -1,7 +1,12 @@
-"""What a test of distributed training needs: real processes, a CPU static graph, stages without a GPU."""
+"""What a test of distributed training needs: real processes, a CPU static graph, stages without a GPU.
+
+Importing this does not import paddle; what the tests of a script need loads on first use.
+"""
 
 from __future__ import annotations
 
+from paddle_shard.testing.cpu_static import StaticGroupsError, cpu_static
 from paddle_shard.testing.run_ranks import RanksFailed, report, run_ranks
+from paddle_shard.testing.stages import Stages
 
-__all__ = ["RanksFailed", "report", "run_ranks"]
+__all__ = ["RanksFailed", "Stages", "StaticGroupsError", "cpu_static", "report", "run_ranks"]

@@ -66,9 +66,7 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
         length = math.ceil(length / step_size) * step_size
 
     def as_rank():
-        loader = make(
-            length, batch_size, mesh, axes, tail=tail, workers=workers, accumulation=accumulation, **options
-        )
+        loader = make(length, batch_size, mesh, axes, tail=tail, workers=workers, accumulation=accumulation, **options)
         batches = one_pass(loader)
         assert len(loader) == len(batches)
         return batches
@@ -76,9 +74,7 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
     per_rank = on_each_rank(layout.process_ids, as_rank)
     alone = on_each_rank(
         [0],
-        lambda: one_pass(
-            make(length, step_size, dist.ProcessMesh([0], dim_names=["dp"]), "dp", tail="pad", **options)
-        ),
+        lambda: one_pass(make(length, step_size, dist.ProcessMesh([0], dim_names=["dp"]), "dp", tail="pad", **options)),
     )[0]
 
     steps = {len(batches) for batches in per_rank.values()}

@@ -1,0 +1,123 @@
+"""Which room may import which, and what `import paddle_shard` loads."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paddle_shard
+
+PACKAGE = Path(paddle_shard.__file__).parent
+PURE = {"errors", "plan"}
+FLOORS = {  # room -> what it may import of ours, and which third parties
+    "errors": (set(), set()),
+    "plan": ({"errors"}, {"numpy"}),
+    "collate": ({"errors"}, {"numpy"}),
+    "agree": ({"errors"}, {"numpy"}),
+    "samplers": (PURE, {"numpy"}),
+    "stages": (PURE, {"numpy"}),
+    "sources": (PURE, {"numpy"}),
+    "reading": (PURE | {"collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle.io"}),
+    "place": ({"errors", "plan", "agree", "collate"}, {"numpy", "paddle"}),
+    "replicas": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
+    "loader": (
+        PURE | {"collate", "agree", "samplers", "stages", "sources", "reading", "place", "replicas"},
+        {"numpy", "paddle"},
+    ),
+    "testing": (PURE, {"numpy", "paddle", "hypothesis"}),
+    "cli": (PURE, {"numpy"}),
+    "__init__": (PURE, set()),
+}
+
+
+def imports(path):
+    """Every module that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "paddle_shard":
+                yield from (f"paddle_shard.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def violations(package):
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room not in FLOORS:
+            found.append(f"{path.relative_to(package)}: a room without a floor")
+            continue
+        ours, theirs = FLOORS[room]
+        for name in imports(path):
+            top, _, rest = name.partition(".")
+            if top == "paddle_shard":
+                other = rest.split(".")[0]
+                if other not in ours | {room}:
+                    found.append(f"{path.relative_to(package)}: imports {name}")
+            elif top not in sys.stdlib_module_names and not any(
+                name == allowed or name.startswith(f"{allowed}.") for allowed in theirs
+            ):
+                found.append(f"{path.relative_to(package)}: imports {name}")
+    return found
+
+
+def test_every_room_keeps_to_its_floor():
+    assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("plan/mesh.py", "import paddle"),
+        ("plan/mesh.py", "from paddle_shard.loader import api"),
+        ("samplers/batches.py", "def f():\n    import paddle.io"),
+        ("reading/reader.py", "import paddle"),
+        ("place/field.py", "from paddle_shard.reading import passes"),
+        ("collate.py", "import scipy"),
+        ("newroom/file.py", "import os"),
+    ],
+)
+def test_a_planted_violation_is_found(file, text, tmp_path):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+    assert len(violations(tmp_path)) == 1
+
+
+def loaded_by(package_dir):
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import paddle_shard, paddle_shard.testing\n"
+    script += "print(' '.join(m for m in sys.modules if '.' not in m))"
+    command = [sys.executable, "-S", "-c", script, str(package_dir)]
+    import numpy
+
+    env = {"PYTHONPATH": str(Path(numpy.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    return set(done.stdout.split()) - set(sys.stdlib_module_names)
+
+
+def test_importing_it_loads_numpy_only():
+    assert {m for m in loaded_by(PACKAGE.parent) if not m.startswith("_")} == {"paddle_shard", "numpy"}
+
+
+def test_a_planted_import_of_paddle_is_seen(tmp_path):
+    for path in PACKAGE.rglob("*.py"):
+        copy = tmp_path / "paddle_shard" / path.relative_to(PACKAGE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    mesh = tmp_path / "paddle_shard" / "plan" / "mesh.py"
+    mesh.write_text(mesh.read_text() + "\nimport paddle\n")
+
+    assert "paddle" in loaded_by(tmp_path)
+
+
+def test_public_names_load_on_first_use_and_unknown_ones_do_not_exist():
+    assert callable(paddle_shard.shard_dataloader)
+    assert set(dir(paddle_shard)) >= {"ShardPlan", "MeshLayout", "shard_dataloader", "patch_paddle"}
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = paddle_shard.nonsense
