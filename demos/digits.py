@@ -88,15 +88,13 @@ def train_static(loader, mesh, bar):
     return losses, trained
 
 
-def train_one_process(data):
+def train_one_process(data, plan):
     """Plain Paddle, no mesh, no loader: the global batches by their indices."""
-    plan = paddle_shard.ShardPlan(
-        num_samples=len(data), batch_size=BATCH_SIZE, num_data_ranks=1, shuffle=True, seed=SEED, tail="drop"
-    )
+    whole_batch = np.arange(BATCH_SIZE)
     (model, optimizer), losses = new_model(), []
     for epoch in range(EPOCHS):
         for step in range(plan.num_steps):
-            indices = plan.indices(epoch=epoch, step=step, data_rank=0)
+            indices = plan.take(epoch=epoch, step=step, rows=whole_batch)
             images, labels = map(paddle.to_tensor, data[indices])
             loss = paddle.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
@@ -142,7 +140,7 @@ def main():
 
         losses, model = (train_static if RUN_STATIC else train_dynamic)(loader, mesh, bar)
     reached, counted = accuracy(model, test_loader, mesh)
-    difference = np.abs(np.array(losses) - np.array(train_one_process(train))).max()
+    difference = np.abs(np.array(losses) - np.array(train_one_process(train, loader.plan))).max()
     if dist.get_rank() == 0:
         steps = [*range(0, len(losses), 50), len(losses) - 1]
         print(f"{mode}, {dist.get_world_size()} processes, loss at steps:")

@@ -20,8 +20,10 @@ from paddle_shard.loader.source import read_source
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.placer import BatchPlacer, BatchRows
 from paddle_shard.plan.partition import nearest_multiples
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.reading.user_loader import UserLoader
 from paddle_shard.replicas.split_check import SplitCheck
+from paddle_shard.samplers import PlanBatches
 
 mend_process_mesh()
 
@@ -110,6 +112,24 @@ class ShardDataloader(PaddleShardDataloader):
         return self._given.dataset
 
     @property
+    def plan(self) -> ShardPlan | None:
+        """The order of the run, pure and without the data; None where a sampler of the user's decides it."""
+        batches = self._source.batches
+        return batches.plan if isinstance(batches, PlanBatches) and not self._source.item_is_batch else None
+
+    def __repr__(self) -> str:
+        layout, source = self._own_layout, self._source
+        axes = [layout.layout.axes[axis] for axis in layout.data_axes]
+        order = type(source.custom_sampler).__name__ if source.custom_sampler is not None else "sequential"
+        if self.plan is not None and self.plan.shuffle:
+            order = f"shuffled with seed {self.seed}"
+        return (
+            f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
+            f"tail {source.tail!r}, split over {axes} = {layout.num_data_ranks} data ranks of the mesh "
+            f"{dict(zip(layout.layout.axes, layout.layout.shape, strict=True))}, epoch {self.epoch})"
+        )
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next iterator will serve."""
         if self._source.custom_sampler is not None:
@@ -190,7 +210,7 @@ class ShardDataloader(PaddleShardDataloader):
         source = self._source
         if source.tail != "pad" or source.batch_size is None or source.split:
             return
-        plan = getattr(source.batches, "plan", None)
+        plan = self.plan
         if plan is not None and plan.num_rows(step=plan.num_steps - 1) != plan.batch_size:
             warnings.warn(
                 f"the last batch of an epoch has {plan.num_rows(step=plan.num_steps - 1)} rows and the others "

@@ -111,14 +111,14 @@ class ShardPlan:
         """
         if not rows.size:
             return np.empty(0, np.int64)
-        positions = (step * self.batch_size + rows) % self.num_samples
+        positions = step * self.batch_size + rows
+        first, last = int(positions[0]), int(positions[-1])
+        together = last < self.num_samples and bool((positions[1:] - positions[:-1] == 1).all())
+        positions %= self.num_samples
         if not self.shuffle:
             return positions
         order = permutation(self.num_samples, "order", self.seed, epoch)
-        first, last = int(positions[0]), int(positions[-1])
-        if last - first == len(positions) - 1:  # no micro-batches and no padding between them
-            return order.between(first, last + 1)
-        return order(positions)
+        return order.between(first, last + 1) if together else order(positions)
 
 
 def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1) -> None:

@@ -32,3 +32,13 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(tmp_path):
         assert report["all the same"] == [[4, [7, 7]]] * 2
         assert report["sampler"] == [[4, [i + 2 * data_rank, i + 2 * data_rank + 1]] for i in (0, 4)]
         assert "nranks=4 parts, but shard_dims gives 2 data ranks" in report["sampler of the world"]
+
+
+def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(tmp_path):
+    reports = run_ranks(HERE / "sequence_worker.py", 2, tmp_path)
+
+    for rank, chunks in enumerate([(0, 3), (1, 2)]):
+        expected = [[100 * row + 4 * chunk + i for chunk in chunks for i in range(4)] for row in range(2)]
+        assert reports[rank]["ours"] == expected
+        assert reports[rank]["placements"] == "[Shard(dim=1)]"
+        assert reports[rank]["paddle"] in (expected, None)

@@ -247,7 +247,10 @@ def test_persistent_workers_serve_several_epochs_and_iterators():
 
     loader = sharded(WhoRead(None), 2, persistent_workers=True)
     epochs = [np.concatenate([batch._local_value().numpy() for batch in loader]) for _ in range(3)]
-    pairs = [(a._local_value().numpy()[:, 0].tolist(), b._local_value().numpy()[:, 0].tolist()) for a, b in zip(loader, loader, strict=True)]
+    pairs = [
+        (a._local_value().numpy()[:, 0].tolist(), b._local_value().numpy()[:, 0].tolist())
+        for a, b in zip(loader, loader, strict=True)
+    ]
 
     assert all(epoch[:, 0].tolist() == list(range(12)) for epoch in epochs)
     assert len({pid for epoch in epochs for pid in epoch[:, 1]}) == 2

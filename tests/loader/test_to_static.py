@@ -1,0 +1,141 @@
+"""The contract with `dist.to_static`, in one process: what it may ask of the loader, and what it gets."""
+
+import collections
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
+
+import paddle_shard
+from paddle_shard.errors import BatchStructureError
+
+MESH = dist.ProcessMesh([0], dim_names=["dp"])
+
+
+@pytest.fixture(autouse=True)
+def _dynamic_again():
+    """A failed `train()` leaves the process in static mode."""
+    yield
+    paddle.disable_static()
+
+
+class Points(paddle.io.Dataset):
+    def __init__(self, make, length=8):
+        self.make, self.length, self.reads = make, length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return self.make(np.full(4, index, "float32"), np.array([index], "float32"))
+
+
+def as_list(x, y):
+    return x, y
+
+
+def sharded(make=as_list, length=8, workers=0, **options):
+    given = paddle.io.DataLoader(Points(make, length), batch_size=4, shuffle=True, num_workers=workers)
+    return paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", **options)
+
+
+class Sum(paddle.nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def static_model(loader):
+    layer = Sum()
+    dist.shard_layer(layer, MESH)
+    optimizer = paddle.optimizer.SGD(learning_rate=0.0, parameters=layer.parameters())
+    return layer, dist.to_static(layer, loader, paddle.nn.MSELoss(), optimizer)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_static_model_is_described_and_fed_without_moving_the_order(workers):
+    loader = sharded(workers=workers)
+    loader.set_epoch(2)
+    expected = [x._local_value().numpy().tolist() for x, _ in loader]
+    loader.set_epoch(2)
+
+    layer, model = static_model(loader)
+    weight, bias = layer.linear.weight.numpy(), layer.linear.bias.numpy()
+    model.train()
+
+    assert loader.epoch == 2
+    fed, losses = [], []
+    for x, y in loader:
+        fed.append(x._local_value().numpy().tolist())
+        losses.append((float(model(x, y)), np.mean((x.numpy() @ weight + bias - y.numpy()) ** 2)))
+    assert fed == expected
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+
+
+def test_describing_reads_one_batch():
+    loader = sharded()
+
+    static_model(loader)
+
+    assert loader.dataset.reads == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, y: {"x": x, "label": y},
+        collections.namedtuple("Sample", "x label"),
+        lambda x, y: collections.OrderedDict(x=x, label=y),
+    ],
+    ids=["dict", "namedtuple", "OrderedDict"],
+)
+def test_every_structure_can_be_described(make):
+    loader = sharded(make)
+
+    _, model = static_model(loader)
+
+    assert [list(spec.shape) for spec in model._engine._inputs_spec] == [[4, 4]]
+    assert [list(spec.shape) for spec in model._engine._labels_spec] == [[4, 1]]
+
+
+def test_the_class_is_one_of_paddles():
+    assert isinstance(sharded(), PaddleShardDataloader)
+    assert PaddleShardDataloader is dist.auto_parallel.api.ShardDataloader
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda x, y: x, "this loader's are Tensor"),
+        (lambda x, y: [x], "this loader's are list of 1"),
+        (lambda x, y: [x, "name", y], r"tensors only, but batch\[1\]\[0\].* are none"),
+    ],
+)
+def test_what_a_static_model_cannot_take_is_refused(make, text):
+    with pytest.raises(BatchStructureError, match=text):
+        static_model(sharded(make))
+
+
+def test_a_shorter_last_batch_is_warned_of():
+    with pytest.warns(UserWarning, match="the last batch of an epoch has 2 rows and the others 4: a static program"):
+        static_model(sharded(length=6))
+    for tail in ("fill", "drop"):
+        static_model(sharded(length=6, tail=tail))
+
+
+def test_a_bare_next_of_a_call_is_the_first_batch_of_a_pass():
+    loader = sharded()
+    called = loader()
+
+    first = [next(called)[0].numpy().tolist() for _ in range(2)]
+    with pytest.raises(StopIteration):
+        next(called)
+
+    loader.set_epoch(0)
+    assert first == [x.numpy().tolist() for x, _ in called]

@@ -1,0 +1,58 @@
+"""Each demo runs as its reader would run it, and says what it shows."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+ROOT = Path(__file__).parents[2]
+
+
+def run_demo(name, processes, tmp_path, **env):
+    """The terminal's text; `launch/local.py` ends every process by itself when it is terminated."""
+    import os
+
+    command = [sys.executable, str(ROOT / "launch/local.py"), "--processes", str(processes), "--log-dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, str(ROOT / "demos" / name)],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        text, _ = process.communicate(timeout=30)
+        pytest.fail(f"{name} had not ended after 150 s:\n{text}")
+    assert process.returncode == 0, text
+    return text
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_digits_trains_to_95_percent_exactly_as_one_process(mode, tmp_path):
+    text = run_demo("digits.py", 2, tmp_path, RUN_STATIC="1" if mode == "static" else "0")
+
+    assert f"{mode}, 2 processes, loss at steps:" in text
+    assert float(re.search(r"test accuracy: ([\d.]+)% of 360 images", text)[1]) >= 95
+    parity = re.search(r"the losses of 352 steps differ from one process's by at most (\S+)", text)
+    assert float(parity[1]) <= 1e-5
+    assert f"{mode}: 100%" in text, "the progress bar is on rank 0 .."
+    assert f"{mode}: 100%" not in (tmp_path / "workerlog.1").read_text(), ".. only"
+
+
+def test_two_meshes_trains_as_one_process(tmp_path):
+    text = run_demo("two_meshes.py", 8, tmp_path)
+
+    losses = re.search(r"losses on two meshes: (.+)", text)[1].split()
+    assert [float(loss) for loss in losses] == pytest.approx([231.17969, 394.97314, 388.04575, 358.34125], rel=1e-5)
+
+
+def test_dict_inputs_checks_every_rank(tmp_path):
+    text = run_demo("dict_inputs.py", 8, tmp_path)
+
+    assert text.count("2 steps, all as expected") == 3

@@ -1,0 +1,97 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from paddle_shard import MeshLayout
+from paddle_shard.errors import ArgumentError, AxisError
+from paddle_shard.testing.strategies import layouts_with_data_axes
+
+
+def mesh(shape, axes, process_ids):
+    return MeshLayout(shape=shape, axes=axes, process_ids=process_ids)
+
+
+@given(layouts_with_data_axes())
+def test_coordinates_are_those_of_numpy(drawn):
+    layout, _ = drawn
+    array = np.array(layout.process_ids).reshape(layout.shape)
+
+    for rank in layout.process_ids:
+        assert array[layout.coordinate(rank)] == rank
+
+
+@given(layouts_with_data_axes())
+def test_replica_groups_cut_the_mesh_into_one_group_per_data_rank(drawn):
+    layout, axes = drawn
+    groups = {layout.replica_group(rank, axes) for rank in layout.process_ids}
+
+    assert sorted(itertools.chain(*groups)) == sorted(layout.process_ids)
+    assert len(groups) == layout.num_data_ranks(axes)
+    for group in groups:
+        assert len({layout.data_rank(rank, axes) for rank in group}) == 1
+    ranks = {layout.data_rank(rank, axes) for rank in layout.process_ids}
+    assert ranks == set(range(layout.num_data_ranks(axes)))
+
+
+@given(layouts_with_data_axes())
+def test_several_axes_act_as_one_in_the_meshs_own_order(drawn):
+    layout, axes = drawn
+    array = np.array(layout.process_ids).reshape(layout.shape)
+    kept = [layout.axes.index(axis) for axis in axes]
+    others = [axis for axis in range(len(layout.shape)) if axis not in kept]
+    # [data rank, replica]
+    rows = array.transpose(sorted(kept) + others).reshape(layout.num_data_ranks(axes), -1)
+
+    for data_rank, row in enumerate(rows):
+        assert {layout.data_rank(int(rank), axes) for rank in row} == {data_rank}
+
+
+def test_no_data_axis_is_one_data_rank():
+    layout = mesh((2, 2), ("dp", "mp"), (0, 1, 2, 3))
+
+    assert layout.num_data_ranks(None) == 1
+    assert {layout.data_rank(rank, ()) for rank in range(4)} == {0}
+
+
+def test_axes_may_be_given_by_index():
+    layout = mesh((2, 3), ("dp", "mp"), (0, 1, 2, 3, 4, 5))
+
+    assert layout.data_rank(4, 0) == layout.data_rank(4, "dp") == layout.data_rank(4, -2) == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ("DP", r"no axis 'DP'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\. Did you mean 'dp'\?"),
+        ("tensor", r"no axis 'tensor'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\.$"),
+        (2, "axis 2 is out of range for a mesh with 2 axes"),
+        (["dp", 0], "names an axis twice"),
+    ],
+)
+def test_an_axis_that_is_not_there_is_named(axes, text):
+    with pytest.raises(AxisError, match=text):
+        mesh((2, 2), ("dp", "mp"), (0, 1, 2, 3)).num_data_ranks(axes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "ids", "text"),
+    [
+        ((), (), (), "shape must be"),
+        ((2, 0), ("a", "b"), (), "shape must be"),
+        ((2,), ("a", "b"), (0, 1), "axes must be 1 different names"),
+        ((2, 1), ("a", "a"), (0, 1), "axes must be 2 different names"),
+        ((2,), ("a",), (0, 1, 2), "process_ids must hold 2 ranks"),
+        ((2,), ("a",), (1, 1), "different ranks"),
+        ((2,), ("a",), (0, -1), "ranks >= 0"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(shape, axes, ids, text):
+    with pytest.raises(ArgumentError, match=text):
+        mesh(shape, axes, ids)
+
+
+def test_a_rank_that_is_not_on_the_mesh_is_named():
+    with pytest.raises(ArgumentError, match=r"global_rank 7 is not on the mesh; its process_ids are \[3, 5\]"):
+        mesh((2,), ("dp",), (3, 5)).data_rank(7, "dp")
