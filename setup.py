@@ -25,7 +25,7 @@ setup(
         "cpu": ["paddlepaddle>=3.0"],
         "gpu": ["paddlepaddle-gpu>=3.0"],
         "demo": DEMO,
-        "test": [*DEMO, "hypothesis>=6", "mypy>=1.10", "pytest>=8", "ruff>=0.5", "setuptools"],
+        "test": [*DEMO, "hypothesis>=6", "mypy>=1.10", "pytest>=8", "pyyaml", "ruff>=0.5", "setuptools"],
     },
     classifiers=[
         "Programming Language :: Python :: 3",
