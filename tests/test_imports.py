@@ -93,7 +93,7 @@ def test_a_planted_violation_is_found(file, text, tmp_path):
 def loaded_by(package_dir):
     script = "import sys; sys.path.insert(0, sys.argv[1]); import paddle_shard, paddle_shard.testing\n"
     script += "print(' '.join(m for m in sys.modules if '.' not in m))"
-    command = [sys.executable, "-S", "-c", script, str(package_dir)]
+    command = [sys.executable, "-c", script, str(package_dir)]
     import numpy
 
     env = {"PYTHONPATH": str(Path(numpy.__file__).parents[1])}

@@ -73,7 +73,8 @@ def test_a_static_model_is_described_and_fed_without_moving_the_order(workers):
     fed, losses = [], []
     for x, y in loader:
         fed.append(x._local_value().numpy().tolist())
-        losses.append((float(model(x, y)), np.mean((x.numpy() @ weight + bias - y.numpy()) ** 2)))
+        local_x, local_y = x._local_value().numpy(), y._local_value().numpy()
+        losses.append((float(model(x, y)), np.mean((local_x @ weight + bias - local_y) ** 2)))
     assert fed == expected
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
 
@@ -133,9 +134,9 @@ def test_a_bare_next_of_a_call_is_the_first_batch_of_a_pass():
     loader = sharded()
     called = loader()
 
-    first = [next(called)[0].numpy().tolist() for _ in range(2)]
+    first = [next(called)[0]._local_value().numpy().tolist() for _ in range(2)]
     with pytest.raises(StopIteration):
         next(called)
 
     loader.set_epoch(0)
-    assert first == [x.numpy().tolist() for x, _ in called]
+    assert first == [x._local_value().numpy().tolist() for x, _ in called]
