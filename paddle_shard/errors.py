@@ -6,6 +6,7 @@
     │   ├── BatchSizeError               a batch size that the data ranks do not divide
     │   └── SplitError                   data that is split already, or is not as it was said to be
     ├── ArgumentTypeError (TypeError)    an argument of a type that cannot serve
+    ├── StateError (ValueError)          a saved state that this run cannot go on from
     ├── BatchStructureError (ValueError) a batch that does not fit the meshes, or cannot be split
     ├── DataReadError (RuntimeError)     reading, transforming or collating a sample failed
     └── MissingDependencyError (ImportError)
@@ -38,6 +39,10 @@ class SplitError(ArgumentError):
 
 class ArgumentTypeError(PaddleShardError, TypeError):
     """An argument of a type that cannot serve."""
+
+
+class StateError(PaddleShardError, ValueError):
+    """A saved state that is damaged, of another version, or of another run."""
 
 
 class BatchStructureError(PaddleShardError, ValueError):

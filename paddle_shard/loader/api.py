@@ -22,7 +22,7 @@ def shard_dataloader(
     is_dataset_splitted: bool = False,
     dense_tensor_idx: Sequence[Sequence[int]] | None = None,
     *,
-    shuffle: bool | None = None,
+    shuffle: bool | str | None = None,
     seed: int = 0,
     tail: str | None = None,
     placements: Any = None,
@@ -45,7 +45,8 @@ def shard_dataloader(
         is_dataset_splitted: The loader of each data rank has rows of its own already.
         dense_tensor_idx: For each field, the items that stay local tensors; a field that is a tensor stays
             local where its entry is not empty.
-        shuffle: None: as the DataLoader says. True or False for one without a sampler of the user's own.
+        shuffle: None: as the DataLoader says. True or False for one without a sampler of the user's own;
+            "paddle" for the order of Paddle's `DistributedBatchSampler`, for runs that migrate.
         seed: Of the order and of the samples' random numbers.
         tail: Where the data does not fill the last global batch. "pad": fill it up to the padding unit with
             the first samples of the same epoch's order, marked in the iterator's `valid`; "fill": up to a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.place.placer import BatchRows
 from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.request import ReadRequest
+from paddle_shard.samplers import IndexBatch
 
 if TYPE_CHECKING:
     from paddle_shard.loader.loader import ShardDataloader
@@ -25,7 +28,6 @@ class ShardIterator:
 
     Attributes:
         epoch: The epoch, fixed when the iterator is made.
-        step: Batches delivered so far.
     """
 
     def __init__(self, loader: ShardDataloader, num_steps: int | None = None) -> None:
@@ -36,13 +38,19 @@ class ShardIterator:
             num_steps: Stop after so many; None for the whole epoch.
         """
         self._loader = loader
-        self.epoch = loader.epoch
-        self.step = 0
-        self._pending: deque[tuple[BatchRows | None, int]] = deque()
-        self._current: tuple[BatchRows, int] | None = None
+        start = loader._start()
+        self.epoch = start.epoch
+        self._progress = loader._progress_from(start)
+        self._pending: deque[_Pending] = deque()
+        self._current: _Pending | None = None
         # The requests do not refer to this object, so that abandoning it ends its workers at once.
-        requests = _requests(loader, self.epoch, self._pending)
+        requests = _requests(loader, start, self._pending)
         self._pass: Any = loader._reading.start(islice(requests, num_steps))
+
+    @property
+    def step(self) -> int:
+        """Batches of the epoch that were delivered so far, before a resume too."""
+        return self._progress.steps
 
     def __iter__(self) -> ShardIterator:
         return self
@@ -59,13 +67,13 @@ class ShardIterator:
             self._loader._check_split(batch)
             if not self._pending:
                 raise BatchStructureError("the DataLoader's __iter__ yields more batches than it was asked for.")
-            rows, padding = self._pending.popleft()
-            if rows is None:
-                rows = self._loader._item_rows(batch)
-            placed = self._loader._placer.place(batch, rows, self._loader._input_keys)
+            pending = self._pending.popleft()
+            if pending.rows is None:
+                pending.rows = self._loader._item_rows(batch)
+            placed = self._loader._placer.place(batch, pending.rows, self._loader._input_keys)
         except StopIteration:
             self.close()
-            self._loader._finished(self.epoch)
+            self._loader._finished(self._progress)
             raise
         except BatchStructureError as error:
             self.close()
@@ -73,8 +81,8 @@ class ShardIterator:
         except BaseException:
             self.close()
             raise
-        self._current = (rows, padding)
-        self.step += 1
+        self._current = pending
+        self._loader._delivered(self._progress, pending)
         return placed
 
     @property
@@ -85,12 +93,8 @@ class ShardIterator:
         """
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
-        rows, padding = self._current
-        if self._loader._source.split:
-            mask = np.arange(len(rows.read)) < len(rows.read) - padding
-        else:
-            mask = rows.read < rows.num_rows - padding
-        return self._loader._placer.valid(mask, rows)
+        assert self._current.rows is not None
+        return self._loader._placer.valid(self._current.valid(), self._current.rows)
 
     def close(self) -> None:
         """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
@@ -107,29 +111,50 @@ class ShardIterator:
             self.close()
 
 
-def _requests(
-    loader: ShardDataloader, epoch: int, pending: deque[tuple[BatchRows | None, int]]
-) -> Iterator[ReadRequest]:
-    """Yield what this rank reads at each step, and note the rows (None: known when read) and the padding."""
+@dataclass(slots=True)
+class _Pending:
+    """What was requested for a step."""
+
+    batch: IndexBatch
+    rows: BatchRows | None
+    """Which rows are read; None: known when they are."""
+    local: bool
+    """The batch's rows are this rank's only."""
+    indices: list[Any]
+
+    def valid(self) -> Any:
+        """bool, one for each row that is read."""
+        assert self.rows is not None
+        if self.local:
+            return self.batch.valid(np.arange(len(self.rows.read)))
+        if self.batch.num_rows != self.rows.num_rows:  # an item that is a whole batch has no padding
+            return np.ones(len(self.rows.read), bool)
+        return self.batch.valid(self.rows.read)
+
+
+def _requests(loader: ShardDataloader, start: LoaderState, pending: deque[_Pending]) -> Iterator[ReadRequest]:
+    """Yield what this rank reads at each step, and note it."""
     source = loader._source
-    key = derive_seed("sample", loader.seed, epoch)
-    for step, batch in enumerate(source.batches.epoch(epoch)):
+    key = derive_seed("sample", loader.seed, start.epoch)
+    step = start.steps
+    for batch in source.batches.epoch(start.epoch, start):
         if source.item_is_batch:
             rows, indices = None, batch.take(np.zeros(1, np.int64))
         elif source.split:
             rows, indices = loader._split_rows(batch.num_rows), batch.take(np.arange(batch.num_rows))
         else:
-            rows = loader._rows(batch.num_rows)
+            rows = loader._rows(batch.num_rows, batch.micro_size)
             indices = batch.take(rows.read)
-        pending.append((rows, batch.padding))
+        pending.append(_Pending(batch, rows, source.split, indices))
         yield ReadRequest(
-            epoch=epoch,
+            epoch=start.epoch,
             step=step,
             indices=indices,
             item_is_batch=source.item_is_batch,
             key=key,
             rows_are_split=len(indices) < batch.num_rows or source.split,
         )
+        step += 1
 
 
 class LoaderCall:

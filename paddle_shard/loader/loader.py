@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,23 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchStructureError
 from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import LoaderCall, ShardIterator
+from paddle_shard.loader.progress import PassProgress
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.loader.source import read_source
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.placer import BatchPlacer, BatchRows
+from paddle_shard.plan.coverage import Certificate, certify, expected_of_plan
 from paddle_shard.plan.partition import nearest_multiples
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, Where
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.user_loader import UserLoader
 from paddle_shard.replicas.split_check import SplitCheck
 from paddle_shard.samplers import PlanBatches
+from paddle_shard.samplers.plan_batches import resumed_plan
 
 mend_process_mesh()
 
@@ -50,7 +55,7 @@ class ShardDataloader(PaddleShardDataloader):
         is_dataset_splitted: bool = False,
         dense_tensor_idx: Sequence[Sequence[int]] | None = None,
         *,
-        shuffle: bool | None = None,
+        shuffle: bool | str | None = None,
         seed: int = 0,
         tail: str | None = None,
         placements: Any = None,
@@ -88,7 +93,11 @@ class ShardDataloader(PaddleShardDataloader):
         self._split_check: SplitCheck | None = None
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
             self._split_check = SplitCheck(own.layout, own.data_axes, own.global_rank)
-        self._rows_of_size: dict[int, BatchRows] = {}
+        self._rows_of_size: dict[tuple[int, int], BatchRows] = {}
+        self._resumed = LoaderState()
+        self._newest: PassProgress | None = None
+        self._complete: PassProgress | None = None
+        self._num_steps: int | None = None
         self._call: LoaderCall | None = None
         place = dataloader.places[0]
         self._reading = UserLoader(
@@ -156,9 +165,118 @@ class ShardDataloader(PaddleShardDataloader):
             raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
         self._epoch = int(epoch)
 
-    def _finished(self, epoch: int) -> None:
-        if epoch == self.epoch:
-            self._epoch = epoch + 1
+    # The run: where it stands, and going on from there
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands: a small dict for JSON, `paddle.save` or a checkpoint.
+
+        It counts what was delivered by the newest iterator that has delivered anything, not what was read
+        ahead. It is local: no rank waits for another. After the last batch of an epoch it stands at the epoch's
+        end; after the `StopIteration`, at the beginning of the next. Save it beside the model, and give it to
+        `load_state_dict` of a loader on any mesh, with any number of workers or batch size.
+        """
+        return self._standing().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
+        """Go on from a saved position: iterators of its epoch begin with the next sample.
+
+        Args:
+            state: What `state_dict` returned, in this run or another.
+            override: Names of fields of the state's fingerprint that may differ from this loader's.
+
+        Raises:
+            StateError: It is damaged, of another version, or of a run with another order.
+        """
+        self._resumed = LoaderState.from_dict(state, self._fingerprint, override)
+        self._newest = None
+        self.set_epoch(self._resumed.epoch)
+
+    def where(self, *, sample: int, epoch: int | None = None) -> Where | None:
+        """Return where a sample is delivered; see `ShardPlan.where`. Of the current epoch if None is given."""
+        plan, epoch = self.plan, self.epoch if epoch is None else epoch
+        if plan is None:
+            raise ArgumentError(
+                f"where: the order is that of the loader's {type(self._source.custom_sampler).__name__}, "
+                "which cannot be asked for a sample."
+            )
+        if self._resumed.epoch == epoch:
+            plan = resumed_plan(plan, self._resumed)
+        return plan.where(epoch=epoch, sample=sample)
+
+    def certificate(self) -> Certificate:
+        """Return what the run has delivered of the current epoch, or of the last one if that is complete.
+
+        Collective: every rank calls it, at the same step. It covers what was delivered before a stop, on
+        another mesh, with another batch size, too; call it before each `state_dict` that may be loaded by other
+        ranks, so that the state holds what all of them have delivered.
+        """
+        progress = self._newest or self._complete or self._progress_from(self._start())
+        legs = progress.legs()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered: list[Any] = []
+            dist.all_gather_object(gathered, legs)
+            legs = [leg for of_rank in gathered for leg in of_rank]
+        end, expected = self._expected(progress.epoch)
+        certificate, merged = certify(legs, progress.epoch, end, expected)
+        progress.close_legs(merged)
+        return certificate
+
+    def _expected(self, epoch: int) -> tuple[int, Any]:
+        plan = self.plan
+        if plan is None:
+            raise ArgumentError(
+                f"certificate: the order is that of the loader's {type(self._source.custom_sampler).__name__}, "
+                "which says nothing about how often a sample should be delivered."
+            )
+        if self._resumed.epoch == epoch:
+            plan = resumed_plan(plan, self._resumed)
+        return plan.num_served, expected_of_plan(plan, epoch)
+
+    @property
+    def _fingerprint(self) -> dict[str, Any]:
+        return self._source.batches.fingerprint()
+
+    def _start(self) -> LoaderState:
+        """Where an iterator that is made now begins."""
+        epoch = self.epoch
+        return self._resumed if self._resumed.epoch == epoch else LoaderState(epoch=epoch)
+
+    def _standing(self) -> LoaderState:
+        if self._newest is not None:
+            return self._newest.state(self._fingerprint)
+        return replace(self._start(), fingerprint=self._fingerprint)
+
+    def _progress_from(self, start: LoaderState) -> PassProgress:
+        own = self._own_layout
+        return PassProgress(start, self._source.batch_size, own.data_rank if own.on_mesh else None, own.num_data_ranks)
+
+    def _delivered(self, progress: PassProgress, pending: Any) -> None:
+        if self._newest is None or progress.number > self._newest.number:
+            self._newest = progress
+        ids, rows = pending.indices, pending.rows
+        if not self._source.item_is_batch:
+            valid = pending.valid()
+            mine = rows.positions(self._own_layout) if self._own_layout.on_mesh else np.empty(0, np.int64)
+            if len(mine) < len(ids) or not valid.all():
+                ids = [ids[position] for position in mine[valid[mine]].tolist()]
+        progress.deliver(pending.batch.num_real, ids, pending.batch.sampler_state)
+        progress.ended = progress.steps == self._steps_of(progress.epoch)
+
+    def _steps_of(self, epoch: int) -> int | None:
+        plan = self.plan
+        if plan is not None:
+            return (resumed_plan(plan, self._resumed) if self._resumed.epoch == epoch else plan).num_steps
+        if self._num_steps is None:
+            try:
+                self._num_steps = len(self)
+            except ArgumentTypeError:
+                self._num_steps = -1
+        return self._num_steps
+
+    def _finished(self, progress: PassProgress) -> None:
+        if progress.epoch == self.epoch:
+            self._epoch = progress.epoch + 1
+            self._complete, self._newest = progress, None
 
     def __len__(self) -> int:
         return len(self._source.batches)
@@ -179,15 +297,16 @@ class ShardDataloader(PaddleShardDataloader):
         """End persistent workers; open iterators keep theirs."""
         self._reading.close()
 
-    def _rows(self, num_rows: int) -> BatchRows:
-        if num_rows not in self._rows_of_size:
+    def _rows(self, num_rows: int, micro_size: int) -> BatchRows:
+        key = num_rows, micro_size
+        if key not in self._rows_of_size:
             if len(self._rows_of_size) > 64:
                 self._rows_of_size.clear()
-            self._rows_of_size[num_rows] = BatchRows(num_rows, self._source.accumulation, self._placer.layouts)
-        return self._rows_of_size[num_rows]
+            self._rows_of_size[key] = BatchRows(num_rows, micro_size, self._placer.layouts)
+        return self._rows_of_size[key]
 
     def _split_rows(self, num_local_rows: int) -> BatchRows:
-        return BatchRows(num_local_rows * self._own_layout.num_data_ranks, 1, [self._own_layout])
+        return BatchRows(num_local_rows * self._own_layout.num_data_ranks, None, [self._own_layout])
 
     def _check_split(self, batch: Any) -> None:
         check, self._split_check = self._split_check, None
@@ -204,7 +323,8 @@ class ShardDataloader(PaddleShardDataloader):
                 f"an item of the data set is a global batch of {num_rows} rows, which {unit} data ranks cannot "
                 f"split evenly. Nearest sizes that they can: {sizes}."
             )
-        return BatchRows(num_rows, self._source.accumulation, self._placer.layouts, whole=True)
+        micro_size = num_rows // self._source.accumulation
+        return BatchRows(num_rows, micro_size, self._placer.layouts, whole=True)
 
     def _warn_if_batches_differ(self) -> None:
         source = self._source

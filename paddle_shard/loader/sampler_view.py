@@ -51,9 +51,10 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader = self._loader
+        whole = loader._source.split or loader._source.item_is_batch
         for batch in loader._source.batches.epoch(loader.epoch):
-            split = loader._source.split or loader._source.item_is_batch
-            yield batch.take(np.arange(batch.num_rows) if split else loader._rows(batch.num_rows).read)
+            rows = np.arange(batch.num_rows) if whole else loader._rows(batch.num_rows, batch.micro_size).read
+            yield batch.take(rows)
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -13,6 +13,7 @@ from paddle.io.dataloader.batch_sampler import _InfiniteIterableSampler
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.generators import generators
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.order import PADDLE, SHUFFLES
 from paddle_shard.plan.shard_plan import TAILS, ShardPlan, check_batch_size
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
 
@@ -39,7 +40,7 @@ def read_source(
     layouts: Sequence[FieldLayout],
     *,
     is_dataset_splitted: bool,
-    shuffle: bool | None,
+    shuffle: bool | str | None,
     seed: int,
     tail: str | None,
 ) -> Source:
@@ -50,8 +51,8 @@ def read_source(
         ArgumentError: Something in it cannot be honoured.
     """
     _check_kind(dataloader)
-    if shuffle not in (None, True, False):
-        raise ArgumentError(f"shuffle must be None, True or False, got {shuffle!r}.")
+    if shuffle is not None and shuffle not in SHUFFLES:
+        raise ArgumentError(f"shuffle must be None, True, False or 'paddle', got {shuffle!r}.")
     if tail is not None and tail not in TAILS:
         raise ArgumentError(f"tail must be None or one of {', '.join(map(repr, TAILS))}, got {tail!r}.")
     sampler = dataloader.batch_sampler
@@ -69,7 +70,9 @@ def read_source(
             "Leave shuffle at None, or give a DataLoader without a sampler of its own."
         )
     if is_dataset_splitted or already_split:
-        _check_split(sampler, layouts)
+        own_data_ranks = _check_split(sampler, layouts)
+        if type(sampler) is paddle.io.DistributedBatchSampler:
+            return _paddles(sampler, own_data_ranks, accumulation, seed, tail)
         num_data_ranks = 1
     return _custom(sampler, num_data_ranks, accumulation, seed, tail, split=is_dataset_splitted or already_split)
 
@@ -111,7 +114,7 @@ def _is_plain(batch_sampler: Any) -> bool:
 
 
 def _planned(
-    sampler: Any, num_data_ranks: int, accumulation: int, shuffle: bool | None, seed: int, tail: str | None
+    sampler: Any, num_data_ranks: int, accumulation: int, shuffle: bool | str | None, seed: int, tail: str | None
 ) -> Source:
     plan = ShardPlan(
         num_samples=_length(sampler.sampler.data_source),
@@ -130,7 +133,27 @@ def _planned(
     return Source(batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=plan.tail)
 
 
-def _items(dataloader: Any, accumulation: int, shuffle: bool | None, seed: int, tail: str | None) -> Source:
+def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: str | None) -> Source:
+    """Return the order of Paddle's own sampler over all its ranks; each takes the slice that the sampler gives it."""
+    plan = ShardPlan(
+        num_samples=_length(sampler.dataset),
+        batch_size=sampler.batch_size * sampler.nranks * accumulation,
+        num_data_ranks=num_data_ranks,
+        shuffle=PADDLE[0] if sampler.shuffle else PADDLE[1],
+        seed=seed,
+        tail=_tail(tail, sampler),
+        accumulation=accumulation,
+    )
+    return Source(
+        batches=PlanBatches(plan),
+        batch_size=plan.batch_size,
+        accumulation=accumulation,
+        tail=plan.tail,
+        custom_sampler=sampler,
+    )
+
+
+def _items(dataloader: Any, accumulation: int, shuffle: bool | str | None, seed: int, tail: str | None) -> Source:
     plan = ShardPlan(
         num_samples=_length(dataloader.dataset),
         batch_size=1,
@@ -182,7 +205,7 @@ def _custom(
         accumulation=1 if split else accumulation,
         seed=seed,
         generators=generators(with_paddle=True),
-        takes_epoch=type(sampler) is paddle.io.DistributedBatchSampler,
+        consecutive=type(sampler) is paddle.io.BatchSampler,
     )
     return Source(
         batches=batches,
@@ -221,8 +244,8 @@ def _length(dataset: Any) -> int:
     return length
 
 
-def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> None:
-    """Check that a loader which is split already was split for these meshes."""
+def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
+    """Check that a loader which is split already was split for these meshes; return the data ranks."""
     mine = [layout for layout in layouts if layout.on_mesh]
     counts = {layout.num_data_ranks for layout in mine or layouts[:1]}
     if len(counts) > 1:
@@ -234,7 +257,7 @@ def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> None:
     count = counts.pop()
     num_ranks = getattr(sampler, "nranks", None)
     if num_ranks is None:
-        return
+        return count
     if num_ranks != count:
         raise SplitError(
             f"the loader's {type(sampler).__name__} splits the data into nranks={num_ranks} parts, but shard_dims "
@@ -247,3 +270,4 @@ def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> None:
             f"{mine[0].global_rank} has data rank {mine[0].data_rank} on the mesh. Use rank={mine[0].data_rank}, "
             "or give a plain BatchSampler and let this loader split."
         )
+    return count

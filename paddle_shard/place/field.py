@@ -69,9 +69,9 @@ class FieldLayout:
                 placements[axis] = dist.Shard(dim.dim if isinstance(dim, Balanced) else dim)
         return placements
 
-    def rows(self, num_rows: int, accumulation: int) -> Rows:
+    def rows(self, num_rows: int, micro_size: int | None) -> Rows:
         """Return the rows of a global batch that this process holds."""
-        return slice_rows(num_rows, self.num_data_ranks, self.data_rank, accumulation)
+        return slice_rows(num_rows, self.num_data_ranks, self.data_rank, micro_size)
 
     @cached_property
     def sequence_splits(self) -> tuple[tuple[int, int, int, bool], ...]:

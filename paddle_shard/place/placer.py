@@ -20,29 +20,29 @@ class BatchRows:
     """The rows of one global batch that a rank has read, and those that each field takes of them."""
 
     def __init__(
-        self, num_rows: int, accumulation: int, layouts: Sequence[FieldLayout], *, whole: bool = False
+        self, num_rows: int, micro_size: int | None, layouts: Sequence[FieldLayout], *, whole: bool = False
     ) -> None:
         """Work out the rows.
 
         Args:
             num_rows: Rows of the global batch.
-            accumulation: Micro-batches in it.
+            micro_size: Rows of each of its micro-batches; None: it is one.
             layouts: Of all fields.
             whole: Every rank has read the whole global batch.
         """
         self.num_rows = num_rows
-        self._accumulation = accumulation
+        self._micro_size = micro_size
         self.read: Rows
         if whole:
             self.read = np.arange(num_rows)
             return
-        mine = [layout.rows(num_rows, accumulation) for layout in layouts if layout.on_mesh]
+        mine = [layout.rows(num_rows, micro_size) for layout in layouts if layout.on_mesh]
         # A rank on none of the meshes reads one row, for the dtypes and the other dims.
         self.read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
 
     def positions(self, layout: FieldLayout) -> Rows:
         """Return where a field's rows on this rank stand among those that were read."""
-        return np.searchsorted(self.read, layout.rows(self.num_rows, self._accumulation))
+        return np.searchsorted(self.read, layout.rows(self.num_rows, self._micro_size))
 
 
 class BatchPlacer:

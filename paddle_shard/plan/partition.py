@@ -8,18 +8,19 @@ import numpy.typing as npt
 Rows = npt.NDArray[np.int64]
 
 
-def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, accumulation: int = 1) -> Rows:
+def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, micro_size: int | None = None) -> Rows:
     """Return the rows of a global batch that `data_rank` delivers, in the order in which it delivers them.
 
-    A global batch is `accumulation` micro-batches one after the other, and every data rank takes its equal
-    part of each, so that a slice cut by gradient accumulation holds whole micro-batches (Paddle's rule for
+    A global batch is one or more micro-batches one after the other, and every data rank takes its equal part
+    of each, so that a slice cut by gradient accumulation holds whole micro-batches (Paddle's rule for
     `batch_sampler._acc_steps`).
 
     Args:
-        num_rows: Rows of the global batch; a multiple of `num_data_ranks * accumulation`.
+        num_rows: Rows of the global batch; a multiple of `num_data_ranks`.
         num_data_ranks: Product of the sizes of the data axes. Not the world size.
         data_rank: In `range(num_data_ranks)`.
-        accumulation: Micro-batches in the global batch.
+        micro_size: Rows of a micro-batch, a multiple of `num_data_ranks`; the last one may have fewer.
+            None: the whole batch is one.
 
     Returns:
         int64[num_rows // num_data_ranks]
@@ -27,22 +28,39 @@ def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, accumulation:
     Examples:
         >>> [slice_rows(4, 2, r).tolist() for r in range(2)]
         [[0, 1], [2, 3]]
-        >>> [slice_rows(8, 2, r, accumulation=2).tolist() for r in range(2)]
+        >>> [slice_rows(8, 2, r, micro_size=4).tolist() for r in range(2)]
         [[0, 1, 4, 5], [2, 3, 6, 7]]
+        >>> [slice_rows(6, 2, r, micro_size=4).tolist() for r in range(2)]
+        [[0, 1, 4], [2, 3, 5]]
     """
     if not 0 <= data_rank < num_data_ranks:
         raise ValueError(
             f"data_rank must be in range({num_data_ranks}), got {data_rank}. "
             "Pass the data rank, not the global rank: `layout.data_rank(global_rank, data_axes)`."
         )
-    if num_rows % (num_data_ranks * accumulation):
+    micro_size = num_rows if micro_size is None else micro_size
+    if num_rows % num_data_ranks or micro_size % num_data_ranks:
         raise ValueError(
-            f"num_rows must be a multiple of num_data_ranks * accumulation = "
-            f"{num_data_ranks} * {accumulation}, got {num_rows}."
+            f"num_rows and micro_size must be multiples of num_data_ranks = {num_data_ranks}, "
+            f"got {num_rows} and {micro_size}."
         )
+    whole = num_rows - num_rows % micro_size if micro_size else 0
     # [micro-batch, data rank, row within]
-    rows = np.arange(num_rows, dtype=np.int64).reshape(accumulation, num_data_ranks, -1)
-    return rows[:, data_rank].reshape(-1)
+    micro = np.arange(whole, dtype=np.int64).reshape(-1, num_data_ranks, max(1, micro_size // num_data_ranks))
+    last = np.arange(whole, num_rows, dtype=np.int64).reshape(num_data_ranks, -1)
+    return np.concatenate([micro[:, data_rank].reshape(-1), last[data_rank]])
+
+
+def place_of_row(row: int, num_rows: int, num_data_ranks: int, micro_size: int) -> tuple[int, int]:
+    """Return (data rank, row of its slice) for a row of a global batch: the inverse of `slice_rows`.
+
+    Examples:
+        >>> place_of_row(6, 8, 2, 4)
+        (1, 2)
+    """
+    micro, within = divmod(row, micro_size)
+    part = min(micro_size, num_rows - micro * micro_size) // num_data_ranks
+    return within // part, micro * (micro_size // num_data_ranks) + within % part
 
 
 def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:

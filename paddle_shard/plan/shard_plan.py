@@ -1,16 +1,32 @@
-"""Which samples does a data rank read at a step?"""
+"""Which samples does a data rank read at a step, and where is a sample read?"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, BatchSizeError
-from paddle_shard.plan.partition import Rows, nearest_multiples, slice_rows
-from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices, permutation
+from paddle_shard.plan.coverage import Coverage, coverage
+from paddle_shard.plan.order import PADDLE, SHUFFLES, Order, order_of
+from paddle_shard.plan.partition import Rows, nearest_multiples, place_of_row, slice_rows
+from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices
 
 TAILS = ("pad", "fill", "drop", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Where a sample is delivered in an epoch."""
+
+    step: int
+    """The step of the epoch, from 0."""
+    data_rank: int | None
+    """The data rank; None where that step was made in batches that these data ranks do not divide."""
+    row: int | None
+    """The row of that data rank's slice: `indices(epoch=, step=, data_rank=)[row]` is the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +42,8 @@ class ShardPlan:
         (3, 0)
         >>> [plan.indices(epoch=0, step=2, data_rank=r).tolist() for r in range(2)]
         [[8], [9]]
+        >>> plan.where(epoch=0, sample=6)
+        Where(step=1, data_rank=1, row=0)
     """
 
     num_samples: int
@@ -34,16 +52,21 @@ class ShardPlan:
     """The global batch: samples that one step consumes over all data ranks."""
     num_data_ranks: int
     """Product of the sizes of the data axes; the least common multiple where meshes differ."""
-    shuffle: bool = False
-    """False: 0..n-1. True: a keyed permutation, another one each epoch."""
+    shuffle: bool | str = False
+    """False: 0..n-1. True: a keyed permutation, another one each epoch. "paddle": the order of Paddle's
+    `DistributedBatchSampler(shuffle=True)`, padding included, which depends on `num_data_ranks`;
+    "paddle unshuffled": the same without shuffle."""
     seed: int = 0
-    """Of the shuffle."""
+    """Of the keyed permutation."""
     tail: str = "pad"
     """Where the data does not fill the last global batch. "pad": fill it up to the padding unit with the
     first samples of the same epoch's order; "fill": up to the batch size; "drop": do not serve it;
     "error": refuse such a length."""
     accumulation: int = 1
     """Micro-batches in a global batch (gradient accumulation)."""
+    segments: tuple[tuple[int, int], ...] = ()
+    """(first position, batch size) of each stretch of this epoch that was served in batches of another size,
+    before the run went on with this one; ends with the first position of `batch_size`'s own stretch."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "num_data_ranks", "accumulation"):
@@ -54,17 +77,31 @@ class ShardPlan:
             object.__setattr__(self, name, int(value))
         if self.num_samples > MAX_SAMPLES:
             raise ArgumentError(f"num_samples must be at most 2^62, got {self.num_samples}.")
-        if not isinstance(self.shuffle, bool):
-            raise ArgumentError(f"shuffle must be True or False, got {self.shuffle!r}.")
+        if self.shuffle not in SHUFFLES or isinstance(self.shuffle, int) != isinstance(self.shuffle, bool):
+            raise ArgumentError(f"shuffle must be one of {_listed(SHUFFLES)}, got {self.shuffle!r}.")
         if self.tail not in TAILS:
-            raise ArgumentError(f"tail must be one of {', '.join(map(repr, TAILS))}, got {self.tail!r}.")
+            raise ArgumentError(f"tail must be one of {_listed(TAILS)}, got {self.tail!r}.")
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
-        if self.tail == "error" and self.num_samples % self.batch_size:
+        self._check_segments()
+        if self.tail == "error" and self._rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
                 f"tail='error': {self.num_samples} samples do not fill the last batch of {self.batch_size} "
-                f"({self.num_samples % self.batch_size} are left over). Nearest lengths that do: "
-                f"{_either(lengths)}; or choose tail='pad', 'fill' or 'drop'."
+                f"({self._rest} are left over). Nearest lengths that do: {_either(lengths)}; "
+                "or choose tail='pad', 'fill' or 'drop'."
+            )
+
+    def _check_segments(self) -> None:
+        starts = [first for first, _ in self.segments]
+        stretches = zip(self.segments, starts[1:], strict=False)
+        if self.segments and (
+            starts[0] != 0
+            or self.segments[-1][1] != self.batch_size
+            or any(size < 1 or (end - first) % size or end < first for (first, size), end in stretches)
+        ):
+            raise ArgumentError(
+                f"segments must begin at 0, be whole batches each, and end with this batch size "
+                f"{self.batch_size}, got {self.segments}."
             )
 
     @property
@@ -73,23 +110,78 @@ class ShardPlan:
         return self.num_data_ranks * self.accumulation
 
     @property
+    def num_positions(self) -> int:
+        """Positions of an epoch: the samples; with "paddle", as many more as make them a multiple of the data ranks."""
+        more = -self.num_samples % self.num_data_ranks if self.shuffle in PADDLE else 0
+        return self.num_samples + more
+
+    @property
+    def _start(self) -> tuple[int, int]:
+        """(step, position) at which the stretch of `batch_size` begins."""
+        step = 0
+        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
+            step += (end - first) // size
+        return step, self.segments[-1][0] if self.segments else 0
+
+    @property
+    def _rest(self) -> int:
+        """Samples in the last batch if it is short, else 0."""
+        return max(0, self.num_positions - self._start[1]) % self.batch_size
+
+    @property
     def num_steps(self) -> int:
         """Steps of an epoch, the same on every rank; 0 where "drop" leaves nothing."""
-        full, rest = divmod(self.num_samples, self.batch_size)
-        return full + (rest > 0 and self.tail != "drop")
+        step, position = self._start
+        full = max(0, self.num_positions - position) // self.batch_size
+        return step + full + (self._rest > 0 and self.tail != "drop")
+
+    def first_position(self, *, step: int) -> int:
+        """Return the position of the first row of a step; `num_positions` or more after the last."""
+        start, position = self._start
+        if step >= start:
+            return position + (step - start) * self.batch_size
+        return self._stretch(step)[0]
+
+    def _stretch(self, step: int) -> tuple[int, int]:
+        """(first position, batch size) of a step before the last stretch."""
+        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
+            steps = (end - first) // size
+            if step < steps:
+                return first + step * size, size
+            step -= steps
+        raise AssertionError(f"step {step} is not before the last stretch")
 
     def num_rows(self, *, step: int) -> int:
         """Return the rows of the global batch at `step`, padding included."""
-        return min(self.batch_size, self.num_samples - step * self.batch_size) + self.padding(step=step)
+        self._check_step(step)
+        if step < self._start[0]:
+            return self._stretch(step)[1]
+        rest = self.num_positions - self.first_position(step=step)
+        if rest >= self.batch_size or self.tail == "fill":
+            return self.batch_size
+        unit = self.num_data_ranks if self.shuffle in PADDLE else self.padding_unit
+        return rest + -rest % unit
+
+    def micro_size(self, *, step: int) -> int:
+        """Return the rows of a micro-batch of the global batch at `step`; the last one may have fewer."""
+        if self.shuffle in PADDLE:
+            return self.batch_size // self.accumulation
+        return max(1, self.num_rows(step=step) // self.accumulation)
 
     def padding(self, *, step: int) -> int:
-        """Return how many rows of the global batch at `step` are padding; they are its last rows."""
-        if not 0 <= step < self.num_steps:
-            raise ArgumentError(f"step must be in range({self.num_steps}), got {step}.")
-        rest = self.num_samples - step * self.batch_size
-        if rest >= self.batch_size:
-            return 0
-        return self.batch_size - rest if self.tail == "fill" else -rest % self.padding_unit
+        """Return how many rows of the global batch at `step` are padding; its last, but for "paddle"."""
+        if self.shuffle in PADDLE:
+            raise ArgumentError("padding: Paddle's depends on the epoch; use valid(epoch=, step=, rows=).")
+        rows = self.num_rows(step=step)
+        return max(0, self.first_position(step=step) + rows - self.num_positions)
+
+    def valid(self, *, epoch: int, step: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which rows of the global batch at `step` are real: bool, one a row."""
+        positions = self.first_position(step=step) + rows
+        real = positions < self.num_positions
+        if self.shuffle in PADDLE:
+            real &= self._order(epoch)(positions % self.num_positions) < self.num_samples
+        return real
 
     def indices(self, *, epoch: int, step: int, data_rank: int) -> Indices:
         """Return the samples that `data_rank` reads at `step`, in the order of its rows.
@@ -97,8 +189,7 @@ class ShardPlan:
         Returns:
             int64[num_rows(step) // num_data_ranks]
         """
-        num_rows = self.num_rows(step=step)
-        rows = slice_rows(num_rows, self.num_data_ranks, data_rank, self.accumulation)
+        rows = slice_rows(self.num_rows(step=step), self.num_data_ranks, data_rank, self.micro_size(step=step))
         return self.take(epoch=epoch, step=step, rows=rows)
 
     def take(self, *, epoch: int, step: int, rows: Rows) -> Indices:
@@ -109,16 +200,75 @@ class ShardPlan:
             step: In `range(num_steps)`.
             rows: int64, in `range(num_rows(step))`.
         """
+        self._check_step(step)
         if not rows.size:
             return np.empty(0, np.int64)
-        positions = step * self.batch_size + rows
+        positions = self.first_position(step=step) + rows
         first, last = int(positions[0]), int(positions[-1])
-        together = last < self.num_samples and bool((positions[1:] - positions[:-1] == 1).all())
-        positions %= self.num_samples
-        if not self.shuffle:
-            return positions
-        order = permutation(self.num_samples, "order", self.seed, epoch)
-        return order.between(first, last + 1) if together else order(positions)
+        together = last < self.num_positions and bool((positions[1:] - positions[:-1] == 1).all())
+        order = self._order(epoch)
+        found = order.between(first, last + 1) if together else order(positions % self.num_positions)
+        return found % self.num_samples if self.shuffle in PADDLE else found
+
+    def samples(self, *, epoch: int, first: int, end: int) -> Indices:
+        """Return the real samples at positions [first, end) of the epoch's order."""
+        found = self._order(epoch).between(first, end)
+        return found[found < self.num_samples]
+
+    @property
+    def num_served(self) -> int:
+        """Positions that the steps of an epoch serve: all, but for what "drop" drops."""
+        if self.num_steps == 0:
+            return 0
+        last = self.num_steps - 1
+        return min(self.num_positions, self.first_position(step=last) + self.num_rows(step=last))
+
+    def coverage(self, *, epoch: int = 0) -> Coverage:
+        """Return how often each sample is delivered, over all steps and data ranks."""
+        return coverage(self, epoch)
+
+    def where(self, *, epoch: int, sample: int) -> Where | None:
+        """Return where a sample is delivered, as a real row; None if the tail drops it.
+
+        O(1); with "paddle" O(n) once an epoch.
+        """
+        if not 0 <= sample < self.num_samples:
+            raise ArgumentError(f"sample must be in range({self.num_samples}), got {sample}.")
+        position = int(self._order(epoch).inverse(np.array([sample], np.int64))[0])
+        step, start = self._start
+        size = self.batch_size
+        if position >= start:
+            step, row = step + (position - start) // size, (position - start) % size
+        else:
+            step = 0
+            for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
+                if position < end:
+                    step, row = step + (position - first) // size, (position - first) % size
+                    break
+                step += (end - first) // size
+        if step >= self.num_steps:
+            return None
+        rows = self.num_rows(step=step)
+        if rows % self.num_data_ranks or (self.micro_size(step=step) % self.num_data_ranks):
+            return Where(step=step, data_rank=None, row=None)
+        data_rank, local = place_of_row(row, rows, self.num_data_ranks, self.micro_size(step=step))
+        return Where(step=step, data_rank=data_rank, row=local)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what a saved run must agree with to go on in this order: JSON-able, without the batch size."""
+        found: dict[str, Any] = {"num_samples": self.num_samples, "shuffle": self.shuffle, "tail": self.tail}
+        if self.shuffle is True:
+            found["seed"] = self.seed
+        if self.shuffle in PADDLE:
+            found["num_data_ranks"] = self.num_data_ranks
+        return found
+
+    def _order(self, epoch: int) -> Order:
+        return order_of(self.shuffle, self.num_positions, self.seed, epoch)
+
+    def _check_step(self, step: int) -> None:
+        if not 0 <= step < self.num_steps:
+            raise ArgumentError(f"step must be in range({self.num_steps}), got {step}.")
 
 
 def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1) -> None:
@@ -140,3 +290,7 @@ def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1
 
 def _either(numbers: tuple[int, ...]) -> str:
     return " or ".join(map(str, numbers))
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ", ".join(map(repr, values))

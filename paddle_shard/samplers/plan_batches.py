@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.state import LoaderState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +21,7 @@ class PlanBatch:
     plan: ShardPlan
     epoch: int
     step: int
+    sampler_state: None = None
 
     @property
     def num_rows(self) -> int:
@@ -24,14 +29,23 @@ class PlanBatch:
         return self.plan.num_rows(step=self.step)
 
     @property
-    def padding(self) -> int:
-        """How many of the last rows are padding."""
-        return self.plan.padding(step=self.step)
+    def micro_size(self) -> int:
+        """Rows of each of its micro-batches."""
+        return self.plan.micro_size(step=self.step)
+
+    @property
+    def num_real(self) -> int:
+        """Positions of the order that it serves."""
+        return min(self.num_rows, self.plan.num_positions - self.plan.first_position(step=self.step))
 
     def take(self, rows: Rows) -> list[Any]:
         """Return the data set's indices at some rows, as Python ints."""
         indices: list[Any] = self.plan.take(epoch=self.epoch, step=self.step, rows=rows).tolist()
         return indices
+
+    def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which of some rows are real."""
+        return self.plan.valid(epoch=self.epoch, step=self.step, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,22 @@ class PlanBatches:
     def __len__(self) -> int:
         return self.plan.num_steps
 
-    def epoch(self, epoch: int) -> Iterator[PlanBatch]:
-        """Iterate over the global batches of an epoch."""
-        for step in range(self.plan.num_steps):
-            yield PlanBatch(plan=self.plan, epoch=epoch, step=step)
+    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[PlanBatch]:
+        """Iterate over the global batches of an epoch; beginning anywhere costs nothing."""
+        plan, first = self.plan, 0
+        if resumed is not None:
+            if resumed.ended:
+                return
+            plan, first = resumed_plan(plan, resumed), resumed.steps
+        for step in range(first, plan.num_steps):
+            yield PlanBatch(plan=plan, epoch=epoch, step=step)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        return self.plan.fingerprint()
+
+
+def resumed_plan(plan: ShardPlan, resumed: LoaderState) -> ShardPlan:
+    """Return the plan of an epoch that goes on from a saved position, perhaps with another batch size."""
+    segments = resumed.continued(plan.batch_size)
+    return plan if len(segments) < 2 else replace(plan, segments=segments)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.shard_plan import check_batch_size
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
 
 
@@ -22,16 +23,27 @@ class UserBatch:
 
     indices: list[Any]
     """Whatever the data set is indexed with; padding at the end."""
-    padding: int
+    micro_size: int
+    padding: int = 0
+    sampler_state: Mapping[str, Any] | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows of the global batch, padding included."""
         return len(self.indices)
 
+    @property
+    def num_real(self) -> int:
+        """Rows that are not padding."""
+        return len(self.indices) - self.padding
+
     def take(self, rows: Rows) -> list[Any]:
         """Return the data set's indices at some rows."""
         return [self.indices[row] for row in rows.tolist()]
+
+    def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which of some rows are real."""
+        return rows < self.num_real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +53,9 @@ class UserBatches:
     Every rank iterates over the whole sampler, under random generators that all ranks seed alike, and takes
     its slice of each batch. A batch may differ in size from the others, as bucketing samplers make them, as
     long as it can be cut evenly; only the last one gets the tail.
+
+    A sampler with `state_dict` and `load_state_dict` of its own is resumed by them; any other is replayed up
+    to the saved position, without reading a sample.
     """
 
     batch_sampler: Iterable[Any]
@@ -56,8 +71,8 @@ class UserBatches:
     seed: int = 0
     generators: Sequence[Generator] = ()
     """The global generators that the sampler may draw from."""
-    takes_epoch: bool = False
-    """The sampler's order depends on its attribute `epoch`, as that of Paddle's `DistributedBatchSampler`."""
+    consecutive: bool = False
+    """Its batches are stretches of one order of samples, which may be cut anew into batches of another size."""
 
     def __len__(self) -> int:
         if self.num_steps is not None:
@@ -75,45 +90,113 @@ class UserBatches:
         # Whether the last batch is short shows only at the end.
         return sum(1 for _ in self.epoch(0))
 
-    def epoch(self, epoch: int) -> Iterator[UserBatch]:
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the order depends on, as far as it can be seen from here."""
+        sampler = type(self.batch_sampler).__name__
+        return {"sampler": sampler, "tail": self.tail, "seed": self.seed}
+
+    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[UserBatch]:
         """Iterate over the global batches of an epoch.
 
         Raises:
             BatchSizeError: A batch that is not the last cannot be cut evenly.
             ArgumentError: The tail is "error" and the last batch is short.
+            StateError: The saved position is none that this sampler comes to.
         """
-        randomness = PrivateRandomness(self.generators, derive_seed("sampler", self.seed, epoch))
-        batch_sampler = self.batch_sampler
-        if self.takes_epoch:
-            batch_sampler = copy.copy(batch_sampler)
-            batch_sampler.epoch = epoch  # type: ignore[attr-defined]
-        with randomness:
-            source = iter(batch_sampler)
+        if resumed is not None and resumed.ended:
+            return
+        drawn = self._draw(epoch, resumed.sampler if resumed is not None else None)
         head: list[Any] = []  # the first samples of the order, to pad with
-        step, batch = 0, self._next(source, randomness, 0)
-        while batch is not None:
-            following: list[Any] | None
+        step = 0
+        if resumed is not None and resumed.samples:
+            step = resumed.steps
+            if resumed.sampler is None:
+                drawn = self._replay(drawn, resumed.samples, head)
+        found = next(drawn, None)
+        while found is not None:
+            batch, state = found
+            following = None
             if self._is_short(batch):
-                following = self._next(source, randomness, step + 1)
+                following = next(drawn, None)
                 if following is None:
-                    yield from self._last(batch, head, step)
+                    yield from self._last(batch, head, step, state)
                     return
                 self._check_size(batch, step)
-                yield UserBatch(indices=batch, padding=0)
-            else:
-                yield UserBatch(indices=batch, padding=0)
-                following = self._next(source, randomness, step + 1)
-            if len(head) < self._unit:
+            yield UserBatch(indices=batch, micro_size=len(batch) // self.accumulation, sampler_state=state)
+            found = next(drawn, None) if following is None else following
+            if len(head) < self._head_size:
                 head += batch
-            step, batch = step + 1, following
+            step += 1
+
+    def _draw(self, epoch: int, state: Mapping[str, Any] | None) -> Iterator[Drawn]:
+        """Yield each batch of the sampler and the sampler's own state after it, if it has one."""
+        randomness = PrivateRandomness(self.generators, derive_seed("sampler", self.seed, epoch))
+        sampler: Any = self.batch_sampler
+        owner = next((s for s in (sampler, getattr(sampler, "sampler", None)) if _has_state(s)), None)
+        with randomness:
+            if state is not None:
+                if owner is None:
+                    raise StateError(
+                        f"state has the state of a sampler, but the loader's {type(sampler).__name__} has no "
+                        "load_state_dict. Give it the one that it had."
+                    )
+                owner.load_state_dict(state)
+            source = iter(sampler)
+        step = 0
+        while True:
+            with randomness:
+                found = next(source, None)
+                after = owner.state_dict() if owner is not None and found is not None else None
+            if found is None:
+                return
+            yield _indices(found, step), after
+            step += 1
+
+    def _replay(self, drawn: Iterator[Drawn], samples: int, head: list[Any]) -> Iterator[Drawn]:
+        """Draw up to a position without reading; go on from there, cutting anew if batches may be."""
+        passed, rest = 0, []
+        while passed < samples:
+            found = next(drawn, None)
+            if found is None:
+                raise StateError(
+                    f"state stands at sample {samples}, but the batch_sampler {type(self.batch_sampler).__name__} "
+                    f"ends after {passed}: it draws another order than the one that was saved."
+                )
+            batch, _ = found
+            if len(head) < self._head_size:
+                head += batch
+            passed += len(batch)
+            rest = batch[len(batch) - (passed - samples) :] if passed > samples else []
+        if rest and not (self.consecutive and self.nominal_size):
+            raise StateError(
+                f"state stands at sample {samples}, inside a batch of the batch_sampler "
+                f"{type(self.batch_sampler).__name__}: give it the batch size that it had."
+            )
+        if not rest:
+            return drawn
+        return self._cut_anew(rest, drawn)
+
+    def _cut_anew(self, rest: list[Any], drawn: Iterator[Drawn]) -> Iterator[Drawn]:
+        size = self.nominal_size or 1
+        for batch, _ in drawn:
+            rest = rest + batch
+            if len(rest) >= size:
+                yield rest[:size], None
+                rest = rest[size:]
+        while rest:
+            yield rest[:size], None
+            rest = rest[size:]
 
     @property
     def _unit(self) -> int:
-        return self.nominal_size or self.num_data_ranks * self.accumulation
+        return self.num_data_ranks * self.accumulation
+
+    @property
+    def _head_size(self) -> int:
+        return self.nominal_size or self._unit
 
     def _is_short(self, batch: list[Any]) -> bool:
-        unit = self.num_data_ranks * self.accumulation
-        return len(batch) % unit != 0 or (self.nominal_size is not None and len(batch) < self.nominal_size)
+        return len(batch) % self._unit != 0 or (self.nominal_size is not None and len(batch) < self.nominal_size)
 
     def _check_size(self, batch: list[Any], step: int) -> None:
         try:
@@ -122,7 +205,9 @@ class UserBatches:
             text = f"step {step} of the batch_sampler {type(self.batch_sampler).__name__}: {error}"
             raise type(error)(text) from None
 
-    def _last(self, batch: list[Any], head: list[Any], step: int) -> Iterator[UserBatch]:
+    def _last(
+        self, batch: list[Any], head: list[Any], step: int, state: Mapping[str, Any] | None
+    ) -> Iterator[UserBatch]:
         if self.tail == "drop":
             return
         if self.tail == "error":
@@ -130,25 +215,31 @@ class UserBatches:
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        unit = self.num_data_ranks * self.accumulation
-        padding = -len(batch) % unit
+        padding = -len(batch) % self._unit
         if self.tail == "fill" and self.nominal_size is not None:
-            padding = self.nominal_size - len(batch) if len(batch) < self.nominal_size else padding
+            padding = max(padding, self.nominal_size - len(batch))
         order = head + batch
-        yield UserBatch(indices=batch + [order[i % len(order)] for i in range(padding)], padding=padding)
+        indices = batch + [order[i % len(order)] for i in range(padding)]
+        yield UserBatch(
+            indices=indices, micro_size=len(indices) // self.accumulation, padding=padding, sampler_state=state
+        )
 
-    def _next(self, source: Iterator[Any], randomness: PrivateRandomness, step: int) -> list[Any] | None:
-        with randomness:
-            found = next(source, None)
-        if found is None:
-            return None
-        if isinstance(found, np.ndarray):
-            found = found.tolist()
-        if not isinstance(found, Sequence) or isinstance(found, str | bytes):
-            raise ArgumentTypeError(
-                f"batch_sampler must yield lists of indices, got {type(found).__name__} at step {step}: "
-                f"{found!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
-            )
-        if len(found) == 0:
-            raise ArgumentError(f"batch_sampler yielded an empty batch at step {step}.")
-        return [index.item() if isinstance(index, np.integer) else index for index in found]
+
+Drawn = tuple[list[Any], Mapping[str, Any] | None]
+
+
+def _has_state(sampler: Any) -> bool:
+    return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
+
+
+def _indices(found: Any, step: int) -> list[Any]:
+    if isinstance(found, np.ndarray):
+        found = found.tolist()
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        raise ArgumentTypeError(
+            f"batch_sampler must yield lists of indices, got {type(found).__name__} at step {step}: "
+            f"{found!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
+        )
+    if len(found) == 0:
+        raise ArgumentError(f"batch_sampler yielded an empty batch at step {step}.")
+    return [index.item() if isinstance(index, np.integer) else index for index in found]

@@ -1,0 +1,106 @@
+"""Where in its run does a loader stand, and may a saved position be gone on from?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paddle_shard.errors import StateError
+from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
+
+VERSION = 1
+"""Of the layout of a saved state."""
+
+_COUNTS = ("epoch", "samples", "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """A position of a run, in delivered samples: a value that JSON can hold, under 1 KB."""
+
+    epoch: int = 0
+    """The epoch."""
+    samples: int = 0
+    """Real samples of it that were delivered; what is read ahead does not count."""
+    steps: int = 0
+    """Batches of it that were delivered."""
+    ended: bool = False
+    """Whether its last batch was delivered; going on from here yields nothing, then the next epoch."""
+    segments: tuple[tuple[int, int], ...] = ()
+    """(first sample, batch size) for each batch size that the epoch was served in."""
+    sampler: Mapping[str, Any] | None = None
+    """The state of a sampler of the user's own, as of the last batch that was delivered."""
+    certificate: tuple[tuple[Any, ...], ...] = ()
+    """What has been delivered so far; see `plan.coverage`."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """What the order depends on."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
+        return {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "steps": self.steps,
+            "ended": self.ended,
+            "segments": [list(segment) for segment in self.segments],
+            "sampler": self.sampler,
+            "certificate": [list(leg) for leg in self.certificate],
+            "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
+        }
+
+    @classmethod
+    def from_dict(
+        cls, saved: Mapping[str, Any], fingerprint: Mapping[str, Any], override: Collection[str] = ()
+    ) -> LoaderState:
+        """Read a saved state for a loader.
+
+        Args:
+            saved: What `to_dict` returned, perhaps after a trip through JSON.
+            fingerprint: Of the loader that is to go on.
+            override: Fields of the fingerprint that may differ.
+
+        Raises:
+            StateError: It is no such state, is of another version, or its fingerprint differs; the text names
+                the field and both values.
+        """
+        if not isinstance(saved, Mapping):
+            raise StateError(f"state must be what state_dict() returned, got {type(saved).__name__}.")
+        if saved.get("version") != VERSION:
+            raise StateError(
+                f"state has version {saved.get('version')!r}, but this paddle_shard reads version {VERSION} only. "
+                "Load it with the version that saved it."
+            )
+        wanted = set(cls().to_dict())
+        if set(saved) != wanted:
+            raise StateError(
+                f"state is damaged: missing {sorted(wanted - set(saved))}, unknown {sorted(set(saved) - wanted)}."
+            )
+        for name in _COUNTS:
+            value = saved[name]
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise StateError(f"state is damaged: {name} must be an int >= 0, got {value!r}.")
+        now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
+        differing = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name) and name not in override]
+        if differing:
+            changes = ", ".join(f"{name}: saved {then.get(name)!r}, now {now.get(name)!r}" for name in differing)
+            raise StateError(
+                f"state is of another run ({changes}). Make the loader as it was; or, to go on all the same, "
+                f"load_state_dict(state, override={differing})."
+            )
+        return cls(
+            **{name: saved[name] for name in _COUNTS},
+            ended=bool(saved["ended"]),
+            segments=tuple((int(first), int(size)) for first, size in saved["segments"]),
+            sampler=saved["sampler"],
+            certificate=tuple(tuple(leg) for leg in saved["certificate"]),
+            fingerprint=dict(fingerprint),
+        )
+
+    def continued(self, batch_size: int) -> tuple[tuple[int, int], ...]:
+        """Return the segments of the epoch when it goes on from here in batches of a size."""
+        kept = tuple(segment for segment in self.segments if segment[0] < self.samples)
+        if kept and kept[-1][1] == batch_size:
+            return kept
+        return (*kept, (self.samples, batch_size))

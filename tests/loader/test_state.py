@@ -1,0 +1,428 @@
+"""A run that is stopped anywhere goes on with the next sample, on any mesh, and proves it."""
+
+import json
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
+
+import paddle_shard
+from paddle_shard.errors import StateError
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+
+ONE = dist.ProcessMesh([0], dim_names=["dp"])
+
+
+class Ids(Dataset):
+    def __init__(self, length):
+        self.length, self.reads = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return np.array(index), np.random.rand()
+
+
+def make(length=23, batch_size=4, mesh=ONE, *, workers=0, accumulation=1, sampler=None, **options):
+    batch_sampler = sampler or BatchSampler(Ids(length), batch_size=batch_size, shuffle=options.pop("shuffle", True))
+    if sampler is None:
+        batch_sampler._acc_steps = accumulation
+    given = DataLoader(Ids(length), batch_sampler=batch_sampler, num_workers=workers)
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+
+
+def content(batch):
+    return [leaf._local_value().numpy().tolist() for leaf in batch]
+
+
+def rest(loader):
+    return [content(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tail", ["pad", "fill", "drop"])
+def test_a_run_resumed_at_every_step_is_the_straight_run(tail, workers):
+    straight = make(tail=tail)
+    epochs = [rest(straight) for _ in range(2)]
+
+    for stop in range(len(epochs[0]) + 1):
+        first = make(tail=tail, workers=workers if stop == 2 else 0)
+        batches = iter(first)
+        got = [content(next(batches)) for _ in range(stop)]
+        state = json.loads(json.dumps(first.state_dict()))
+        batches.close()
+
+        again = make(tail=tail, workers=workers if stop == 2 else 0)
+        again.load_state_dict(state)
+        assert len(json.dumps(state)) < 1024
+        assert state["ended"] == (stop == len(epochs[0]))
+        assert got + rest(again) == epochs[0]
+        assert rest(again) == epochs[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    length=st.integers(1, 60),
+    sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_stops_that_change_the_mesh_and_the_batch_size_miss_and_repeat_nothing(length, sizes, shuffle, seed):
+    """Each stretch: (data ranks, multiple of the batch, steps before the next stop)."""
+    delivered, states = [], None
+    for number, (data_ranks, multiple, steps) in enumerate(sizes):
+        mesh = dist.ProcessMesh(list(range(data_ranks)), dim_names=["dp"])
+        last = number == len(sizes) - 1
+
+        def run(mesh=mesh, multiple=multiple, steps=steps, states=states, last=last, data_ranks=data_ranks):
+            loader = make(length, data_ranks * multiple, mesh, shuffle=shuffle, seed=seed)
+            if states is not None:
+                loader.load_state_dict(states)
+            batches, out = iter(loader), []
+            for batch in batches:
+                valid = batches.valid._local_value().numpy()
+                ids = batch[0]._local_value().numpy()
+                out.append((ids[valid].tolist(), loader.where(sample=int(ids[0]), epoch=0), batches.step - 1))
+                if not last and len(out) == steps + 1:
+                    break
+            return out, loader.state_dict()
+
+        per_rank = on_each_rank(range(data_ranks), run)
+        for step in range(len(per_rank[0][0])):
+            for rank in range(data_ranks):
+                ids, where, at = per_rank[rank][0][step]
+                delivered += ids
+                if ids:
+                    assert (where.step, where.data_rank, where.row) == (at, rank, 0), "where stays true"
+        states = json.loads(json.dumps(per_rank[0][1]))
+        if states["epoch"] == 1:
+            break
+
+    plan = paddle_shard.ShardPlan(num_samples=length, batch_size=1, num_data_ranks=1, shuffle=shuffle, seed=seed)
+    order = [int(plan.indices(epoch=0, step=k, data_rank=0)[0]) for k in range(length)]
+    assert delivered_in_order(delivered, order, states)
+
+
+def delivered_in_order(delivered, order, state):
+    upto = len(order) if state["epoch"] == 1 else state["samples"]
+    return sorted(delivered) == sorted(order[:upto]) and len(set(delivered)) == len(delivered)
+
+
+def test_resuming_reads_nothing_of_what_was_delivered():
+    loader = make(10_000, 10)
+    batches = iter(loader)
+    for _ in range(500):
+        next(batches)
+    again = make(10_000, 10)
+    again.load_state_dict(loader.state_dict())
+
+    expected, got = content(next(batches)), content(next(iter(again)))
+
+    assert got == expected
+    assert again.dataset.reads == 10
+
+
+def test_what_is_read_ahead_does_not_count():
+    loader = make(40, 4, workers=2)
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+
+    assert (loader.state_dict()["samples"], loader.state_dict()["steps"]) == (8, 2)
+    batches.close()
+
+
+def test_ended_and_the_next_epoch_are_different_states():
+    loader = make(8, 4)
+    batches = iter(loader)
+    states = [loader.state_dict()]
+    for _ in range(2):
+        next(batches)
+        states.append(loader.state_dict())
+    with pytest.raises(StopIteration):
+        next(batches)
+    states.append(loader.state_dict())
+
+    assert [(s["epoch"], s["samples"], s["ended"]) for s in states] == [
+        (0, 0, False),
+        (0, 4, False),
+        (0, 8, True),
+        (1, 0, False),
+    ]
+    again = make(8, 4)
+    again.load_state_dict(states[2])
+    assert rest(again) == []
+    assert again.epoch == 1
+
+
+def test_breaking_off_repeats_the_epoch_and_after_a_load_its_rest():
+    loader = make(24, 4)
+    for _ in loader:
+        break
+    whole = rest(loader)
+    assert len(whole) == 6
+
+    again = make(24, 4)
+    first = iter(again)
+    next(first)
+    next(first)
+    other = make(24, 4)
+    other.load_state_dict(again.state_dict())
+    for _ in range(2):
+        for batch in other:
+            assert content(batch) == whole[2]
+            break
+    other.set_epoch(0)
+    assert [content(batch) for batch in other] == whole[2:]
+    other.set_epoch(0)
+    assert len(rest(other)) == 4, "the loaded epoch keeps the position"
+
+
+def test_the_state_follows_the_newest_iterator_that_has_delivered():
+    loader = make(24, 4)
+    old, new = iter(loader), iter(loader)
+    next(old)
+    assert loader.state_dict()["steps"] == 1
+    next(old)
+    next(new)
+    next(old)
+
+    assert loader.state_dict()["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"length": 24}, "num_samples"),
+        ({"seed": 1}, "seed"),
+        ({"tail": "drop"}, "tail"),
+        ({"shuffle": False}, "shuffle"),
+    ],
+)
+def test_another_run_is_refused_by_the_name_of_what_differs(change, field):
+    state = make().state_dict()
+
+    with pytest.raises(StateError, match=f"state is of another run .*{field}: saved .*, now .*override="):
+        make(**change).load_state_dict(state)
+
+
+def test_a_field_may_be_overridden_by_name():
+    state = make().state_dict()
+    loader = make(tail="drop")
+
+    loader.load_state_dict(state, override=["tail"])
+
+    assert len(rest(loader)) == 5
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda s: s.pop("segments"), r"damaged: missing \['segments'\]"),
+        (lambda s: s.update(version=2), "state has version 2, but this paddle_shard reads version 1 only"),
+        (lambda s: s.update(samples=-1), "damaged: samples must be an int >= 0, got -1"),
+        (lambda s: s["fingerprint"].update(order_version=0), "order_version: saved 0, now 1"),
+    ],
+)
+def test_a_damaged_state_is_refused(damage, text):
+    state = make().state_dict()
+    damage(state)
+
+    with pytest.raises(StateError, match=text):
+        make().load_state_dict(state)
+    with pytest.raises(StateError, match="must be what state_dict"):
+        make().load_state_dict(b"cut sho")
+
+
+def test_it_is_saved_beside_the_model_with_paddle_save(tmp_path):
+    loader = make()
+    next(iter(loader))
+    paddle.save({"model": paddle.nn.Linear(2, 2).state_dict(), "data": loader.state_dict()}, str(tmp_path / "c.pd"))
+    again = make()
+
+    again.load_state_dict(paddle.load(str(tmp_path / "c.pd"))["data"])
+
+    assert again.state_dict() == loader.state_dict()
+
+
+# Samplers of the user's own
+
+
+class Draws(BatchSampler):
+    """Draws each batch from numpy's global generator when asked."""
+
+    def __init__(self, length, batch_size):
+        super().__init__(Ids(length), batch_size=batch_size)
+        self.length = length
+
+    def __iter__(self):
+        left = list(range(self.length))
+        while left:
+            yield [left.pop(np.random.randint(len(left))) for _ in range(min(self.batch_size, len(left)))]
+
+
+class Counts(Draws):
+    """Has a state of its own, and counts how many batches it has drawn."""
+
+    def __init__(self, length, batch_size):
+        super().__init__(length, batch_size)
+        self.at = self.drawn = 0
+
+    def __iter__(self):
+        while self.at < self.length:
+            first, self.at = self.at, self.at + self.batch_size
+            self.drawn += 1
+            yield list(range(first, min(self.at, self.length)))
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Draws, Counts])
+def test_a_sampler_of_the_users_own_is_resumed_at_every_step(kind, workers):
+    straight = rest(make(sampler=kind(22, 4), length=22))
+
+    for stop in range(7):
+        first = make(sampler=kind(22, 4), length=22, workers=workers)
+        batches = iter(first)
+        got = [content(next(batches)) for _ in range(stop)]
+        state = json.loads(json.dumps(first.state_dict()))
+        batches.close()
+        again = make(sampler=kind(22, 4), length=22, workers=workers)
+        again.load_state_dict(state)
+
+        assert got + rest(again) == straight
+
+
+def test_a_sampler_with_a_state_is_not_replayed():
+    first = make(sampler=Counts(400, 4), length=400)
+    batches = iter(first)
+    for _ in range(50):
+        next(batches)
+    sampler = Counts(400, 4)
+    again = make(sampler=sampler, length=400)
+    again.load_state_dict(first.state_dict())
+
+    assert content(next(iter(again)))[0] == [200, 201, 202, 203]
+    assert sampler.drawn == 1
+
+
+def test_an_index_sampler_may_change_its_batch_size():
+    indices = list(range(100, 0, -1))
+
+    def loader(size):
+        return make(101, sampler=BatchSampler(sampler=indices, batch_size=size))
+
+    first = loader(6)
+    batches = iter(first)
+    got = [i for _ in range(3) for i in content(next(batches))[0]]
+    again = loader(4)
+    again.load_state_dict(first.state_dict())
+
+    assert got + [i for batch in rest(again) for i in batch[0]] == indices
+
+
+@pytest.mark.parametrize(("length", "drop_last", "accumulation"), [(23, False, 1), (23, True, 1), (21, False, 2), (3, False, 1)])  # fmt: skip
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_data_ranks", [1, 2, 3])
+def test_paddles_own_sampler_is_reproduced_bit_for_bit(length, drop_last, accumulation, shuffle, num_data_ranks):
+    mesh = dist.ProcessMesh(list(range(num_data_ranks)), dim_names=["dp"])
+
+    def sampler():
+        made = DistributedBatchSampler(
+            Ids(length), 2, num_replicas=num_data_ranks, rank=dist.get_rank(), shuffle=shuffle, drop_last=drop_last
+        )
+        made._acc_steps = accumulation
+        return made
+
+    def theirs():
+        own = sampler()
+        return [[list(batch) for batch in own] for _ in range(3)]
+
+    def ours():
+        loader = make(length, sampler=sampler())
+        return [[content(batch)[0] for batch in loader] for _ in range(3)]
+
+    def migrated():  # a plain loader, told to use Paddle's order
+        batch_sampler = BatchSampler(Ids(length), batch_size=2 * num_data_ranks, shuffle=shuffle, drop_last=drop_last)
+        batch_sampler._acc_steps = accumulation
+        loader = make(length, sampler=None, mesh=mesh) if False else paddle_shard.shard_dataloader(
+            DataLoader(Ids(length), batch_sampler=batch_sampler), mesh, shard_dims="dp",
+            shuffle="paddle" if shuffle else "paddle unshuffled",
+        )  # fmt: skip
+        return [[content(batch)[0] for batch in loader] for _ in range(3)]
+
+    def with_mesh(function):
+        def run():
+            global ONE
+            before, ONE = ONE, mesh
+            try:
+                return function()
+            finally:
+                ONE = before
+
+        return run
+
+    del with_mesh
+    for rank in range(num_data_ranks):
+        with simulated_rank(rank, num_data_ranks):
+            expected = theirs()
+            loader = paddle_shard.shard_dataloader(
+                DataLoader(Ids(length), batch_sampler=sampler()), mesh, shard_dims="dp"
+            )
+            assert [[content(batch)[0] for batch in loader] for _ in range(3)] == expected
+            assert migrated() == expected
+
+
+# The certificate
+
+
+def run_epoch(loader):
+    for _ in loader:
+        pass
+    return loader.certificate()
+
+
+def test_a_full_epoch_is_certified():
+    assert str(run_epoch(make(100, 8))) == "epoch 0: each of 100 samples exactly once"
+    assert run_epoch(make(100, 8, tail="drop")).num_samples == 96
+    loader = make(100, 8)
+    run_epoch(loader)
+    assert str(run_epoch(loader)) == "epoch 1: each of 100 samples exactly once"
+
+
+def test_a_stopped_run_is_certified_over_its_stops():
+    state = None
+    for size, steps in ((8, 3), (4, 5), (12, 99)):
+        loader = make(100, size)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        for _ in range(steps):
+            if next(batches, None) is None:
+                break
+        state = json.loads(json.dumps(loader.state_dict()))
+
+    assert str(loader.certificate()) == "epoch 0: each of 100 samples exactly once"
+
+
+def test_a_run_that_is_not_at_its_end_says_what_is_missing():
+    loader = make(100, 8)
+    next(iter(loader))
+
+    certificate = loader.certificate()
+
+    assert not certificate.exact
+    assert (certificate.delivered, certificate.missed, certificate.repeated) == (8, 92, 0)
+    assert "positions [8, 100) were not delivered" in str(certificate)
