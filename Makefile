@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test test-oldest lint clean
+.PHONY: help demo demos test test-oldest bench lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -21,6 +21,7 @@ demos: demo
 	$(RUN) --processes 8 demos/two_meshes.py
 	$(RUN) --processes 8 demos/dict_inputs.py
 	$(RUN) --processes 4 demos/gpt.py
+	$(PY) demos/resume.py
 
 ## test: all tests, on the newest Paddle and numpy
 test: $(READY)
@@ -29,6 +30,10 @@ test: $(READY)
 ## test-oldest: all tests on Paddle 3.0.0
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest
+
+## bench: ratios against peers, about two minutes; benchmarks/README.md says how to read them
+bench: $(READY)
+	$(PY) benchmarks/order.py
 
 ## lint: ruff and mypy
 lint: $(READY)

@@ -8,6 +8,14 @@ from typing import Any
 
 import numpy as np
 
+TEXT = (str, bytes, bytearray, memoryview)
+"""Sequences that are leaves."""
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether a value is a list, a tuple or the like, which has items of its own."""
+    return isinstance(value, Sequence) and not isinstance(value, TEXT)
+
 
 def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None = None) -> Any:
     """Stack samples field by field; the structure is the samples' own.
@@ -40,16 +48,16 @@ def _collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any]
     first = samples[0]
     if isinstance(first, np.ndarray):
         return _stack(samples, path)
+    if isinstance(first, TEXT):
+        return list(samples)
     if isinstance(first, numbers.Number | np.generic):
         return np.array(samples)
-    if isinstance(first, str | bytes):
-        return list(samples)
     if isinstance(first, Mapping):
         if any(sample.keys() != first.keys() for sample in samples):
             raise ValueError(f"samples differ in their keys{_at(path)}: {_some(sorted(s) for s in samples)}")
         fields = {key: _collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]") for key in first}
         return rebuild(first, fields)
-    if isinstance(first, Sequence):
+    if is_sequence(first):
         if any(len(sample) != len(first) for sample in samples):
             lengths = _some(map(len, samples))
             raise ValueError(f"samples differ in their number of fields{_at(path)}: {lengths}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Sequence
@@ -129,12 +130,15 @@ def patch_paddle(**options: Any) -> PaddlePatch:
     original = dist.shard_dataloader
     if getattr(original, "__name__", "") == "shard_dataloader_of_paddle_shard":
         raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
-    patch = PaddlePatch(options)
+    own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if set(options) - own:
+        raise ArgumentError(f"patch_paddle: unknown options {sorted(set(options) - own)}; there are {sorted(own)}.")
     missed = sorted(
         name
         for name, module in list(sys.modules.items())
-        if not name.startswith("paddle.") and vars(module).get("shard_dataloader") is original
+        if not name.startswith("paddle.") and getattr(module, "__dict__", {}).get("shard_dataloader") is original
     )
+    patch = PaddlePatch(options)
     if missed:
         warnings.warn(
             f"patch_paddle: these modules took shard_dataloader with `from ... import` before and still have "

@@ -13,6 +13,7 @@ import paddle
 
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.loader.compat import asked_by_to_static
+from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -30,22 +31,25 @@ class ShardIterator:
         epoch: The epoch, fixed when the iterator is made.
     """
 
-    def __init__(self, loader: ShardDataloader, num_steps: int | None = None) -> None:
+    def __init__(self, loader: ShardDataloader, *, look: bool = False) -> None:
         """Start the pass.
 
         Args:
             loader: Whose epoch it is.
-            num_steps: Stop after so many; None for the whole epoch.
+            look: Only to see the first batch; a sampler of the user's own is left as it is.
         """
         self._loader = loader
-        start = loader._start()
+        start = loader._run.start()
         self.epoch = start.epoch
-        self._progress = loader._progress_from(start)
+        self._progress = loader._run.begin(start)
+        self._closed = False
         self._pending: deque[_Pending] = deque()
         self._current: _Pending | None = None
         # The requests do not refer to this object, so that abandoning it ends its workers at once.
-        requests = _requests(loader, start, self._pending)
-        self._pass: Any = loader._reading.start(islice(requests, num_steps))
+        source = loader._source.batches
+        batches = (source.untouched() if look else source).epoch(start.epoch, start)
+        requests = _requests(loader, start, islice(batches, 1) if look else batches, self._pending)
+        self._pass: Any = loader._reading.start(requests)
 
     @property
     def step(self) -> int:
@@ -62,18 +66,23 @@ class ShardIterator:
             DataReadError: A sample could not be read, transformed or collated.
             BatchStructureError: The batch does not fit the meshes.
         """
+        if self._closed:
+            raise StopIteration
         try:
             batch = next(self._pass)
             self._loader._check_split(batch)
             if not self._pending:
-                raise BatchStructureError("the DataLoader's __iter__ yields more batches than it was asked for.")
+                raise BatchStructureError(
+                    "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
+                    "super().__iter__() once, and yield one batch for each of that."
+                )
             pending = self._pending.popleft()
             if pending.rows is None:
                 pending.rows = self._loader._item_rows(batch)
             placed = self._loader._placer.place(batch, pending.rows, self._loader._input_keys)
         except StopIteration:
             self.close()
-            self._loader._finished(self._progress)
+            self._loader._run.finished(self._progress)
             raise
         except BatchStructureError as error:
             self.close()
@@ -82,7 +91,7 @@ class ShardIterator:
             self.close()
             raise
         self._current = pending
-        self._loader._delivered(self._progress, pending)
+        self._loader._run.delivered(self._progress, pending.batch, pending.own_ids(self._loader._own_layout))
         return placed
 
     @property
@@ -98,6 +107,7 @@ class ShardIterator:
 
     def close(self) -> None:
         """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
+        self._closed = True
         self._pass.close()
 
     def __enter__(self) -> ShardIterator:
@@ -131,13 +141,27 @@ class _Pending:
             return np.ones(len(self.rows.read), bool)
         return self.batch.valid(self.rows.read)
 
+    def own_ids(self, layout: FieldLayout) -> list[Any]:
+        """Return the samples of this process's slice, padding left out."""
+        if self.rows is None or self.local or len(self.indices) != len(self.rows.read):
+            return self.indices
+        if not layout.on_mesh:
+            return []
+        mine, valid = self.rows.positions(layout), self.valid()
+        if len(mine) == len(self.indices) and valid.all():
+            return self.indices
+        return [self.indices[position] for position in mine[valid[mine]].tolist()]
 
-def _requests(loader: ShardDataloader, start: LoaderState, pending: deque[_Pending]) -> Iterator[ReadRequest]:
+
+def _requests(
+    loader: ShardDataloader, start: LoaderState, batches: Iterator[IndexBatch], pending: deque[_Pending]
+) -> Iterator[ReadRequest]:
     """Yield what this rank reads at each step, and note it."""
     source = loader._source
     key = derive_seed("sample", loader.seed, start.epoch)
     step = start.steps
-    for batch in source.batches.epoch(start.epoch, start):
+    several = loader._own_layout.num_data_ranks > 1
+    for batch in batches:
         if source.item_is_batch:
             rows, indices = None, batch.take(np.zeros(1, np.int64))
         elif source.split:
@@ -152,7 +176,7 @@ def _requests(loader: ShardDataloader, start: LoaderState, pending: deque[_Pendi
             indices=indices,
             item_is_batch=source.item_is_batch,
             key=key,
-            rows_are_split=len(indices) < batch.num_rows or source.split,
+            rows_are_split=several and (len(indices) < batch.num_rows or source.split),
         )
         step += 1
 
@@ -192,7 +216,7 @@ def describe(loader: ShardDataloader) -> Any:
         BatchStructureError: Not what a static model takes: a list or dict of tensors, the label last.
     """
     loader._warn_if_batches_differ()
-    with ShardIterator(loader, num_steps=1) as iterator:
+    with ShardIterator(loader, look=True) as iterator:
         batch = next(iterator)
     if isinstance(batch, tuple):
         batch = list(batch)  # Paddle takes the label off with pop()
@@ -205,14 +229,14 @@ def describe(loader: ShardDataloader) -> Any:
     others = [path for path, leaf in _leaves(batch, "batch") if not isinstance(leaf, paddle.Tensor)]
     if others:
         raise BatchStructureError(
-            f"dist.to_static takes tensors only, but {', '.join(others)} are none. Take them out of the batch "
-            "with a collate_fn, or give to_static an input_spec."
+            f"dist.to_static takes tensors and lists of them only, but {', '.join(others)} are none. Take them "
+            "out of the batch with a collate_fn, or give to_static an input_spec."
         )
     return batch
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and path == "batch":
         for key, child in value.items():
             yield from _leaves(child, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):

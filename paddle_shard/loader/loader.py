@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,23 +12,20 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchStructureError
+from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import LoaderCall, ShardIterator
-from paddle_shard.loader.progress import PassProgress
+from paddle_shard.loader.run import Run
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.loader.source import read_source
 from paddle_shard.place.assignment import assignment
-from paddle_shard.place.placer import BatchPlacer, BatchRows
-from paddle_shard.plan.coverage import Certificate, certify, expected_of_plan
+from paddle_shard.place.placer import BatchPlacer, BatchRows, tensors
+from paddle_shard.plan.coverage import Certificate
 from paddle_shard.plan.partition import nearest_multiples
 from paddle_shard.plan.shard_plan import ShardPlan, Where
-from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.user_loader import UserLoader
-from paddle_shard.replicas.split_check import SplitCheck
-from paddle_shard.samplers import PlanBatches
-from paddle_shard.samplers.plan_batches import resumed_plan
+from paddle_shard.replicas.split_check import SplitCheck, next_number
 
 mend_process_mesh()
 
@@ -69,11 +66,13 @@ class ShardDataloader(PaddleShardDataloader):
             )
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ArgumentError(f"seed must be an int, got {seed!r}.")
+        _check_dense_tensor_idx(dense_tensor_idx)
         auto_dp = in_auto_dp_mode()
         assigned = assignment(meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp)
         self._placer = BatchPlacer(assigned, dense_tensor_idx)
         layouts = self._placer.layouts
-        self._own_layout = next((layout for layout in layouts if layout.on_mesh), layouts[0])
+        here = [layout for layout in layouts if layout.on_mesh] or layouts
+        self._own_layout = max(here, key=lambda layout: layout.num_data_ranks)
         self._source = read_source(
             dataloader,
             layouts,
@@ -86,25 +85,24 @@ class ShardDataloader(PaddleShardDataloader):
         self._given = dataloader
         self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
         self.dense_tensor_idx = dense_tensor_idx
-        self._epoch = self._sampler_epoch = getattr(self._source.custom_sampler, "epoch", 0)
-        if not isinstance(self._epoch, int):
-            self._epoch = self._sampler_epoch = 0
+        self._run = Run(self._source, self._own_layout)
         own, compared = self._own_layout, hasattr(self._source.custom_sampler, "nranks") or auto_dp
+        # Every rank takes a number for every loader that is said to be split, so that the numbers agree.
+        number = next_number() if is_dataset_splitted else 0
         self._split_check: SplitCheck | None = None
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
-            self._split_check = SplitCheck(own.layout, own.data_axes, own.global_rank)
+            self._split_check = SplitCheck(number, own.layout, own.data_axes, own.global_rank)
         self._rows_of_size: dict[tuple[int, int], BatchRows] = {}
-        self._resumed = LoaderState()
-        self._newest: PassProgress | None = None
-        self._complete: PassProgress | None = None
-        self._num_steps: int | None = None
         self._call: LoaderCall | None = None
         place = dataloader.places[0]
+
+        def to_tensor(leaf: Any) -> Any:
+            return leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.to_tensor(leaf, place=place)
+
         self._reading = UserLoader(
             dataloader,
             generators(with_paddle=seed_paddle),
-            stack_tensors=paddle.stack,
-            to_tensor=lambda array: paddle.to_tensor(array, place=place),
+            to_tensor=to_tensor,
         )
         size = self._source.batch_size
         self.batch_size = None
@@ -123,8 +121,7 @@ class ShardDataloader(PaddleShardDataloader):
     @property
     def plan(self) -> ShardPlan | None:
         """The order of the run, pure and without the data; None where a sampler of the user's decides it."""
-        batches = self._source.batches
-        return batches.plan if isinstance(batches, PlanBatches) and not self._source.item_is_batch else None
+        return self._run.plan
 
     def __repr__(self) -> str:
         layout, source = self._own_layout, self._source
@@ -141,12 +138,7 @@ class ShardDataloader(PaddleShardDataloader):
     @property
     def epoch(self) -> int:
         """The epoch that the next iterator will serve."""
-        if self._source.custom_sampler is not None:
-            # Users set the epoch of the sampler that they made, too.
-            now = getattr(self._source.custom_sampler, "epoch", self._sampler_epoch)
-            if now != self._sampler_epoch and isinstance(now, int):
-                self._epoch = self._sampler_epoch = now
-        return self._epoch
+        return self._run.epoch
 
     def set_epoch(self, epoch: int, **others: Any) -> None:
         """Choose the epoch of the iterators made from now on.
@@ -155,17 +147,7 @@ class ShardDataloader(PaddleShardDataloader):
             epoch: 0 or more; the order is a function of it and the seed.
             others: For the `set_epoch` of a sampler of the user's own.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or epoch < 0:
-            raise ArgumentError(f"epoch must be an int >= 0, got {epoch!r}.")
-        sampler = self._source.custom_sampler
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(int(epoch), **others)
-            self._sampler_epoch = getattr(sampler, "epoch", self._sampler_epoch)
-        elif others:
-            raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
-        self._epoch = int(epoch)
-
-    # The run: where it stands, and going on from there
+        self._run.set_epoch(epoch, others)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands: a small dict for JSON, `paddle.save` or a checkpoint.
@@ -175,7 +157,7 @@ class ShardDataloader(PaddleShardDataloader):
         end; after the `StopIteration`, at the beginning of the next. Save it beside the model, and give it to
         `load_state_dict` of a loader on any mesh, with any number of workers or batch size.
         """
-        return self._standing().to_dict()
+        return self._run.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
         """Go on from a saved position: iterators of its epoch begin with the next sample.
@@ -187,21 +169,11 @@ class ShardDataloader(PaddleShardDataloader):
         Raises:
             StateError: It is damaged, of another version, or of a run with another order.
         """
-        self._resumed = LoaderState.from_dict(state, self._fingerprint, override)
-        self._newest = None
-        self.set_epoch(self._resumed.epoch)
+        self._run.go_on_from(state, override)
 
     def where(self, *, sample: int, epoch: int | None = None) -> Where | None:
         """Return where a sample is delivered; see `ShardPlan.where`. Of the current epoch if None is given."""
-        plan, epoch = self.plan, self.epoch if epoch is None else epoch
-        if plan is None:
-            raise ArgumentError(
-                f"where: the order is that of the loader's {type(self._source.custom_sampler).__name__}, "
-                "which cannot be asked for a sample."
-            )
-        if self._resumed.epoch == epoch:
-            plan = resumed_plan(plan, self._resumed)
-        return plan.where(epoch=epoch, sample=sample)
+        return self._run.where(sample, epoch)
 
     def certificate(self) -> Certificate:
         """Return what the run has delivered of the current epoch, or of the last one if that is complete.
@@ -210,76 +182,10 @@ class ShardDataloader(PaddleShardDataloader):
         another mesh, with another batch size, too; call it before each `state_dict` that may be loaded by other
         ranks, so that the state holds what all of them have delivered.
         """
-        progress = self._newest or self._complete or self._progress_from(self._start())
-        legs = progress.legs()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            gathered: list[Any] = []
-            dist.all_gather_object(gathered, legs)
-            legs = [leg for of_rank in gathered for leg in of_rank]
-        end, expected = self._expected(progress.epoch)
-        certificate, merged = certify(legs, progress.epoch, end, expected)
-        progress.close_legs(merged)
-        return certificate
-
-    def _expected(self, epoch: int) -> tuple[int, Any]:
-        plan = self.plan
-        if plan is None:
-            raise ArgumentError(
-                f"certificate: the order is that of the loader's {type(self._source.custom_sampler).__name__}, "
-                "which says nothing about how often a sample should be delivered."
-            )
-        if self._resumed.epoch == epoch:
-            plan = resumed_plan(plan, self._resumed)
-        return plan.num_served, expected_of_plan(plan, epoch)
-
-    @property
-    def _fingerprint(self) -> dict[str, Any]:
-        return self._source.batches.fingerprint()
-
-    def _start(self) -> LoaderState:
-        """Where an iterator that is made now begins."""
-        epoch = self.epoch
-        return self._resumed if self._resumed.epoch == epoch else LoaderState(epoch=epoch)
-
-    def _standing(self) -> LoaderState:
-        if self._newest is not None:
-            return self._newest.state(self._fingerprint)
-        return replace(self._start(), fingerprint=self._fingerprint)
-
-    def _progress_from(self, start: LoaderState) -> PassProgress:
-        own = self._own_layout
-        return PassProgress(start, self._source.batch_size, own.data_rank if own.on_mesh else None, own.num_data_ranks)
-
-    def _delivered(self, progress: PassProgress, pending: Any) -> None:
-        if self._newest is None or progress.number > self._newest.number:
-            self._newest = progress
-        ids, rows = pending.indices, pending.rows
-        if not self._source.item_is_batch:
-            valid = pending.valid()
-            mine = rows.positions(self._own_layout) if self._own_layout.on_mesh else np.empty(0, np.int64)
-            if len(mine) < len(ids) or not valid.all():
-                ids = [ids[position] for position in mine[valid[mine]].tolist()]
-        progress.deliver(pending.batch.num_real, ids, pending.batch.sampler_state)
-        progress.ended = progress.steps == self._steps_of(progress.epoch)
-
-    def _steps_of(self, epoch: int) -> int | None:
-        plan = self.plan
-        if plan is not None:
-            return (resumed_plan(plan, self._resumed) if self._resumed.epoch == epoch else plan).num_steps
-        if self._num_steps is None:
-            try:
-                self._num_steps = len(self)
-            except ArgumentTypeError:
-                self._num_steps = -1
-        return self._num_steps
-
-    def _finished(self, progress: PassProgress) -> None:
-        if progress.epoch == self.epoch:
-            self._epoch = progress.epoch + 1
-            self._complete, self._newest = progress, None
+        return self._run.certificate()
 
     def __len__(self) -> int:
-        return len(self._source.batches)
+        return self._run.num_steps()
 
     def __iter__(self) -> ShardIterator:
         return ShardIterator(self)
@@ -306,25 +212,29 @@ class ShardDataloader(PaddleShardDataloader):
         return self._rows_of_size[key]
 
     def _split_rows(self, num_local_rows: int) -> BatchRows:
-        return BatchRows(num_local_rows * self._own_layout.num_data_ranks, None, [self._own_layout])
+        own = self._own_layout
+        rows = BatchRows(num_local_rows * own.num_data_ranks, None, [own])
+        if not own.on_mesh:
+            rows.read = np.arange(num_local_rows)
+        return rows
 
     def _check_split(self, batch: Any) -> None:
         check, self._split_check = self._split_check, None
         if check is not None:
-            check.run(leaf.numpy() for leaf in _tensors(batch))
+            check.run((leaf.numpy() for leaf in tensors(batch)), self._run.num_steps_or_none())
 
     def _item_rows(self, batch: Any) -> BatchRows:
         """Return the rows of a batch that was read whole."""
-        unit = max(layout.num_data_ranks for layout in self._placer.layouts) * self._source.accumulation
-        num_rows = next((leaf.shape[0] for leaf in _tensors(batch) if leaf.shape), unit)
-        if any(num_rows % (layout.num_data_ranks * self._source.accumulation) for layout in self._placer.layouts):
-            sizes = " or ".join(map(str, nearest_multiples(num_rows, unit)))
+        unit = math.lcm(*(layout.num_data_ranks for layout in self._placer.layouts)) * self._source.accumulation
+        num_rows = self._placer.num_rows(batch, self._input_keys)
+        if num_rows is None:  # nothing is split
+            num_rows = unit
+        if num_rows % unit:
             raise BatchStructureError(
-                f"an item of the data set is a global batch of {num_rows} rows, which {unit} data ranks cannot "
-                f"split evenly. Nearest sizes that they can: {sizes}."
+                f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
+                f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
             )
-        micro_size = num_rows // self._source.accumulation
-        return BatchRows(num_rows, micro_size, self._placer.layouts, whole=True)
+        return BatchRows(num_rows, num_rows // self._source.accumulation, self._placer.layouts, whole=True)
 
     def _warn_if_batches_differ(self) -> None:
         source = self._source
@@ -340,12 +250,13 @@ class ShardDataloader(PaddleShardDataloader):
             )
 
 
-def _tensors(value: Any) -> Any:
-    if isinstance(value, dict):
-        for child in value.values():
-            yield from _tensors(child)
-    elif isinstance(value, list | tuple):
-        for child in value:
-            yield from _tensors(child)
-    elif isinstance(value, paddle.Tensor):
-        yield value
+def _check_dense_tensor_idx(given: Any) -> None:
+    fine = given is None or (
+        isinstance(given, list | tuple)
+        and all(isinstance(items, list | tuple) and all(isinstance(i, int) for i in items) for items in given)
+    )
+    if not fine:
+        raise ArgumentError(
+            "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
+            f"got {given!r}."
+        )

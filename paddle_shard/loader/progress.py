@@ -15,7 +15,14 @@ _numbers = count()
 class PassProgress:
     """The position of one pass, counted in delivered samples."""
 
-    def __init__(self, start: LoaderState, batch_size: int | None, data_rank: int | None, num_data_ranks: int) -> None:
+    def __init__(
+        self,
+        start: LoaderState,
+        batch_size: int | None,
+        data_rank: int | None,
+        num_data_ranks: int,
+        num_steps: int | None,
+    ) -> None:
         """Begin at a position.
 
         Args:
@@ -23,11 +30,13 @@ class PassProgress:
             batch_size: Rows of a global batch; None where each batch has its own.
             data_rank: Of this process; None where it holds none of the data.
             num_data_ranks: How many there are.
+            num_steps: Of the whole epoch; None if it shows only at its end.
         """
         self.epoch, self.samples, self.steps, self.ended = start.epoch, start.samples, start.steps, start.ended
         self.segments = start.continued(batch_size) if batch_size is not None else start.segments
         self.sampler_state = start.sampler
         self.number = next(_numbers)
+        self._num_steps = num_steps
         self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
         self._legs: list[Leg] = list(start.certificate)
         self._leg_first, self._tally = start.samples, Tally()
@@ -42,6 +51,7 @@ class PassProgress:
         """
         self.samples += num_real
         self.steps += 1
+        self.ended = self.steps == self._num_steps
         self.sampler_state = sampler_state
         self._tally.add(ids)
 

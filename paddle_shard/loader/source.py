@@ -56,7 +56,9 @@ def read_source(
     if tail is not None and tail not in TAILS:
         raise ArgumentError(f"tail must be None or one of {', '.join(map(repr, TAILS))}, got {tail!r}.")
     sampler = dataloader.batch_sampler
-    already_split = isinstance(sampler, paddle.io.DistributedBatchSampler)
+    # PaddleNLP's distributed sampler is not Paddle's, but says what part it reads just the same.
+    parts = getattr(sampler, "nranks", 1)
+    already_split = isinstance(sampler, paddle.io.DistributedBatchSampler) or (isinstance(parts, int) and parts > 1)
     num_data_ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
     accumulation = getattr(sampler, "_acc_steps", 1)
     if not (is_dataset_splitted or already_split):
@@ -70,6 +72,11 @@ def read_source(
             "Leave shuffle at None, or give a DataLoader without a sampler of its own."
         )
     if is_dataset_splitted or already_split:
+        if sampler is None:
+            raise ArgumentError(
+                "is_dataset_splitted=True needs a DataLoader with a batch size, got one with batch_size=None. "
+                "Leave is_dataset_splitted at False: each item is a global batch, of which each rank takes its rows."
+            )
         own_data_ranks = _check_split(sampler, layouts)
         if type(sampler) is paddle.io.DistributedBatchSampler:
             return _paddles(sampler, own_data_ranks, accumulation, seed, tail)
@@ -190,6 +197,11 @@ def _custom(
         # The sampler yields single indices, so its length tells whether the last batch is short.
         full, rest = divmod(length, nominal)
         num_steps = full + (rest > 0 and chosen != "drop")
+        if num_steps == 0:
+            raise ArgumentError(
+                f"tail='drop' leaves no batch: the loader's {type(sampler.sampler).__name__} has {length} samples and "
+                f"the global batch {nominal}. Use a smaller batch, or drop_last=False."
+            )
         if rest and chosen == "error":
             raise ArgumentError(
                 f"tail='error': the {full * nominal + rest} samples of the loader's "
@@ -205,6 +217,7 @@ def _custom(
         accumulation=1 if split else accumulation,
         seed=seed,
         generators=generators(with_paddle=True),
+        takes_epoch=isinstance(sampler, paddle.io.DistributedBatchSampler),
         consecutive=type(sampler) is paddle.io.BatchSampler,
     )
     return Source(
@@ -247,6 +260,7 @@ def _length(dataset: Any) -> int:
 def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
     """Check that a loader which is split already was split for these meshes; return the data ranks."""
     mine = [layout for layout in layouts if layout.on_mesh]
+    data_ranks = {layout.data_rank for layout in mine}
     counts = {layout.num_data_ranks for layout in mine or layouts[:1]}
     if len(counts) > 1:
         raise SplitError(
@@ -255,6 +269,11 @@ def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
             "rank cannot be replicated: give all fields the same axes."
         )
     count = counts.pop()
+    if len(data_ranks) > 1:
+        raise SplitError(
+            f"the data is split already, but global rank {mine[0].global_rank} has the data ranks "
+            f"{sorted(data_ranks)} on the meshes of different fields, and reads one part only. Order the meshes alike."
+        )
     num_ranks = getattr(sampler, "nranks", None)
     if num_ranks is None:
         return count

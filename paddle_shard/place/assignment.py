@@ -138,6 +138,8 @@ def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:
         return [shard_dims] * num_meshes
     if not isinstance(shard_dims, list | tuple):
         raise ArgumentError(f"shard_dims must be an axis, a list of them, or None, got {shard_dims!r}.")
+    if not shard_dims:
+        raise ArgumentError("shard_dims is an empty list; to split nothing, leave it at None.")
     if num_meshes == 1:
         if len(shard_dims) == 1:
             return [shard_dims[0]]

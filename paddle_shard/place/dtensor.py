@@ -43,17 +43,18 @@ def place(local: Any, layout: FieldLayout) -> Any:
     return dtensor_from_local(local, layout.mesh, layout.placements)
 
 
-def place_elsewhere(local: Any, num_rows: int | None, layout: FieldLayout, path: str) -> Any:
+def place_elsewhere(local: Any, read_rows: int, num_rows: int, layout: FieldLayout, path: str) -> Any:
     """Return the metadata of a distributed tensor on a mesh that this process is not on.
 
     Args:
-        local: Any rows of the field: gives the dtype and the other dims.
-        num_rows: Rows of the global batch; None where the field is not split by rows.
+        local: Some rows of the field, or all there are of what has no rows: gives the dtype and the other dims.
+        read_rows: How many rows were read.
+        num_rows: Rows of the global batch.
         layout: Where the field lives.
         path: Of the field, for errors.
     """
     shape = list(local.shape)
-    if num_rows is not None and shape:
+    if shape and shape[0] == read_rows:
         shape[0] = num_rows // layout.num_data_ranks
     for dim, parts, _, balanced in layout.sequence_splits:
         _check_dim(local, dim, parts * (1 + balanced), path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
-from paddle_shard.collate import rebuild
+from paddle_shard.collate import is_sequence, rebuild
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.place.assignment import Assignment, Entry
 from paddle_shard.place.dtensor import place, place_elsewhere, place_mask, split_sequence, take_rows
@@ -52,6 +52,7 @@ class BatchPlacer:
         self.assignment = assignment
         self.layouts = list(assignment.layouts())
         self._dense = dense_tensor_idx
+        self._last = self.layouts[0]
 
     def place(self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None) -> Any:
         """Return the batch as distributed tensors.
@@ -65,8 +66,10 @@ class BatchPlacer:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
         self._rows = rows
-        if _is_sequence(batch) or isinstance(batch, Mapping):
+        if is_sequence(batch) or isinstance(batch, Mapping):
             fields = self.assignment.fields(batch, keys)
+            last = fields[-1][1] if fields else self._last
+            self._last = last[-1] if isinstance(last, list) else last
             placed = {
                 key: self._field(batch[key], entry, f"[{key!r}]", self._dense_items(number))
                 for number, (key, entry) in enumerate(fields)
@@ -82,10 +85,23 @@ class BatchPlacer:
             mask: bool[len(rows.read)], for the rows that were read.
             rows: Of the batch.
         """
-        layout = self.layouts[-1]
+        layout = self._last
         if layout.on_mesh:
             return place_mask(mask[rows.positions(layout)], layout)
         return place_mask(np.ones(rows.num_rows // layout.num_data_ranks, bool), layout)
+
+    def num_rows(self, batch: Any, keys: Sequence[Any] | None = None) -> int | None:
+        """Return the rows of a global batch that was read whole; None if no field of it is split by rows."""
+        if is_sequence(batch) or isinstance(batch, Mapping):
+            for key, entry in self.assignment.fields(batch, keys):
+                layouts = entry if isinstance(entry, list) else [entry]
+                if any(layout.data_axes for layout in layouts):
+                    for tensor in tensors(batch[key]):
+                        if tensor.shape:
+                            return int(tensor.shape[0])
+            return None
+        found = next((tensor for tensor in tensors(batch) if tensor.shape), None)
+        return None if found is None else int(found.shape[0])
 
     def _dense_items(self, number: int) -> Sequence[int]:
         if self._dense is None:
@@ -98,11 +114,12 @@ class BatchPlacer:
         return self._dense[number]
 
     def _field(self, value: Any, entry: Entry, path: str, dense: Sequence[int]) -> Any:
-        if not _is_sequence(value) or _is_texts(value):
+        if not is_sequence(value) or _is_row_like(value):
             if isinstance(entry, list):
-                if _is_tensor(value):
+                if _is_tensor(value) or isinstance(value, Mapping):
                     raise BatchStructureError(
-                        f"field {path} is one tensor, but its entry in meshes is a list of {len(entry)}."
+                        f"field {path} is a {type(value).__name__}, but its entry in meshes is a list of "
+                        f"{len(entry)}: give it one mesh, or make it a list of as many items."
                     )
                 entry = entry[0]
             return self._value(value, entry, path, dense=len(dense) > 0)
@@ -122,7 +139,7 @@ class BatchPlacer:
         if isinstance(value, Mapping):
             named = {k: self._value(v, layout, f"{path}[{k!r}]", dense=dense) for k, v in value.items()}
             return rebuild(value, named)
-        if _is_sequence(value) and not _is_texts(value):
+        if is_sequence(value) and not _is_row_like(value):
             items = [self._value(v, layout, f"{path}[{i}]", dense=dense) for i, v in enumerate(value)]
             return rebuild(value, items)
         return self._leaf(value, layout, path, dense=dense)
@@ -130,8 +147,9 @@ class BatchPlacer:
     def _leaf(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
         rows = self._rows
         if not _is_tensor(value):
-            if _is_texts(value) and layout.on_mesh and len(value) == len(rows.read):
-                return [value[position] for position in rows.positions(layout).tolist()]
+            if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
+                positions = rows.positions(layout)
+                return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
             return value
         by_rows = len(layout.data_axes) > 0
         if by_rows:
@@ -139,7 +157,7 @@ class BatchPlacer:
         if dense:
             return take_rows(value, rows.positions(layout)) if by_rows and layout.on_mesh else value
         if not layout.on_mesh:
-            return place_elsewhere(value, rows.num_rows if by_rows else None, layout, path)
+            return place_elsewhere(value, len(rows.read), rows.num_rows, layout, path)
         if by_rows:
             value = take_rows(value, rows.positions(layout))
         return place(split_sequence(value, layout, path), layout)
@@ -163,10 +181,22 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, paddle.Tensor)
 
 
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def tensors(value: Any) -> Iterator[Any]:
+    """Yield every tensor of a batch."""
+    if isinstance(value, Mapping):
+        for child in value.values():
+            yield from tensors(child)
+    elif is_sequence(value):
+        for child in value:
+            yield from tensors(child)
+    elif _is_tensor(value):
+        yield value
 
 
-def _is_texts(value: Any) -> bool:
-    """Whether a leaf is what collating makes of strings: one for each row."""
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(text, str | bytes) for text in value)
+def _is_row_like(value: Any) -> bool:
+    """Whether a leaf that is no tensor may have an item for each row, as strings collate: not a list of numbers."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    if not isinstance(value, list) or not value or any(True for _ in tensors(value)):
+        return False
+    return not any(isinstance(item, int | float | complex | np.generic) for item in value)

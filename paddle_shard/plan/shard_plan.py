@@ -97,7 +97,10 @@ class ShardPlan:
         if self.segments and (
             starts[0] != 0
             or self.segments[-1][1] != self.batch_size
-            or any(size < 1 or (end - first) % size or end < first for (first, size), end in stretches)
+            or any(
+                size < 1 or end < first or ((end - first) % size and end != self.num_positions)
+                for (first, size), end in stretches
+            )
         ):
             raise ArgumentError(
                 f"segments must begin at 0, be whole batches each, and end with this batch size "
@@ -120,7 +123,7 @@ class ShardPlan:
         """(step, position) at which the stretch of `batch_size` begins."""
         step = 0
         for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
-            step += (end - first) // size
+            step += -(-(end - first) // size)
         return step, self.segments[-1][0] if self.segments else 0
 
     @property
@@ -145,7 +148,7 @@ class ShardPlan:
     def _stretch(self, step: int) -> tuple[int, int]:
         """(first position, batch size) of a step before the last stretch."""
         for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
-            steps = (end - first) // size
+            steps = -(-(end - first) // size)
             if step < steps:
                 return first + step * size, size
             step -= steps
@@ -245,7 +248,7 @@ class ShardPlan:
                 if position < end:
                     step, row = step + (position - first) // size, (position - first) % size
                     break
-                step += (end - first) // size
+                step += -(-(end - first) // size)
         if step >= self.num_steps:
             return None
         rows = self.num_rows(step=step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,13 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.reading.request import ReadRequest
 
 _SHOWN = 16
+
+
+def _guarded(text: Callable[[], str]) -> str:
+    try:
+        return text()
+    except Exception as error:  # an exception whose own __str__ raises
+        return f"(its text cannot be had: {type(error).__name__})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +41,8 @@ class ReadFailure:
             what=what,
             index=index,
             cause_type=type(error).__name__,
-            cause=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            cause=_guarded(lambda: str(error)),
+            traceback=_guarded(lambda: "".join(traceback.format_exception(error))),
             worker=worker,
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.collate import rebuild
+from paddle_shard.collate import is_sequence, rebuild
 
 _MARKER = np.zeros(1, np.uint8)
 _NO_TENSOR = "OSUVMm"
@@ -36,13 +36,23 @@ def pack(batch: Any) -> list[Any]:
     """
     leaves: list[Any] = []
     skeleton = _flatten(batch, leaves, "")
-    return [_MARKER, pickle.dumps(skeleton), *leaves]
+    # A tensor's memory may be gone before the queue's thread sends it. (bfloat16 is uint16 to numpy and back.)
+    leaves = [leaf.numpy() if is_tensor(leaf) else leaf for leaf in leaves]
+    # Shared memory has no arrays without elements; they travel in the pickle.
+    sent = [leaf for leaf in leaves if not _is_empty(leaf)]
+    empty = {number: leaf for number, leaf in enumerate(leaves) if _is_empty(leaf)}
+    return [_MARKER, pickle.dumps((skeleton, empty)), *sent]
 
 
-def unpack(parcel: Sequence[Any]) -> Any:
+def unpack(parcel: Sequence[Any], to_tensor: Callable[[Any], Any]) -> Any:
     """Return the batch that `pack` flattened, with what became of its leaves on the way."""
-    _, skeleton, *leaves = parcel
-    return _restore(pickle.loads(skeleton), leaves)
+    _, text, *sent = parcel
+    skeleton, empty = pickle.loads(text)
+    arrived = iter(sent)
+    leaves = [
+        to_tensor(empty[number]) if number in empty else next(arrived) for number in range(len(sent) + len(empty))
+    ]
+    return _restore(skeleton, leaves)
 
 
 def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
@@ -53,10 +63,16 @@ def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
     """
     if array.dtype.kind in _NO_TENSOR:
         return False
-    if (array.dtype.kind == "u" and array.dtype.itemsize > 2) or array.dtype.itemsize > 16:
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    at = f" at field {path}" if path else ""
+    if (kind == "u" and size > 2) or (kind == "f" and size > 8) or size > 16:
         raise TypeError(
-            f"Paddle has no tensors of dtype {array.dtype}{' at field ' + path if path else ''}; "
-            "convert it, for instance with .astype('int64')."
+            f"Paddle has no tensors of dtype {array.dtype}{at}; convert it, for instance with .astype('int64')."
+        )
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"array of dtype {array.dtype!r}{at} is in another byte order than this machine's; convert it with "
+            f".astype({array.dtype.name!r})."
         )
     return True
 
@@ -73,7 +89,7 @@ def _flatten(value: Any, leaves: list[Any], path: str) -> Any:
     elif isinstance(value, Mapping):
         children = {key: _flatten(child, leaves, f"{path}[{key!r}]") for key, child in value.items()}
         return rebuild(value, children)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    elif is_sequence(value):
         return rebuild(value, [_flatten(child, leaves, f"{path}[{i}]") for i, child in enumerate(value)])
     elif not is_tensor(value):
         return value
@@ -91,8 +107,12 @@ def _restore(value: Any, leaves: Sequence[Any]) -> Any:
     return value
 
 
-def map_arrays(value: Any, convert: Any) -> Any:
-    """Return a batch with every array that can be a tensor replaced by `convert(array)`."""
+def map_leaves(value: Any, to_tensor: Callable[[Any], Any]) -> Any:
+    """Return a batch with every array that can be a tensor, and every tensor, replaced by `to_tensor` of it."""
     leaves: list[Any] = []
     skeleton = _flatten(value, leaves, "")
-    return _restore(skeleton, [convert(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+    return _restore(skeleton, [to_tensor(leaf) for leaf in leaves])
+
+
+def _is_empty(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.size == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 from collections import deque
@@ -14,7 +13,7 @@ import paddle.io
 
 from paddle_shard.errors import DataReadError
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.parcel import map_arrays, pack, unpack
+from paddle_shard.reading.parcel import map_leaves, pack, unpack
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
@@ -68,7 +67,7 @@ class DirectPass:
             batch = self._reader.read(request, None)
             if not isinstance(batch, ReadFailure):
                 try:
-                    return map_arrays(batch, self._to_tensor)
+                    return map_leaves(batch, self._to_tensor)
                 except Exception as error:
                     batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
         self.close()
@@ -90,6 +89,10 @@ class _Feed:
     def start(self, requests: Iterator[ReadRequest]) -> None:
         self.pending.clear()
         self.error, self._requests = None, requests
+
+    def stop(self) -> None:
+        """Let go of the requests: Paddle's threads live on for a while, and requests hold the loader."""
+        self._requests = iter(())
 
     def __iter__(self) -> Iterator[list[ReadRequest]]:
         while True:
@@ -156,6 +159,16 @@ def _garbage_left_to_the_parent() -> Iterator[None]:
         gc.unfreeze()
 
 
+def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:
+    """Return a DataLoader of another class with the same attributes.
+
+    `copy.copy` would look for methods on an empty instance, which a subclass's `__getattr__` may not stand.
+    """
+    other: Any = object.__new__(cls)
+    vars(other).update(vars(dataloader))
+    return other
+
+
 def _only(items: list[Any]) -> Any:
     return items[0]
 
@@ -172,8 +185,7 @@ class WorkerPool:
         """
         self.feed = _Feed()
         self.persistent = bool(settings._persistent_workers)
-        view = copy.copy(settings)
-        view.__class__ = paddle.io.DataLoader
+        view = shallow_copy(settings, paddle.io.DataLoader)
         dataset = _WorkerDataset(reader)
         view.dataset, view.batch_sampler, view.collate_fn = dataset, self.feed, _only
         view.worker_init_fn = _WorkerInit(dataset, settings.worker_init_fn)
@@ -198,6 +210,7 @@ class WorkerPool:
     def shut_down(self) -> None:
         """End the workers, threads and shared memory of the machinery."""
         iterator, self.iterator, self._view._iterator = self.iterator, None, None
+        self.feed.stop()
         if iterator is None:
             return
         iterator._try_shutdown_all(timeout=CLOSE_SECONDS)
@@ -210,16 +223,24 @@ class WorkerPool:
 class WorkerPass:
     """Reads in Paddle's worker processes, ahead of the caller."""
 
-    def __init__(self, requests: Iterator[ReadRequest], pool: WorkerPool, idle: list[WorkerPool]) -> None:
+    def __init__(
+        self,
+        requests: Iterator[ReadRequest],
+        pool: WorkerPool,
+        idle: list[WorkerPool],
+        to_tensor: Callable[[Any], Any],
+    ) -> None:
         """Start the pass.
 
         Args:
             requests: Drawn ahead, on the caller's thread.
             pool: Not in use.
             idle: Where a persistent pool goes back to when the pass has ended.
+            to_tensor: Makes a tensor of an array that did not travel as one.
         """
         self._pool: WorkerPool | None = pool
         self._idle = idle
+        self._to_tensor = to_tensor
         pool.start(requests)
 
     def __iter__(self) -> WorkerPass:
@@ -247,7 +268,7 @@ class WorkerPass:
             self.close()
             raise dead from error
         request = pool.feed.pending.popleft()
-        batch = unpack(parcel)
+        batch = unpack(parcel, self._to_tensor)
         if isinstance(batch, ReadFailure):
             self.close()
             raise batch.error(request)

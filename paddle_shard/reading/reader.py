@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.collate import collate
+from paddle_shard.collate import TEXT, collate, is_sequence
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers.randomness import Generator
 
@@ -21,7 +22,6 @@ class BatchReader:
         dataset: Any,
         collate_fn: Callable[[Any], Any] | None,
         generators: Sequence[Generator],
-        stack_tensors: Callable[[Sequence[Any]], Any],
     ) -> None:
         """Set up the reader.
 
@@ -29,12 +29,10 @@ class BatchReader:
             dataset: Has `__getitem__`.
             collate_fn: The user's, or None to stack the samples with `collate`.
             generators: Global generators to seed before each sample.
-            stack_tensors: Stacks leaves that are the framework's tensors.
         """
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._generators = generators
-        self._stack_tensors = stack_tensors
 
     def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
         """Return the batch of a request, or its failure.
@@ -55,7 +53,7 @@ class BatchReader:
             if request.item_is_batch:
                 return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
             if self._collate_fn is None:
-                return collate(samples, self._stack_tensors)
+                return collate(samples, _stack_tensors)
             batch = self._collate_fn(samples)
             if request.rows_are_split:
                 _refuse_lengths_of_neighbours(samples, batch, self._collate_fn)
@@ -64,6 +62,13 @@ class BatchReader:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
             return ReadFailure.of(error, what=what, index=index, worker=worker)
+
+
+def _stack_tensors(samples: Sequence[Any]) -> Any:
+    """Stack the framework's tensors as arrays: its own operators are not safe in a forked worker."""
+    if not all(is_tensor(sample) for sample in samples):
+        raise TypeError(f"cannot stack {type(samples[0]).__name__}; give the loader a collate_fn.")
+    return np.stack([sample.numpy() for sample in samples])
 
 
 def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]) -> None:
@@ -93,14 +98,16 @@ def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn
 def _size(sample: Any) -> int:
     if isinstance(sample, Mapping):
         return sum(map(_size, sample.values()))
-    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
+    if is_sequence(sample):
         return sum(map(_size, sample))
+    if isinstance(sample, TEXT):
+        return len(sample)
     return int(np.prod(np.shape(sample))) if hasattr(sample, "shape") else 1
 
 
 def _row_shapes(batch: Any) -> list[tuple[int, ...]]:
     if isinstance(batch, Mapping):
         return [shape for value in batch.values() for shape in _row_shapes(value)]
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+    if is_sequence(batch):
         return [shape for value in batch for shape in _row_shapes(value)]
     return [tuple(batch.shape[1:])] if hasattr(batch, "shape") else []

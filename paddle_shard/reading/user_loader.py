@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle.io
 
-from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
+from paddle_shard.errors import BatchStructureError
+from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool, shallow_copy
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers.randomness import Generator
@@ -34,7 +34,6 @@ class UserLoader:
         self,
         dataloader: paddle.io.DataLoader,
         generators: Sequence[Generator],
-        stack_tensors: Callable[[Sequence[Any]], Any],
         to_tensor: Callable[[Any], Any],
     ) -> None:
         """Copy the settings; the given object is never changed.
@@ -42,16 +41,15 @@ class UserLoader:
         Args:
             dataloader: The user's; may be of a subclass.
             generators: Global generators that are seeded for each sample.
-            stack_tensors: Stacks the framework's tensors.
             to_tensor: Makes a tensor of an array, on the loader's place; used without workers.
         """
         self._generators = generators
         self._to_tensor = to_tensor
-        self._reader = BatchReader(dataloader.dataset, dataloader.collate_fn, generators, stack_tensors)
+        self._reader = BatchReader(dataloader.dataset, dataloader.collate_fn, generators)
         self._idle: list[WorkerPool] = []
-        self.dataloader = copy.copy(dataloader)
+        self._class = _reading_class(type(dataloader))
+        self.dataloader = shallow_copy(dataloader, self._class)
         """A shallow copy of the user's, of a class that reads requests."""
-        self.dataloader.__class__ = _reading_class(type(dataloader))
         self.dataloader._iterator = None
         self.dataloader.pin_memory = False  # as Paddle's own shard_dataloader does, but to the user's object
 
@@ -64,7 +62,7 @@ class UserLoader:
         if self.dataloader.num_workers == 0:
             return DirectPass(requests, self._reader, self._generators, self._to_tensor)
         pool = self._idle.pop() if self._idle else WorkerPool(self.dataloader, self._reader)
-        return WorkerPass(requests, pool, self._idle)
+        return WorkerPass(requests, pool, self._idle, self._to_tensor)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""
@@ -82,10 +80,16 @@ class UserPass:
         self._cores = cores = []  # type: list[Pass]
 
         def start_pass() -> Pass:  # does not refer to self, so that abandoning it ends its workers at once
+            if cores:
+                raise BatchStructureError(
+                    f"{type(loader.dataloader).__name__}.__iter__ goes through its batches more than once; a "
+                    "sharded pass can read them once only."
+                )
             cores.append(loader.core_pass(requests))
             return cores[-1]
 
-        dataloader = copy.copy(loader.dataloader)  # so that passes that are open at once stay apart
+        # A copy each, so that passes that are open at once stay apart.
+        dataloader = shallow_copy(loader.dataloader, loader._class)
         dataloader._start_pass = start_pass
         self._batches = iter(dataloader)
 

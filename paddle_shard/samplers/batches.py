@@ -41,6 +41,13 @@ class IndexBatch(Protocol):
 class IndexBatches(Protocol):
     """All batches of any epoch."""
 
+    @property
+    def knows_length(self) -> bool:
+        """Whether `len` costs nothing."""
+
+    def untouched(self) -> IndexBatches:
+        """Return the same batches for a look that leaves a sampler of the user's own as it is."""
+
     def __len__(self) -> int:
         """Return the steps of an epoch, the same on every rank."""
 

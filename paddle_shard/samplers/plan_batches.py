@@ -54,6 +54,15 @@ class PlanBatches:
 
     plan: ShardPlan
 
+    @property
+    def knows_length(self) -> bool:
+        """Always."""
+        return True
+
+    def untouched(self) -> PlanBatches:
+        """Return itself: looking changes nothing."""
+        return self
+
     def __len__(self) -> int:
         return self.plan.num_steps
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,27 @@ class UserBatches:
     seed: int = 0
     generators: Sequence[Generator] = ()
     """The global generators that the sampler may draw from."""
+    takes_epoch: bool = False
+    """The order depends on the sampler's attribute `epoch`, as that of Paddle's `DistributedBatchSampler`."""
     consecutive: bool = False
     """Its batches are stretches of one order of samples, which may be cut anew into batches of another size."""
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether it need not be counted."""
+        return self.num_steps is not None or (self._says_length and hasattr(self.batch_sampler, "__len__"))
+
+    @property
+    def _says_length(self) -> bool:
+        """Whether the sampler's own length is that of its batches here: its last is not dropped by the tail."""
+        return self.tail != "drop" or bool(getattr(self.batch_sampler, "drop_last", False))
+
+    def untouched(self) -> UserBatches:
+        """Return the same over a copy of the sampler; over itself where it cannot be copied."""
+        try:
+            return replace(self, batch_sampler=copy.deepcopy(self.batch_sampler))
+        except Exception:  # such as a generator
+            return self
 
     def __len__(self) -> int:
         if self.num_steps is not None:
@@ -82,13 +102,20 @@ class UserBatches:
                 f"len(): the batch_sampler {type(self.batch_sampler).__name__} has no __len__. "
                 "Give it one, or count the steps yourself."
             )
-        if self.tail != "drop" or getattr(self.batch_sampler, "drop_last", False):
+        if self._says_length:
             try:
                 return len(self.batch_sampler)
-            except Exception:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
-                pass
-        # Whether the last batch is short shows only at the end.
-        return sum(1 for _ in self.epoch(0))
+            except Exception as error:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
+                reason: Exception | None = error
+        else:  # whether the last batch is short shows only at the end
+            reason = None
+        other = self.untouched()
+        if other is self:
+            raise ArgumentTypeError(
+                f"len(): the batch_sampler {type(self.batch_sampler).__name__} does not say how many batches "
+                f"it makes with tail={self.tail!r}, and cannot be copied to count them."
+            ) from reason
+        return sum(1 for _ in other.epoch(0))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it can be seen from here."""
@@ -104,8 +131,16 @@ class UserBatches:
             StateError: The saved position is none that this sampler comes to.
         """
         if resumed is not None and resumed.ended:
-            return
-        drawn = self._draw(epoch, resumed.sampler if resumed is not None else None)
+            return iter(())
+        sampler: Any = self.batch_sampler
+        if hasattr(sampler, "set_epoch") and not _has_state(sampler):
+            sampler = copy.copy(sampler)  # now, so that this pass keeps its epoch whatever is set meanwhile
+            if self.takes_epoch:
+                sampler.epoch = epoch
+        drawn = self._draw(sampler, epoch, resumed.sampler if resumed is not None else None)
+        return self._batches(drawn, resumed)
+
+    def _batches(self, drawn: Iterator[Drawn], resumed: LoaderState | None) -> Iterator[UserBatch]:
         head: list[Any] = []  # the first samples of the order, to pad with
         step = 0
         if resumed is not None and resumed.samples:
@@ -128,10 +163,9 @@ class UserBatches:
                 head += batch
             step += 1
 
-    def _draw(self, epoch: int, state: Mapping[str, Any] | None) -> Iterator[Drawn]:
+    def _draw(self, sampler: Any, epoch: int, state: Mapping[str, Any] | None) -> Iterator[Drawn]:
         """Yield each batch of the sampler and the sampler's own state after it, if it has one."""
         randomness = PrivateRandomness(self.generators, derive_seed("sampler", self.seed, epoch))
-        sampler: Any = self.batch_sampler
         owner = next((s for s in (sampler, getattr(sampler, "sampler", None)) if _has_state(s)), None)
         with randomness:
             if state is not None:
@@ -145,9 +179,9 @@ class UserBatches:
         step = 0
         while True:
             with randomness:
-                found = next(source, None)
-                after = owner.state_dict() if owner is not None and found is not None else None
-            if found is None:
+                found = next(source, _END)
+                after = owner.state_dict() if owner is not None and found is not _END else None
+            if found is _END:
                 return
             yield _indices(found, step), after
             step += 1
@@ -225,6 +259,7 @@ class UserBatches:
         )
 
 
+_END = object()
 Drawn = tuple[list[Any], Mapping[str, Any] | None]
 
 

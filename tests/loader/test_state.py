@@ -333,56 +333,35 @@ def test_an_index_sampler_may_change_its_batch_size():
     assert got + [i for batch in rest(again) for i in batch[0]] == indices
 
 
-@pytest.mark.parametrize(("length", "drop_last", "accumulation"), [(23, False, 1), (23, True, 1), (21, False, 2), (3, False, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "drop_last", "accumulation"), [(23, False, 1), (23, True, 1), (21, False, 2), (3, False, 1)]
+)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_data_ranks", [1, 2, 3])
 def test_paddles_own_sampler_is_reproduced_bit_for_bit(length, drop_last, accumulation, shuffle, num_data_ranks):
     mesh = dist.ProcessMesh(list(range(num_data_ranks)), dim_names=["dp"])
 
-    def sampler():
-        made = DistributedBatchSampler(
-            Ids(length), 2, num_replicas=num_data_ranks, rank=dist.get_rank(), shuffle=shuffle, drop_last=drop_last
-        )
-        made._acc_steps = accumulation
-        return made
+    def three_epochs(batch_sampler, **options):
+        batch_sampler._acc_steps = accumulation
+        given = DataLoader(Ids(length), batch_sampler=batch_sampler)
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+        return [[content(batch)[0] for batch in loader] for _ in range(3)]
 
     def theirs():
-        own = sampler()
-        return [[list(batch) for batch in own] for _ in range(3)]
+        return DistributedBatchSampler(
+            Ids(length), 2, num_replicas=num_data_ranks, rank=dist.get_rank(), shuffle=shuffle, drop_last=drop_last
+        )
 
-    def ours():
-        loader = make(length, sampler=sampler())
-        return [[content(batch)[0] for batch in loader] for _ in range(3)]
-
-    def migrated():  # a plain loader, told to use Paddle's order
-        batch_sampler = BatchSampler(Ids(length), batch_size=2 * num_data_ranks, shuffle=shuffle, drop_last=drop_last)
-        batch_sampler._acc_steps = accumulation
-        loader = make(length, sampler=None, mesh=mesh) if False else paddle_shard.shard_dataloader(
-            DataLoader(Ids(length), batch_sampler=batch_sampler), mesh, shard_dims="dp",
-            shuffle="paddle" if shuffle else "paddle unshuffled",
-        )  # fmt: skip
-        return [[content(batch)[0] for batch in loader] for _ in range(3)]
-
-    def with_mesh(function):
-        def run():
-            global ONE
-            before, ONE = ONE, mesh
-            try:
-                return function()
-            finally:
-                ONE = before
-
-        return run
-
-    del with_mesh
     for rank in range(num_data_ranks):
         with simulated_rank(rank, num_data_ranks):
-            expected = theirs()
-            loader = paddle_shard.shard_dataloader(
-                DataLoader(Ids(length), batch_sampler=sampler()), mesh, shard_dims="dp"
-            )
-            assert [[content(batch)[0] for batch in loader] for _ in range(3)] == expected
-            assert migrated() == expected
+            alone = theirs()
+            alone._acc_steps = accumulation
+            expected = [[list(batch) for batch in alone] for _ in range(3)]
+            # A plain loader that is told to use Paddle's order, for runs that migrate.
+            plain = BatchSampler(Ids(length), batch_size=2 * num_data_ranks, drop_last=drop_last)
+
+            assert three_epochs(theirs()) == expected
+            assert three_epochs(plain, shuffle="paddle" if shuffle else "paddle unshuffled") == expected
 
 
 # The certificate

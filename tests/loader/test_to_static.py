@@ -115,7 +115,7 @@ def test_the_class_is_one_of_paddles():
     [
         (lambda x, y: x, "this loader's are Tensor"),
         (lambda x, y: [x], "this loader's are list of 1"),
-        (lambda x, y: [x, "name", y], r"tensors only, but batch\[1\]\[0\].* are none"),
+        (lambda x, y: [x, "name", y], r"lists of them only, but batch\[1\]\[0\].* are none"),
     ],
 )
 def test_what_a_static_model_cannot_take_is_refused(make, text):

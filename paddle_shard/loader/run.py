@@ -1,0 +1,170 @@
+"""Where does the run stand: which epoch, how far, and what has been delivered?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import paddle.distributed as dist
+import paddle.io
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.loader.progress import PassProgress
+from paddle_shard.loader.source import Source
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.coverage import Certificate, certify, expected_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, Where
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.samplers import IndexBatch, PlanBatches
+from paddle_shard.samplers.plan_batches import resumed_plan
+
+
+class Run:
+    """The epoch and the position of a loader's passes, and its saved state."""
+
+    def __init__(self, source: Source, layout: FieldLayout) -> None:
+        """Begin at epoch 0, or at that of a sampler of the user's own.
+
+        Args:
+            source: What the passes read.
+            layout: Of the field that says which data rank this process is.
+        """
+        self._source, self._layout = source, layout
+        self._sampler = source.custom_sampler
+        # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
+        self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
+        self._seen = self._epoch = self._samplers_epoch() or 0
+        self._resumed = LoaderState()
+        self._newest: PassProgress | None = None
+        self._complete: PassProgress | None = None
+        self._num_steps: int | None = None
+
+    @property
+    def plan(self) -> ShardPlan | None:
+        """The order, where no sampler of the user's own decides it."""
+        batches = self._source.batches
+        return batches.plan if isinstance(batches, PlanBatches) and not self._source.item_is_batch else None
+
+    # The epoch
+
+    def _samplers_epoch(self) -> int | None:
+        epoch = getattr(self._sampler, "epoch", None)
+        return int(epoch) if isinstance(epoch, int | np.integer) else None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass will serve."""
+        now = self._samplers_epoch()
+        if now is not None and (self._shared or now != self._seen):
+            self._epoch = self._seen = now
+        return self._epoch
+
+    def set_epoch(self, epoch: int, others: Mapping[str, Any]) -> None:
+        """Choose the epoch of the passes that begin from now on; the user's sampler is told."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or epoch < 0:
+            raise ArgumentError(f"epoch must be an int >= 0, got {epoch!r}.")
+        owners: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
+        told = [sampler for sampler in owners if hasattr(sampler, "set_epoch")]
+        if others and not told:
+            raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
+        for sampler in told:
+            sampler.set_epoch(int(epoch), **others)
+        self._epoch, self._seen = int(epoch), self._samplers_epoch() or 0
+        if self._newest is not None and self._newest.epoch != self._epoch:
+            self._newest = None
+
+    def finished(self, progress: PassProgress) -> None:
+        """Move on to the next epoch, when a pass over this one has come to its end."""
+        if progress.epoch == self.epoch:
+            self._epoch = progress.epoch + 1
+            if self._shared:
+                self._sampler.epoch = self._seen = self._epoch
+            self._complete, self._newest = progress, None
+
+    # The position
+
+    def start(self) -> LoaderState:
+        """Return where a pass that is made now begins."""
+        epoch = self.epoch
+        return self._resumed if self._resumed.epoch == epoch else LoaderState(epoch=epoch)
+
+    def begin(self, start: LoaderState) -> PassProgress:
+        """Return the progress of a pass that begins at a position."""
+        layout = self._layout
+        data_rank = layout.data_rank if layout.on_mesh else None
+        plan = self._plan_of(start.epoch)
+        num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
+        return PassProgress(start, self._source.batch_size, data_rank, layout.num_data_ranks, num_steps)
+
+    def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any]) -> None:
+        """Note that a pass has delivered a batch.
+
+        Args:
+            progress: Of the pass.
+            batch: The global batch.
+            ids: The samples in this process's slice of it.
+        """
+        if self._newest is None or progress.number > self._newest.number:
+            self._newest = progress
+        progress.deliver(batch.num_real, ids, batch.sampler_state)
+
+    def num_steps(self) -> int:
+        """Return the steps of a whole epoch, counted once."""
+        if self._num_steps is None:
+            self._num_steps = len(self._source.batches)
+        return self._num_steps
+
+    def num_steps_or_none(self) -> int | None:
+        """Return the steps of a whole epoch if they are known without drawing a sampler to its end."""
+        if self._num_steps is None and not self._source.batches.knows_length:
+            return None
+        try:
+            return self.num_steps()
+        except ArgumentTypeError:
+            return None
+
+    def state(self) -> LoaderState:
+        """Return where the run stands."""
+        fingerprint = self._source.batches.fingerprint()
+        if self._newest is not None:
+            return self._newest.state(fingerprint)
+        return replace(self.start(), fingerprint=fingerprint)
+
+    def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
+        """Stand where a saved state says."""
+        self._resumed = LoaderState.from_dict(state, self._source.batches.fingerprint(), override)
+        self._newest = None
+        self.set_epoch(self._resumed.epoch, {})
+
+    # What is delivered
+
+    def _plan_of(self, epoch: int) -> ShardPlan | None:
+        plan = self.plan
+        return plan if plan is None or self._resumed.epoch != epoch else resumed_plan(plan, self._resumed)
+
+    def _asked_plan(self, epoch: int, what: str) -> ShardPlan:
+        plan = self._plan_of(epoch)
+        if plan is None:
+            raise ArgumentError(f"{what}: the order is that of the loader's own {type(self._sampler).__name__}.")
+        return plan
+
+    def where(self, sample: int, epoch: int | None) -> Where | None:
+        """Return where a sample is delivered."""
+        epoch = self.epoch if epoch is None else epoch
+        return self._asked_plan(epoch, "where() cannot be asked").where(epoch=epoch, sample=sample)
+
+    def certificate(self) -> Certificate:
+        """Return what all ranks have delivered of the current epoch, or of a complete one before it; collective."""
+        progress = self._newest or self._complete or self.begin(self.start())
+        plan = self._asked_plan(progress.epoch, "certificate() cannot tell how often a sample should be delivered")
+        legs = progress.legs()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            gathered: list[Any] = []
+            dist.all_gather_object(gathered, legs)
+            legs = [tuple(leg) for of_rank in gathered for leg in of_rank]
+        expected = expected_of_plan(plan, progress.epoch)
+        certificate, merged = certify(legs, progress.epoch, plan.num_served, expected)
+        progress.close_legs(merged)
+        return certificate
