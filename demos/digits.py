@@ -104,15 +104,13 @@ def train_one_process(data, plan):
     return losses
 
 
-def accuracy(model, loader, mesh):
-    right = total = 0.0
+def accuracy(model, loader):
+    right = total = 0
     batches = iter(loader)
     for images, labels in batches:
-        real = batches.valid.astype("float32")  # 0 where a row is only padding
-        hits = (model(images).argmax(axis=-1) == labels).astype("float32") * real
-        right += float(dist.reshard(hits.sum(), mesh, [dist.Replicate()]))
-        total += float(dist.reshard(real.sum(), mesh, [dist.Replicate()]))
-    return right / total, int(total)
+        hits = paddle_shard.gather_valid(model(images).argmax(axis=-1) == labels, batches.valid)  # no padding
+        right, total = right + int(hits.sum()), total + len(hits)
+    return right / total, total
 
 
 def main():
@@ -139,7 +137,7 @@ def main():
             progress.update()
 
         losses, model = (train_static if RUN_STATIC else train_dynamic)(loader, mesh, bar)
-    reached, counted = accuracy(model, test_loader, mesh)
+    reached, counted = accuracy(model, test_loader)
     difference = np.abs(np.array(losses) - np.array(train_one_process(train, loader.plan))).max()
     if dist.get_rank() == 0:
         steps = [*range(0, len(losses), 50), len(losses) - 1]

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _NEEDS_PADDLE = {
     "Balanced": "paddle_shard.place.field",
     "ShardDataloader": "paddle_shard.loader.loader",
+    "gather_valid": "paddle_shard.loader.metrics",
     "patch_paddle": "paddle_shard.loader.api",
     "shard_dataloader": "paddle_shard.loader.api",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,11 @@ class ShardPlan:
     segments: tuple[tuple[int, int], ...] = ()
     """(first position, batch size) of each stretch of this epoch that was served in batches of another size,
     before the run went on with this one; ends with the first position of `batch_size`'s own stretch."""
+    _start: tuple[int, int] = field(init=False, repr=False, compare=False)
+    """(step, position) at which the stretch of `batch_size` begins."""
+    _rest: int = field(init=False, repr=False, compare=False)
+    """Samples in the last batch if it is short, else 0."""
+    _num_steps: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "num_data_ranks", "accumulation"):
@@ -83,6 +88,7 @@ class ShardPlan:
             raise ArgumentError(f"tail must be one of {_listed(TAILS)}, got {self.tail!r}.")
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
         self._check_segments()
+        self._count_steps()
         if self.tail == "error" and self._rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
@@ -107,6 +113,16 @@ class ShardPlan:
                 f"{self.batch_size}, got {self.segments}."
             )
 
+    def _count_steps(self) -> None:
+        step = 0
+        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
+            step += -(-(end - first) // size)
+        position = self.segments[-1][0] if self.segments else 0
+        full, rest = divmod(max(0, self.num_positions - position), self.batch_size)
+        object.__setattr__(self, "_start", (step, position))
+        object.__setattr__(self, "_rest", rest)
+        object.__setattr__(self, "_num_steps", step + full + (rest > 0 and self.tail != "drop"))
+
     @property
     def padding_unit(self) -> int:
         """What the rows of every global batch are a multiple of."""
@@ -119,24 +135,9 @@ class ShardPlan:
         return self.num_samples + more
 
     @property
-    def _start(self) -> tuple[int, int]:
-        """(step, position) at which the stretch of `batch_size` begins."""
-        step = 0
-        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
-            step += -(-(end - first) // size)
-        return step, self.segments[-1][0] if self.segments else 0
-
-    @property
-    def _rest(self) -> int:
-        """Samples in the last batch if it is short, else 0."""
-        return max(0, self.num_positions - self._start[1]) % self.batch_size
-
-    @property
     def num_steps(self) -> int:
         """Steps of an epoch, the same on every rank; 0 where "drop" leaves nothing."""
-        step, position = self._start
-        full = max(0, self.num_positions - position) // self.batch_size
-        return step + full + (self._rest > 0 and self.tail != "drop")
+        return self._num_steps
 
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last."""
@@ -192,7 +193,12 @@ class ShardPlan:
         Returns:
             int64[num_rows(step) // num_data_ranks]
         """
-        rows = slice_rows(self.num_rows(step=step), self.num_data_ranks, data_rank, self.micro_size(step=step))
+        num_rows, micro_size = self.num_rows(step=step), self.micro_size(step=step)
+        start = self.first_position(step=step)
+        if micro_size >= num_rows and start + num_rows <= self.num_positions and 0 <= data_rank < self.num_data_ranks:
+            share = num_rows // self.num_data_ranks  # one stretch of the order
+            return self._samples(self._order(epoch).between(start + data_rank * share, start + (data_rank + 1) * share))
+        rows = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
         return self.take(epoch=epoch, step=step, rows=rows)
 
     def take(self, *, epoch: int, step: int, rows: Rows) -> Indices:
@@ -211,6 +217,10 @@ class ShardPlan:
         together = last < self.num_positions and bool((positions[1:] - positions[:-1] == 1).all())
         order = self._order(epoch)
         found = order.between(first, last + 1) if together else order(positions % self.num_positions)
+        return self._samples(found)
+
+    def _samples(self, found: Indices) -> Indices:
+        """What stands at positions, as samples: Paddle's padding stands there as numbers past the last sample."""
         return found % self.num_samples if self.shuffle in PADDLE else found
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:
