@@ -64,7 +64,7 @@ def coverage(plan: ShardPlan, epoch: int) -> Coverage:
         delivered = int(seen.sum())
         missed, repeated = int((seen == 0).sum()), int(np.maximum(seen - 1, 0).sum())
         return _coverage(plan, delivered, missed, repeated, padding, counted=True)
-    steps = sorted({0, 1, plan.num_steps // 2, plan.num_steps - 1} & set(range(plan.num_steps)))
+    steps = sorted({step for step in (0, 1, plan.num_steps // 2, plan.num_steps - 1) if 0 <= step < plan.num_steps})
     repeated = 0
     for step in steps:
         parts = list(_deliveries(plan, epoch, step))
