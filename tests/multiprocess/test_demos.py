@@ -37,9 +37,10 @@ def run_demo(name, processes, tmp_path, **env):
 def test_digits_trains_to_95_percent_exactly_as_one_process(mode, tmp_path):
     text = run_demo("digits.py", 2, tmp_path, RUN_STATIC="1" if mode == "static" else "0")
 
-    assert f"{mode}, 2 processes, loss at steps:" in text
+    assert f"{mode}, 2 processes, the loss of each step:" in text
+    assert len(re.findall(r"\b\d\.\d{4}\b", text.split("loss of each step:")[1].split("test accuracy")[0])) == 528
     assert float(re.search(r"test accuracy: ([\d.]+)% of 360 images", text)[1]) >= 95
-    parity = re.search(r"the losses of 352 steps differ from one process's by at most (\S+)", text)
+    parity = re.search(r"the losses of 528 steps differ from one process's by at most (\S+)", text)
     assert float(parity[1]) <= 1e-5
     assert f"{mode}: 100%" in text, "the progress bar is on rank 0 .."
     assert f"{mode}: 100%" not in (tmp_path / "workerlog.1").read_text(), ".. only"
