@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,14 +66,8 @@ def place_elsewhere(local: Any, read_rows: int, num_rows: int, layout: FieldLayo
 def place_mask(mask: np.ndarray[Any, Any], layout: FieldLayout) -> Any:
     """Return one bool per row of a global batch, split as the layout splits rows."""
     tensor = paddle.to_tensor(mask)
-    rows_only = FieldLayout(
-        mesh=layout.mesh,
-        layout=layout.layout,
-        dims=tuple((axis, dim) for axis, dim in layout.dims if dim == 0),
-        global_rank=layout.global_rank,
-        replicated_in_name=layout.replicated_in_name,
-    )
-    return place(tensor, rows_only)
+    rows_only = tuple((axis, dim) for axis, dim in layout.dims if dim == 0)
+    return place(tensor, replace(layout, dims=rows_only))
 
 
 def _check_dim(tensor: Any, dim: int, unit: int, path: str) -> None:

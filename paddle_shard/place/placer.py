@@ -32,6 +32,7 @@ class BatchRows:
         """
         self.num_rows = num_rows
         self._micro_size = micro_size
+        self._positions: dict[int, Rows] = {}
         self.read: Rows
         if whole:
             self.read = np.arange(num_rows)
@@ -42,7 +43,12 @@ class BatchRows:
 
     def positions(self, layout: FieldLayout) -> Rows:
         """Return where a field's rows on this rank stand among those that were read."""
-        return np.searchsorted(self.read, layout.rows(self.num_rows, self._micro_size))
+        # Asked for each leaf of each batch; these rows serve many batches, and the layouts live as long.
+        found = self._positions.get(id(layout))
+        if found is None:
+            found = np.searchsorted(self.read, layout.rows(self.num_rows, self._micro_size))
+            self._positions[id(layout)] = found
+        return found
 
 
 class BatchPlacer:
@@ -75,8 +81,7 @@ class BatchPlacer:
                 for number, (key, entry) in enumerate(fields)
             }
             return rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
-        first = next(iter(self.layouts))
-        return self._leaf(batch, first, "", dense=False)
+        return self._leaf(batch, self.layouts[0], "", dense=False)
 
     def valid(self, mask: np.ndarray[Any, Any], rows: BatchRows) -> Any:
         """Return one bool per row of the last field, True where the row is real, placed as its rows are.

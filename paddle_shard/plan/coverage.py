@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.order import order_of
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.seeding import derive_seed
 
@@ -63,33 +64,38 @@ def coverage(plan: ShardPlan, epoch: int) -> Coverage:
                 padding += int((~real).sum())
         delivered = int(seen.sum())
         missed, repeated = int((seen == 0).sum()), int(np.maximum(seen - 1, 0).sum())
-        return _coverage(plan, delivered, missed, repeated, padding, counted=True)
+        return Coverage(
+            num_samples=plan.num_samples,
+            delivered=delivered,
+            missed=missed,
+            repeated=repeated,
+            padding=padding,
+            counted=True,
+        )
     steps = sorted({step for step in (0, 1, plan.num_steps // 2, plan.num_steps - 1) if 0 <= step < plan.num_steps})
-    repeated = 0
+    order, repeated = order_of(plan.shuffle, plan.num_positions, plan.seed, epoch), 0
     for step in steps:
         parts = list(_deliveries(plan, epoch, step))
         real = np.concatenate([indices[valid] for indices, valid in parts])
-        first = plan.first_position(step=step)
-        expected = plan.take(epoch=epoch, step=step, rows=np.arange(plan.num_rows(step=step)))
-        wanted = expected[plan.valid(epoch=epoch, step=step, rows=np.arange(plan.num_rows(step=step)))]
+        first, rows = plan.first_position(step=step), np.arange(plan.num_rows(step=step))
+        wanted = plan.take(epoch=epoch, step=step, rows=rows)[plan.valid(epoch=epoch, step=step, rows=rows)]
         if sorted(real.tolist()) != sorted(wanted.tolist()):
             raise AssertionError(f"the slices of step {step} (positions from {first}) are not its global batch")
+        positions = (first + rows) % plan.num_positions
+        if (order.inverse(order(positions)) != positions).any():
+            raise AssertionError(f"the order of epoch {epoch} is not undone by its inverse at step {step}")
         repeated += len(real) - len(np.unique(real))
     last = plan.num_steps - 1
     end = plan.first_position(step=last) + plan.num_rows(step=last) if plan.num_steps else 0
     delivered = min(end, plan.num_samples)
     padding = max(0, end - plan.num_positions) + plan.num_positions - plan.num_samples
-    return _coverage(plan, delivered, plan.num_samples - delivered, repeated, padding, counted=False)
-
-
-def _coverage(plan: ShardPlan, delivered: int, missed: int, repeated: int, padding: int, *, counted: bool) -> Coverage:
     return Coverage(
         num_samples=plan.num_samples,
         delivered=delivered,
-        missed=missed,
+        missed=plan.num_samples - delivered,
         repeated=repeated,
         padding=padding,
-        counted=counted,
+        counted=False,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,8 +116,8 @@ class ShardPlan:
 
     def _count_steps(self) -> None:
         step = 0
-        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
-            step += -(-(end - first) // size)
+        for before, first, size, end in self._stretches():
+            step = before + -(-(end - first) // size)
         position = self.segments[-1][0] if self.segments else 0
         full, rest = divmod(max(0, self.num_positions - position), self.batch_size)
         object.__setattr__(self, "_start", (step, position))
@@ -146,13 +147,19 @@ class ShardPlan:
             return position + (step - start) * self.batch_size
         return self._stretch(step)[0]
 
+    def _stretches(self) -> Iterator[tuple[int, int, int, int]]:
+        """(steps before it, first position, batch size, end) of each stretch before that of `batch_size`."""
+        before = 0
+        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
+            yield before, first, size, end
+            before += -(-(end - first) // size)
+
     def _stretch(self, step: int) -> tuple[int, int]:
         """(first position, batch size) of a step before the last stretch."""
-        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
-            steps = -(-(end - first) // size)
-            if step < steps:
-                return first + step * size, size
-            step -= steps
+        for before, first, size, end in self._stretches():
+            position = first + (step - before) * size
+            if position < end:
+                return position, size
         raise AssertionError(f"step {step} is not before the last stretch")
 
     def num_rows(self, *, step: int) -> int:
@@ -248,17 +255,11 @@ class ShardPlan:
         if not 0 <= sample < self.num_samples:
             raise ArgumentError(f"sample must be in range({self.num_samples}), got {sample}.")
         position = int(self._order(epoch).inverse(np.array([sample], np.int64))[0])
-        step, start = self._start
-        size = self.batch_size
-        if position >= start:
-            step, row = step + (position - start) // size, (position - start) % size
-        else:
-            step = 0
-            for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
-                if position < end:
-                    step, row = step + (position - first) // size, (position - first) % size
-                    break
-                step += -(-(end - first) // size)
+        before, first, size = *self._start, self.batch_size
+        if position < first:
+            earlier = (stretch for stretch in self._stretches() if position < stretch[3])
+            before, first, size, _ = next(earlier)
+        step, row = before + (position - first) // size, (position - first) % size
         if step >= self.num_steps:
             return None
         rows = self.num_rows(step=step)
