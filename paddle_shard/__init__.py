@@ -9,20 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 from paddle_shard import errors
-from paddle_shard.plan import MeshLayout, ShardPlan
+from paddle_shard.plan import Blocks, MeshLayout, ShardPlan
 
 __version__ = "0.1.0"
 
 _NEEDS_PADDLE = {
     "Balanced": "paddle_shard.place.field",
+    "Stream": "paddle_shard.loader.stream",
     "ShardDataloader": "paddle_shard.loader.loader",
     "gather_valid": "paddle_shard.loader.metrics",
     "patch_paddle": "paddle_shard.loader.api",
     "shard_dataloader": "paddle_shard.loader.api",
+    "state_from_tensor": "paddle_shard.loader.checkpoint",
+    "state_to_tensor": "paddle_shard.loader.checkpoint",
 }
 """Public name -> the module that holds it; each imports paddle."""
 
-__all__ = ["MeshLayout", "ShardPlan", "__version__", "errors", *_NEEDS_PADDLE]
+__all__ = ["Blocks", "MeshLayout", "ShardPlan", "__version__", "errors", *_NEEDS_PADDLE]
 
 
 def __getattr__(name: str) -> Any:

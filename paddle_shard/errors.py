@@ -9,12 +9,18 @@
     ├── StateError (ValueError)          a saved state that this run cannot go on from
     ├── BatchStructureError (ValueError) a batch that does not fit the meshes, or cannot be split
     ├── DataReadError (RuntimeError)     reading, transforming or collating a sample failed
+    ├── AgreedFailure (RuntimeError)     a reader's report, raised on all ranks at the same step
+    ├── UnequalEndsError (RuntimeError)  readers ended at different steps though that was not to be
+    ├── PeerLostError (RuntimeError)     another rank died, was silent, or left the loop alone
+    ├── ShardReadError (RuntimeError)    a file of samples is missing, damaged or not as it was counted
     └── MissingDependencyError (ImportError)
 
 Each names the argument, the value and the way out.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class PaddleShardError(Exception):
@@ -71,5 +77,69 @@ class DataReadError(PaddleShardError, RuntimeError):
     cause_type: str = ""
 
 
+class AgreedFailure(PaddleShardError, RuntimeError):
+    """Reading a step failed on some ranks; all ranks raise this in place of that step.
+
+    Attributes:
+        step: The step that is not delivered, on any rank.
+        reports: (global rank, what it reported) of every rank that failed at this step.
+    """
+
+    step: int = 0
+    reports: tuple[tuple[int, bytes], ...] = ()
+
+
+class UnequalEndsError(PaddleShardError, RuntimeError):
+    """Some readers ended where others could go on, and `tail="error"` forbids that.
+
+    Attributes:
+        step: The first step that cannot be served by all.
+        ended: Global ranks whose data ended there.
+        went_on: Global ranks that had more.
+    """
+
+    step: int = 0
+    ended: tuple[int, ...] = ()
+    went_on: tuple[int, ...] = ()
+
+
+class PeerLostError(PaddleShardError, RuntimeError):
+    """Another rank died, said nothing for too long, or left the loop alone.
+
+    Attributes:
+        ranks: Global ranks of those at fault; empty if they could not be named.
+        timeout: Seconds that were waited; None where it was seen at once.
+    """
+
+    ranks: tuple[int, ...] = ()
+    timeout: float | None = None
+
+    @classmethod
+    def of(cls, text: str, ranks: Iterable[int], timeout: float | None = None) -> PeerLostError:
+        """Return the error for these ranks."""
+        error = cls(text)
+        error.ranks, error.timeout = tuple(ranks), timeout
+        return error
+
+
 class MissingDependencyError(PaddleShardError, ImportError):
     """A package of an extra is not installed; the text names the extra."""
+
+
+class ShardReadError(PaddleShardError, RuntimeError):
+    """A file of samples cannot be read, is damaged, or does not have the samples that it was said to have.
+
+    Attributes:
+        shard: Name of the file, without what may be secret in it.
+        offset: Number of the sample in the file, from 0; None where it is not known.
+    """
+
+    shard: str = ""
+    offset: int | None = None
+
+    @classmethod
+    def of(cls, text: str, shard: str, offset: int | None = None) -> ShardReadError:
+        """Return the error for a place in a file."""
+        error = cls(text)
+        error.shard, error.offset = shard, offset
+        return error

@@ -13,6 +13,7 @@ from paddle.distributed import auto_parallel
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.loader import ShardDataloader
+from paddle_shard.plan.order import Shuffle
 
 
 def shard_dataloader(
@@ -23,9 +24,11 @@ def shard_dataloader(
     is_dataset_splitted: bool = False,
     dense_tensor_idx: Sequence[Sequence[int]] | None = None,
     *,
-    shuffle: bool | str | None = None,
+    shuffle: Shuffle | None = None,
     seed: int = 0,
     tail: str | None = None,
+    num_batches: int | None = None,
+    num_parts: int | None = None,
     placements: Any = None,
     seed_paddle: bool = False,
 ) -> ShardDataloader:
@@ -36,7 +39,9 @@ def shard_dataloader(
 
     Args:
         dataloader: A `paddle.io.DataLoader`, or a subclass. Its `batch_size` is the global batch, as in
-            Paddle: what one step consumes over all data ranks.
+            Paddle: what one step consumes over all data ranks. Its data set may be a stream: a `Stream`, or any
+            `IterableDataset`, which every reader reads whole and keeps its samples of. Also a `Stream` itself, or
+            an iterable of global batches: a list, a generator, or a function that returns one.
         meshes: A `ProcessMesh` for all fields; or a list with one for each field, by position or by
             `input_keys`, where a field that is a list may have a list of meshes.
         input_keys: Where batches are dicts: the keys that `meshes` is for.
@@ -47,12 +52,20 @@ def shard_dataloader(
         dense_tensor_idx: For each field, the items that stay local tensors; a field that is a tensor stays
             local where its entry is not empty.
         shuffle: None: as the DataLoader says. True or False for one without a sampler of the user's own;
-            "paddle" for the order of Paddle's `DistributedBatchSampler`, for runs that migrate.
+            "blocks" for data on disk, where a full shuffle would open a block (a chunk, a page, a row group) for
+            every sample: each block is opened by one data rank. Its size is the data set's `block_size` if it
+            has one, else that of `Blocks()`; `Blocks(size=, window=)` says it here. "paddle" for the order of
+            Paddle's `DistributedBatchSampler`, for runs that migrate.
         seed: Of the order and of the samples' random numbers.
         tail: Where the data does not fill the last global batch. "pad": fill it up to the padding unit with
             the first samples of the same epoch's order, marked in the iterator's `valid`; "fill": up to a
             full batch; "drop": do not serve it; "error": refuse. None: "drop" if the loader has `drop_last`,
-            else "pad".
+            else "pad". For streams, whose parts end at different times: "pad", "drop", "error", or "repeat": a
+            part that has ended is read again until the longest has.
+        num_batches: For streams: exactly so many steps in an epoch; parts that end are read again.
+        num_parts: For streams: P, the number of parts that the stream is cut into, and that is part of its order.
+            It divides the rows of a micro-batch, and the data ranks divide it. None: the largest divisor of the
+            rows up to the number of files, if it is made of files, and up to 64.
         placements: For single fields, by key or position, the tensor dim that each axis splits, such as
             `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention.
         seed_paddle: Seed Paddle's random generator before each sample too, not only numpy's and Python's
@@ -74,6 +87,8 @@ def shard_dataloader(
         shuffle=shuffle,
         seed=seed,
         tail=tail,
+        num_batches=num_batches,
+        num_parts=num_parts,
         placements=placements,
         seed_paddle=seed_paddle,
     )

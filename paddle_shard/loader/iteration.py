@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
-from paddle_shard.errors import BatchStructureError, PaddleShardError
+from paddle_shard.errors import ArgumentError, BatchStructureError, PaddleShardError
+from paddle_shard.loader.agreeing import open_agreement
 from paddle_shard.loader.compat import asked_by_to_static
+from paddle_shard.loader.stream_pass import AgreedPass
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.reading.chunk import Slice
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers import IndexBatch
+from paddle_shard.samplers.stream_batches import StreamBatch
 
 if TYPE_CHECKING:
     from paddle_shard.loader.loader import ShardDataloader
@@ -29,6 +33,7 @@ class ShardIterator:
 
     Attributes:
         epoch: The epoch, fixed when the iterator is made.
+        start: Where in it the pass began.
     """
 
     def __init__(self, loader: ShardDataloader, *, look: bool = False) -> None:
@@ -39,17 +44,20 @@ class ShardIterator:
             look: Only to see the first batch; a sampler of the user's own is left as it is.
         """
         self._loader = loader
-        start = loader._run.start()
+        self.start = start = loader._run.start()
         self.epoch = start.epoch
         self._progress = loader._run.begin(start)
         self._closed = False
         self._pending: deque[_Pending] = deque()
         self._current: _Pending | None = None
-        # The requests do not refer to this object, so that abandoning it ends its workers at once.
+        # Neither the feed nor the requests refer to this object, so that abandoning it ends its workers at once.
+        if loader._source.stream is not None:
+            self._pass: Any = _StreamFeed(loader, start, self._pending)
+            return
         source = loader._source.batches
         batches = (source.untouched() if look else source).epoch(start.epoch, start)
         requests = _requests(loader, start, islice(batches, 1) if look else batches, self._pending)
-        self._pass: Any = loader._reading.start(requests)
+        self._pass = loader._reading.start(requests)
 
     @property
     def step(self) -> int:
@@ -63,23 +71,14 @@ class ShardIterator:
         """Return the next batch.
 
         Raises:
-            DataReadError: A sample could not be read, transformed or collated.
+            DataReadError: A sample could not be read, transformed or collated; of a stream, by any rank.
             BatchStructureError: The batch does not fit the meshes.
+            PeerLostError: Another rank of a stream's readers died, is silent, or has left its loop.
         """
         if self._closed:
             raise StopIteration
         try:
-            batch = next(self._pass)
-            self._loader._check_split(batch)
-            if not self._pending:
-                raise BatchStructureError(
-                    "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
-                    "super().__iter__() once, and yield one batch for each of that."
-                )
-            pending = self._pending.popleft()
-            if pending.rows is None:
-                pending.rows = self._loader._item_rows(batch)
-            placed = self._loader._placer.place(batch, pending.rows, self._loader._input_keys)
+            placed, pending = self._placed(next(self._pass))
         except StopIteration:
             self.close()
             self._loader._run.finished(self._progress)
@@ -93,6 +92,22 @@ class ShardIterator:
         self._current = pending
         self._loader._run.delivered(self._progress, pending.batch, pending.own_ids(self._loader._own_layout))
         return placed
+
+    def peek(self) -> Any:
+        """Return the first batch of a stream without delivering it."""
+        return self._placed(self._pass.peek())[0]
+
+    def _placed(self, batch: Any) -> tuple[Any, _Pending]:
+        self._loader._check_split(batch)
+        if not self._pending:
+            raise BatchStructureError(
+                "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
+                "super().__iter__() once, and yield one batch for each of that."
+            )
+        pending = self._pending.popleft()
+        if pending.rows is None:
+            pending.rows = self._loader._item_rows(batch)
+        return self._loader._placer.place(batch, pending.rows, self._loader._input_keys), pending
 
     @property
     def valid(self) -> Any:
@@ -181,6 +196,45 @@ def _requests(
         step += 1
 
 
+class _StreamFeed:
+    """A stream's pass, which notes what each of its batches holds."""
+
+    def __init__(self, loader: ShardDataloader, start: LoaderState, pending: deque[_Pending]) -> None:
+        source = loader._source
+        assert source.stream is not None
+        self._pending, self._size = pending, source.batch_size
+        plan = source.stream.batches.plan
+        self._micro_size = 0 if plan is None else plan.micro_rows
+        self._rows = None if plan is None else loader._stream_rows()
+        num_steps = loader._run.num_steps_or_none()
+        self._pass = AgreedPass(
+            loader._reading.start(source.stream.requests(start), source.stream.places(), source.stream.num_workers),
+            open_agreement(tail=source.tail, label=repr(loader)),
+            tail=source.tail,
+            num_steps=None if num_steps is None else num_steps - start.steps,
+        )
+
+    def __next__(self) -> Any:
+        return self._noted(next(self._pass))
+
+    def peek(self) -> Any:
+        return self._noted(self._pass.peek())
+
+    def close(self) -> None:
+        self._pass.close()
+
+    def _noted(self, found: Slice) -> Any:
+        items = self._size is None
+        batch = StreamBatch(
+            num_rows=0 if self._size is None else self._size,
+            micro_size=self._micro_size,
+            num_real=1 if self._size is None else self._size,
+            real=found.real,
+        )
+        self._pending.append(_Pending(batch, None if items else self._rows, True, []))
+        return found.batch
+
+
 class LoaderCall:
     """What `loader()` returns: iterating starts a fresh pass every time, and so does a bare `next`.
 
@@ -216,8 +270,10 @@ def describe(loader: ShardDataloader) -> Any:
         BatchStructureError: Not what a static model takes: a list or dict of tensors, the label last.
     """
     loader._warn_if_batches_differ()
-    with ShardIterator(loader, look=True) as iterator:
-        batch = next(iterator)
+    try:
+        batch = loader._first_batch()
+    except StopIteration:
+        raise ArgumentError("dist.to_static needs a batch to describe the inputs, but the loader has none.") from None
     if isinstance(batch, tuple):
         batch = list(batch)  # Paddle takes the label off with pop()
     if not isinstance(batch, list | dict) or len(batch) < 2:

@@ -19,11 +19,15 @@ from paddle_shard.loader.iteration import LoaderCall, ShardIterator
 from paddle_shard.loader.run import Run
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.loader.source import read_source
+from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.placer import BatchPlacer, BatchRows, tensors
 from paddle_shard.plan.coverage import Certificate
+from paddle_shard.plan.order import Shuffle
 from paddle_shard.plan.partition import nearest_multiples
 from paddle_shard.plan.shard_plan import ShardPlan, Where
+from paddle_shard.reading.passes import shallow_copy
+from paddle_shard.reading.stream_pass import StreamLoader
 from paddle_shard.reading.user_loader import UserLoader
 from paddle_shard.replicas.split_check import SplitCheck, next_number
 
@@ -52,9 +56,11 @@ class ShardDataloader(PaddleShardDataloader):
         is_dataset_splitted: bool = False,
         dense_tensor_idx: Sequence[Sequence[int]] | None = None,
         *,
-        shuffle: bool | str | None = None,
+        shuffle: Shuffle | None = None,
         seed: int = 0,
         tail: str | None = None,
+        num_batches: int | None = None,
+        num_parts: int | None = None,
         placements: Any = None,
         seed_paddle: bool = False,
     ) -> None:
@@ -73,14 +79,25 @@ class ShardDataloader(PaddleShardDataloader):
         layouts = self._placer.layouts
         here = [layout for layout in layouts if layout.on_mesh] or layouts
         self._own_layout = max(here, key=lambda layout: layout.num_data_ranks)
-        self._source = read_source(
-            dataloader,
-            layouts,
-            is_dataset_splitted=bool(is_dataset_splitted),
-            shuffle=shuffle,
-            seed=seed,
-            tail=tail,
-        )
+        stream, split = as_stream_loader(dataloader), bool(is_dataset_splitted)
+        if stream is not None:
+            dataloader = stream
+            self._source = read_stream(
+                stream,
+                layouts,
+                self._own_layout,
+                is_dataset_splitted=split,
+                shuffle=shuffle,
+                seed=seed,
+                tail=tail,
+                num_parts=num_parts,
+                num_batches=num_batches,
+            )
+        else:
+            _check_no_stream_options(dataloader, num_batches, num_parts)
+            self._source = read_source(
+                dataloader, layouts, is_dataset_splitted=split, shuffle=shuffle, seed=seed, tail=tail
+            )
         self.seed = seed
         self._given = dataloader
         self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
@@ -94,23 +111,26 @@ class ShardDataloader(PaddleShardDataloader):
             self._split_check = SplitCheck(number, own.layout, own.data_axes, own.global_rank)
         self._rows_of_size: dict[tuple[int, int], BatchRows] = {}
         self._call: LoaderCall | None = None
+        self._described: ShardIterator | None = None
         place = dataloader.places[0]
 
         def to_tensor(leaf: Any) -> Any:
             return leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.to_tensor(leaf, place=place)
 
-        self._reading = UserLoader(
-            dataloader,
-            generators(with_paddle=seed_paddle),
-            to_tensor=to_tensor,
-        )
+        drawn = generators(with_paddle=seed_paddle)
+        self._reading: Any
+        if self._source.stream is not None:
+            self._reading = StreamLoader(dataloader, self._source.stream.stage, drawn, to_tensor, gather_tensors)
+            self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
+        else:
+            self._reading = UserLoader(dataloader, drawn, to_tensor=to_tensor)
+            self._dataloader = self._reading.dataloader
         size = self._source.batch_size
         self.batch_size = None
         if size is not None:
             ranks = 1 if self._source.split else self._own_layout.num_data_ranks
             self.batch_size = size // self._source.accumulation // ranks
         self.batch_sampler = ShardBatchSampler(self)
-        self._dataloader = self._reading.dataloader
         self._dataloader.batch_sampler = self.batch_sampler
 
     @property
@@ -127,6 +147,9 @@ class ShardDataloader(PaddleShardDataloader):
         layout, source = self._own_layout, self._source
         axes = [layout.layout.axes[axis] for axis in layout.data_axes]
         order = type(source.custom_sampler).__name__ if source.custom_sampler is not None else "sequential"
+        plan = None if source.stream is None else source.stream.batches.plan
+        if plan is not None:
+            order = f"stream in {plan.num_parts} parts"
         if self.plan is not None and self.plan.shuffle:
             order = f"shuffled with seed {self.seed}"
         return (
@@ -188,7 +211,18 @@ class ShardDataloader(PaddleShardDataloader):
         return self._run.num_steps()
 
     def __iter__(self) -> ShardIterator:
+        described, self._described = self._described, None
+        if described is not None and described.start == self._run.start():
+            return described  # its first batch was looked at, and cannot perhaps be read again
         return ShardIterator(self)
+
+    def _first_batch(self) -> Any:
+        """Return the first batch of the current epoch without delivering it."""
+        if self._source.stream is None:
+            with ShardIterator(self, look=True) as iterator:
+                return next(iterator)
+        self._described = iter(self)
+        return self._described.peek()
 
     def __call__(self) -> LoaderCall:
         """Return an object that starts a fresh pass whenever it is iterated, and has a `next` of its own."""
@@ -201,6 +235,8 @@ class ShardDataloader(PaddleShardDataloader):
 
     def close(self) -> None:
         """End persistent workers; open iterators keep theirs."""
+        if self._described is not None:
+            self._described.close()
         self._reading.close()
 
     def _rows(self, num_rows: int, micro_size: int) -> BatchRows:
@@ -218,6 +254,17 @@ class ShardDataloader(PaddleShardDataloader):
             rows.read = np.arange(num_local_rows)
         return rows
 
+    def _stream_rows(self) -> BatchRows:
+        source, stream = self._source, self._source.stream
+        assert source.batch_size is not None
+        assert stream is not None
+        if source.split:
+            return self._split_rows(source.batch_size)
+        assert stream.batches.plan is not None
+        rows = BatchRows(source.batch_size, stream.batches.plan.micro_rows, self._placer.layouts)
+        rows.read = stream.read_rows()
+        return rows
+
     def _check_split(self, batch: Any) -> None:
         check, self._split_check = self._split_check, None
         if check is not None:
@@ -225,6 +272,9 @@ class ShardDataloader(PaddleShardDataloader):
 
     def _item_rows(self, batch: Any) -> BatchRows:
         """Return the rows of a batch that was read whole."""
+        if self._source.split:
+            found = self._placer.num_rows(batch, self._input_keys)
+            return self._split_rows(1 if found is None else found)
         unit = math.lcm(*(layout.num_data_ranks for layout in self._placer.layouts)) * self._source.accumulation
         num_rows = self._placer.num_rows(batch, self._input_keys)
         if num_rows is None:  # nothing is split
@@ -247,6 +297,15 @@ class ShardDataloader(PaddleShardDataloader):
                 f"{plan.batch_size}: a static program is compiled for one size and fails on another. "
                 "Give shard_dataloader tail='fill' (rows are marked in .valid) or tail='drop'.",
                 stacklevel=4,
+            )
+
+
+def _check_no_stream_options(dataloader: Any, num_batches: Any, num_parts: Any) -> None:
+    for name, value in (("num_batches", num_batches), ("num_parts", num_parts)):
+        if value is not None:
+            raise ArgumentError(
+                f"{name}={value!r} is for streams; the {type(dataloader.dataset).__name__} has a length and an index. "
+                f"Leave {name} out."
             )
 
 

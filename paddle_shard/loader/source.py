@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import paddle.io
-from paddle.io.dataloader.batch_sampler import _InfiniteIterableSampler
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.generators import generators
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.order import PADDLE, SHUFFLES
+from paddle_shard.plan.blocks import Blocks, num_parts
+from paddle_shard.plan.order import PADDLE, SHUFFLES, Shuffle
+from paddle_shard.plan.parts import MAX_PARTS
 from paddle_shard.plan.shard_plan import TAILS, ShardPlan, check_batch_size
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
+
+if TYPE_CHECKING:
+    from paddle_shard.loader.stream_source import StreamSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,8 @@ class Source:
     tail: str = "pad"
     custom_sampler: Any = None
     """The user's batch sampler, where it decides on the order."""
+    stream: StreamSetup | None = None
+    """How a stream is read, where the data has no index."""
 
 
 def read_source(
@@ -40,7 +48,7 @@ def read_source(
     layouts: Sequence[FieldLayout],
     *,
     is_dataset_splitted: bool,
-    shuffle: bool | str | None,
+    shuffle: Shuffle | None,
     seed: int,
     tail: str | None,
 ) -> Source:
@@ -51,8 +59,8 @@ def read_source(
         ArgumentError: Something in it cannot be honoured.
     """
     _check_kind(dataloader)
-    if shuffle is not None and shuffle not in SHUFFLES:
-        raise ArgumentError(f"shuffle must be None, True, False or 'paddle', got {shuffle!r}.")
+    if shuffle is not None and shuffle not in SHUFFLES and not isinstance(shuffle, Blocks):
+        raise ArgumentError(f"shuffle must be None, True, False, 'blocks', a Blocks or 'paddle', got {shuffle!r}.")
     if tail is not None and tail not in TAILS:
         raise ArgumentError(f"tail must be None or one of {', '.join(map(repr, TAILS))}, got {tail!r}.")
     sampler = dataloader.batch_sampler
@@ -65,7 +73,7 @@ def read_source(
         if sampler is None:
             return _items(dataloader, accumulation, shuffle, seed, tail)
         if _is_plain(sampler):
-            return _planned(sampler, num_data_ranks, accumulation, shuffle, seed, tail)
+            return _planned(sampler, dataloader.dataset, num_data_ranks, accumulation, shuffle, seed, tail)
     if shuffle is not None:
         raise ArgumentError(
             f"shuffle={shuffle}: the order is that of the loader's own {type(sampler).__name__}. "
@@ -96,13 +104,6 @@ def _check_kind(dataloader: Any) -> None:
         raise ArgumentTypeError(
             f"dataloader must be a paddle.io.DataLoader, got {type(dataloader).__name__}: {dataloader!r}."
         )
-    if isinstance(dataloader.batch_sampler, _InfiniteIterableSampler) or isinstance(
-        dataloader.dataset, paddle.io.IterableDataset
-    ):
-        raise ArgumentTypeError(
-            f"dataloader reads an IterableDataset ({type(dataloader.dataset).__name__}), which this version "
-            "cannot split. Give a map-style data set (with __getitem__ and __len__)."
-        )
 
 
 def _is_plain(batch_sampler: Any) -> bool:
@@ -121,13 +122,21 @@ def _is_plain(batch_sampler: Any) -> bool:
 
 
 def _planned(
-    sampler: Any, num_data_ranks: int, accumulation: int, shuffle: bool | str | None, seed: int, tail: str | None
+    sampler: Any,
+    dataset: Any,
+    num_data_ranks: int,
+    accumulation: int,
+    shuffle: Shuffle | None,
+    seed: int,
+    tail: str | None,
 ) -> Source:
+    if shuffle is None:
+        shuffle = type(sampler.sampler) is paddle.io.RandomSampler
     plan = ShardPlan(
         num_samples=_length(sampler.sampler.data_source),
         batch_size=sampler.batch_size * accumulation,
         num_data_ranks=num_data_ranks,
-        shuffle=type(sampler.sampler) is paddle.io.RandomSampler if shuffle is None else shuffle,
+        shuffle=_sized(shuffle, dataset),
         seed=seed,
         tail=_tail(tail, sampler),
         accumulation=accumulation,
@@ -137,7 +146,36 @@ def _planned(
             f"tail='drop' leaves no batch: the data set has {plan.num_samples} samples and the global batch "
             f"{plan.batch_size}. Use a smaller batch, or tail='pad' or 'fill'."
         )
+    _warn_if_blocks_are_shared(plan)
     return Source(batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=plan.tail)
+
+
+def _sized(shuffle: Shuffle, dataset: Any) -> Shuffle:
+    """Give "blocks" the size that the data set says its blocks on disk have."""
+    if shuffle != "blocks" or not hasattr(dataset, "block_size"):
+        return shuffle
+    size = dataset.block_size
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        raise ArgumentError(
+            f"shuffle='blocks': block_size of the {type(dataset).__name__} must be an int >= 1, the samples in a "
+            f"block on disk, got {size!r}. Correct it, or give shuffle=paddle_shard.Blocks(size=...)."
+        )
+    return Blocks(size=int(size))
+
+
+def _warn_if_blocks_are_shared(plan: ShardPlan) -> None:
+    if not isinstance(plan.shuffle, Blocks):
+        return
+    parts = num_parts(plan.num_samples, plan.shuffle, plan.width)
+    if parts % plan.num_data_ranks:
+        warnings.warn(
+            f"shuffle='blocks': the {plan.num_data_ranks} data ranks do not divide the order's {parts} parts (the "
+            f"largest divisor, up to {MAX_PARTS}, of a micro-batch's {plan.width} rows that is no more than the "
+            f"{-(-plan.num_samples // plan.shuffle.size)} blocks), so several data ranks open the same blocks. The "
+            "order is right all the same; for reads that are not shared, give a batch size with other divisors or "
+            "a smaller Blocks(size=...).",
+            stacklevel=6,
+        )
 
 
 def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: str | None) -> Source:
@@ -160,12 +198,12 @@ def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, ta
     )
 
 
-def _items(dataloader: Any, accumulation: int, shuffle: bool | str | None, seed: int, tail: str | None) -> Source:
+def _items(dataloader: Any, accumulation: int, shuffle: Shuffle | None, seed: int, tail: str | None) -> Source:
     plan = ShardPlan(
         num_samples=_length(dataloader.dataset),
         batch_size=1,
         num_data_ranks=1,
-        shuffle=bool(shuffle),
+        shuffle=False if shuffle is None else _sized(shuffle, dataloader.dataset),
         seed=seed,
     )
     return Source(

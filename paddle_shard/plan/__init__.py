@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.shard_plan import ShardPlan
 
-__all__ = ["MeshLayout", "ShardPlan"]
+__all__ = ["Blocks", "MeshLayout", "ShardPlan"]

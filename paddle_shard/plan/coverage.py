@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.order import order_of
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.seeding import derive_seed
 
@@ -73,7 +72,7 @@ def coverage(plan: ShardPlan, epoch: int) -> Coverage:
             counted=True,
         )
     steps = sorted({step for step in (0, 1, plan.num_steps // 2, plan.num_steps - 1) if 0 <= step < plan.num_steps})
-    order, repeated = order_of(plan.shuffle, plan.num_positions, plan.seed, epoch), 0
+    order, repeated = plan.order(epoch=epoch), 0
     for step in steps:
         parts = list(_deliveries(plan, epoch, step))
         real = np.concatenate([indices[valid] for indices, valid in parts])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from paddle_shard.plan.blocks import Blocks, block_order
 from paddle_shard.plan.shuffle import Indices, permutation
 
 PADDLE = ("paddle", "paddle unshuffled")
 """Orders of Paddle's `DistributedBatchSampler`, whose padding comes before the shuffle."""
-SHUFFLES = (False, True, *PADDLE)
+SHUFFLES = (False, True, "blocks", *PADDLE)
+Shuffle: TypeAlias = bool | str | Blocks
+"""One of `SHUFFLES`, or what "blocks" stands for."""
 
 
 class Order(Protocol):
@@ -67,15 +70,18 @@ class PaddleOrder:
         return self._table[start:stop]
 
 
-def order_of(shuffle: bool | str, length: int, seed: int, epoch: int) -> Order:
+def order_of(shuffle: Shuffle, length: int, seed: int, epoch: int, width: int) -> Order:
     """Return the order of an epoch.
 
     Args:
-        shuffle: One of `SHUFFLES`.
+        shuffle: A `Blocks`, or one of `SHUFFLES` but "blocks", whose size a plan decides.
         length: Number of positions.
         seed: Not used by "paddle", whose order is Paddle's own.
         epoch: For "paddle" at least 0.
+        width: Rows of a micro-batch; only the order of blocks depends on it.
     """
+    if isinstance(shuffle, Blocks):
+        return block_order(length, shuffle, width, seed, epoch)
     if shuffle == "paddle":
         return _paddle_order(length, epoch)
     return permutation(length, "order", seed, epoch) if shuffle is True else Sequential()

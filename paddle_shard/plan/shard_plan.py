@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, BatchSizeError
+from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.coverage import Coverage, coverage
-from paddle_shard.plan.order import PADDLE, SHUFFLES, Order, order_of
+from paddle_shard.plan.order import PADDLE, SHUFFLES, Order, Shuffle, order_of
 from paddle_shard.plan.partition import Rows, nearest_multiples, place_of_row, slice_rows
 from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices
 
@@ -34,8 +35,9 @@ class Where:
 class ShardPlan:
     """The order of a run over a data set of known length, and who reads which part of it.
 
-    The order is a function of (seed, epoch, position) alone. Batch k holds positions k * batch_size onwards;
-    a data rank takes its equal slice of it, so every data rank makes the same number of steps.
+    The order is a function of (seed, epoch, position) alone; that of blocks, of the rows of a micro-batch too.
+    Batch k holds positions k * batch_size onwards; a data rank takes its equal slice of it, so every data rank
+    makes the same number of steps.
 
     Examples:
         >>> plan = ShardPlan(num_samples=10, batch_size=4, num_data_ranks=2)
@@ -53,12 +55,13 @@ class ShardPlan:
     """The global batch: samples that one step consumes over all data ranks."""
     num_data_ranks: int
     """Product of the sizes of the data axes; the least common multiple where meshes differ."""
-    shuffle: bool | str = False
-    """False: 0..n-1. True: a keyed permutation, another one each epoch. "paddle": the order of Paddle's
+    shuffle: Shuffle = False
+    """False: 0..n-1. True: a keyed permutation, another one each epoch. A `Blocks`: one that opens a block on
+    disk on one data rank; "blocks": `Blocks()`. "paddle": the order of Paddle's
     `DistributedBatchSampler(shuffle=True)`, padding included, which depends on `num_data_ranks`;
     "paddle unshuffled": the same without shuffle."""
     seed: int = 0
-    """Of the keyed permutation."""
+    """Of the keyed permutations."""
     tail: str = "pad"
     """Where the data does not fill the last global batch. "pad": fill it up to the padding unit with the
     first samples of the same epoch's order; "fill": up to the batch size; "drop": do not serve it;
@@ -83,8 +86,7 @@ class ShardPlan:
             object.__setattr__(self, name, int(value))
         if self.num_samples > MAX_SAMPLES:
             raise ArgumentError(f"num_samples must be at most 2^62, got {self.num_samples}.")
-        if self.shuffle not in SHUFFLES or isinstance(self.shuffle, int) != isinstance(self.shuffle, bool):
-            raise ArgumentError(f"shuffle must be one of {_listed(SHUFFLES)}, got {self.shuffle!r}.")
+        self._check_shuffle()
         if self.tail not in TAILS:
             raise ArgumentError(f"tail must be one of {_listed(TAILS)}, got {self.tail!r}.")
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
@@ -97,6 +99,14 @@ class ShardPlan:
                 f"({self._rest} are left over). Nearest lengths that do: {_either(lengths)}; "
                 "or choose tail='pad', 'fill' or 'drop'."
             )
+
+    def _check_shuffle(self) -> None:
+        if self.shuffle == "blocks":
+            object.__setattr__(self, "shuffle", Blocks())
+        if isinstance(self.shuffle, Blocks):
+            return
+        if self.shuffle not in SHUFFLES or isinstance(self.shuffle, int) != isinstance(self.shuffle, bool):
+            raise ArgumentError(f"shuffle must be a Blocks or one of {_listed(SHUFFLES)}, got {self.shuffle!r}.")
 
     def _check_segments(self) -> None:
         starts = [first for first, _ in self.segments]
@@ -134,6 +144,12 @@ class ShardPlan:
         """Positions of an epoch: the samples; with "paddle", as many more as make them a multiple of the data ranks."""
         more = -self.num_samples % self.num_data_ranks if self.shuffle in PADDLE else 0
         return self.num_samples + more
+
+    @property
+    def width(self) -> int:
+        """Rows of a micro-batch when the epoch began: what an order of blocks is made for until the epoch ends."""
+        size = self.segments[0][1] if self.segments else self.batch_size
+        return max(1, size // self.accumulation)
 
     @property
     def num_steps(self) -> int:
@@ -191,7 +207,7 @@ class ShardPlan:
         positions = self.first_position(step=step) + rows
         real = positions < self.num_positions
         if self.shuffle in PADDLE:
-            real &= self._order(epoch)(positions % self.num_positions) < self.num_samples
+            real &= self.order(epoch=epoch)(positions % self.num_positions) < self.num_samples
         return real
 
     def indices(self, *, epoch: int, step: int, data_rank: int) -> Indices:
@@ -204,7 +220,8 @@ class ShardPlan:
         start = self.first_position(step=step)
         if micro_size >= num_rows and start + num_rows <= self.num_positions and 0 <= data_rank < self.num_data_ranks:
             share = num_rows // self.num_data_ranks  # one stretch of the order
-            return self._samples(self._order(epoch).between(start + data_rank * share, start + (data_rank + 1) * share))
+            first = start + data_rank * share
+            return self._samples(self.order(epoch=epoch).between(first, first + share))
         rows = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
         return self.take(epoch=epoch, step=step, rows=rows)
 
@@ -222,7 +239,7 @@ class ShardPlan:
         positions = self.first_position(step=step) + rows
         first, last = int(positions[0]), int(positions[-1])
         together = last < self.num_positions and bool((positions[1:] - positions[:-1] == 1).all())
-        order = self._order(epoch)
+        order = self.order(epoch=epoch)
         found = order.between(first, last + 1) if together else order(positions % self.num_positions)
         return self._samples(found)
 
@@ -232,7 +249,7 @@ class ShardPlan:
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:
         """Return the real samples at positions [first, end) of the epoch's order."""
-        found = self._order(epoch).between(first, end)
+        found = self.order(epoch=epoch).between(first, end)
         return found[found < self.num_samples]
 
     @property
@@ -254,7 +271,7 @@ class ShardPlan:
         """
         if not 0 <= sample < self.num_samples:
             raise ArgumentError(f"sample must be in range({self.num_samples}), got {sample}.")
-        position = int(self._order(epoch).inverse(np.array([sample], np.int64))[0])
+        position = int(self.order(epoch=epoch).inverse(np.array([sample], np.int64))[0])
         before, first, size = *self._start, self.batch_size
         if position < first:
             earlier = (stretch for stretch in self._stretches() if position < stretch[3])
@@ -273,12 +290,16 @@ class ShardPlan:
         found: dict[str, Any] = {"num_samples": self.num_samples, "shuffle": self.shuffle, "tail": self.tail}
         if self.shuffle is True:
             found["seed"] = self.seed
+        if isinstance(self.shuffle, Blocks):
+            found |= {"shuffle": "blocks", "block_size": self.shuffle.size, "window": self.shuffle.window}
+            found |= {"seed": self.seed, "accumulation": self.accumulation}
         if self.shuffle in PADDLE:
             found["num_data_ranks"] = self.num_data_ranks
         return found
 
-    def _order(self, epoch: int) -> Order:
-        return order_of(self.shuffle, self.num_positions, self.seed, epoch)
+    def order(self, *, epoch: int) -> Order:
+        """Return the epoch's order: which sample stands at each of `num_positions` positions, and the inverse."""
+        return order_of(self.shuffle, self.num_positions, self.seed, epoch, self.width)
 
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.num_steps:

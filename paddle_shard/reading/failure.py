@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard.errors import DataReadError
-from paddle_shard.reading.request import ReadRequest
+from paddle_shard.reading.request import Request
 
 _SHOWN = 16
 
@@ -46,7 +46,7 @@ class ReadFailure:
             worker=worker,
         )
 
-    def error(self, request: ReadRequest) -> DataReadError:
+    def error(self, request: Request) -> DataReadError:
         """Return the exception to raise for a request that failed."""
         where = "in the main process" if self.worker is None else f"in worker {self.worker}"
         shown = ", ".join(map(repr, request.indices[:_SHOWN])) + (", ..." * (len(request.indices) > _SHOWN))

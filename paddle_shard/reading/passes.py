@@ -14,8 +14,7 @@ import paddle.io
 from paddle_shard.errors import DataReadError
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import map_leaves, pack, unpack
-from paddle_shard.reading.reader import BatchReader
-from paddle_shard.reading.request import ReadRequest
+from paddle_shard.reading.request import Reader, Request
 from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
@@ -48,8 +47,8 @@ class DirectPass:
 
     def __init__(
         self,
-        requests: Iterator[ReadRequest],
-        reader: BatchReader,
+        requests: Iterator[Request],
+        reader: Reader,
         generators: Sequence[Generator],
         to_tensor: Callable[[Any], Any],
     ) -> None:
@@ -82,11 +81,11 @@ class _Feed:
     """The batch sampler that Paddle's machinery draws requests from, ahead of their delivery."""
 
     def __init__(self) -> None:
-        self.pending: deque[ReadRequest] = deque()
+        self.pending: deque[Request] = deque()
         self.error: Exception | None = None
-        self._requests: Iterator[ReadRequest] = iter(())
+        self._requests: Iterator[Request] = iter(())
 
-    def start(self, requests: Iterator[ReadRequest]) -> None:
+    def start(self, requests: Iterator[Request]) -> None:
         self.pending.clear()
         self.error, self._requests = None, requests
 
@@ -94,7 +93,7 @@ class _Feed:
         """Let go of the requests: Paddle's threads live on for a while, and requests hold the loader."""
         self._requests = iter(())
 
-    def __iter__(self) -> Iterator[list[ReadRequest]]:
+    def __iter__(self) -> Iterator[list[Request]]:
         while True:
             try:
                 request = next(self._requests)
@@ -110,11 +109,11 @@ class _Feed:
 class _WorkerDataset:
     """What a worker process sees as its data set: reads a request, returns a parcel."""
 
-    def __init__(self, reader: BatchReader) -> None:
+    def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.init_failure: ReadFailure | None = None
 
-    def __getitem__(self, request: ReadRequest) -> list[Any]:
+    def __getitem__(self, request: Request) -> list[Any]:
         worker = paddle.io.get_worker_info().id
         batch = self.init_failure or self.reader.read(request, worker)
         try:
@@ -176,12 +175,13 @@ def _only(items: list[Any]) -> Any:
 class WorkerPool:
     """A set-up of Paddle's worker machinery; with persistent workers it serves one pass after another."""
 
-    def __init__(self, settings: paddle.io.DataLoader, reader: BatchReader) -> None:
+    def __init__(self, settings: paddle.io.DataLoader, reader: Reader, num_workers: int | None = None) -> None:
         """Make a private DataLoader with the settings of the user's.
 
         Args:
             settings: Read only.
             reader: What the workers run.
+            num_workers: Where there are to be fewer than in the settings.
         """
         self.feed = _Feed()
         self.persistent = bool(settings._persistent_workers)
@@ -192,10 +192,11 @@ class WorkerPool:
         view.dataset_kind = 0  # a map-style data set, whose items are parcels
         view.auto_collate_batch, view.batch_size, view.drop_last = True, None, False
         view.pin_memory, view._iterator = False, None
+        view.num_workers = num_workers or settings.num_workers
         self._view = view
         self.iterator: Any = None
 
-    def start(self, requests: Iterator[ReadRequest]) -> None:
+    def start(self, requests: Iterator[Request]) -> None:
         """Start a pass; the one before it must have ended."""
         self.feed.start(requests)
         # Paddle draws the workers' seeds from the user's generator.
@@ -225,7 +226,7 @@ class WorkerPass:
 
     def __init__(
         self,
-        requests: Iterator[ReadRequest],
+        requests: Iterator[Request],
         pool: WorkerPool,
         idle: list[WorkerPool],
         to_tensor: Callable[[Any], Any],

@@ -52,16 +52,30 @@ class BatchReader:
             what = f"collating {len(samples)} samples"
             if request.item_is_batch:
                 return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
-            if self._collate_fn is None:
-                return collate(samples, _stack_tensors)
-            batch = self._collate_fn(samples)
-            if request.rows_are_split:
-                _refuse_lengths_of_neighbours(samples, batch, self._collate_fn)
-            return batch
+            return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
             return ReadFailure.of(error, what=what, index=index, worker=worker)
+
+
+def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None, *, rows_are_split: bool) -> Any:
+    """Return samples as rows of one batch.
+
+    Args:
+        samples: One or more.
+        collate_fn: The user's, or None to stack them with `collate`.
+        rows_are_split: Other rows of the global batch are collated elsewhere.
+
+    Raises:
+        ValueError: Then, if a row's shape depends on its neighbours.
+    """
+    if collate_fn is None:
+        return collate(samples, _stack_tensors)
+    batch = collate_fn(samples)
+    if rows_are_split:
+        _refuse_lengths_of_neighbours(samples, batch, collate_fn)
+    return batch
 
 
 def _stack_tensors(samples: Sequence[Any]) -> Any:

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from paddle_shard.plan.seeding import derive_seed, mix
+
+
+class Request(Protocol):
+    """What a reader is asked for, and what an error says of it."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch."""
+
+    @property
+    def step(self) -> int:
+        """The step of the epoch."""
+
+    @property
+    def indices(self) -> Sequence[Any]:
+        """The samples."""
+
+
+class Reader(Protocol):
+    """Serves requests, in a worker or in the main process."""
+
+    dataset: Any
+    """What the user's functions see as their data set."""
+
+    def read(self, request: Any, worker: int | None) -> Any:
+        """Return what was asked for, or a `ReadFailure`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import paddle_shard
-from paddle_shard.testing.simulated import on_each_rank
+from paddle_shard.errors import ArgumentError
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from paddle_shard.testing.strategies import layouts_with_data_axes
 
 
@@ -41,8 +42,16 @@ def one_pass(loader):
     return out
 
 
+BLOCKS = paddle_shard.Blocks(size=3, window=2)
+UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks do not divide:UserWarning")
+
+
 def make(length, batch_size, mesh, axes, *, workers=0, accumulation=1, **options):
-    sampler = paddle.io.BatchSampler(Rows(length), batch_size=batch_size, shuffle=options.pop("shuffle", False))
+    if isinstance(options.get("shuffle"), bool):
+        options["shuffle"], in_loader = None, options["shuffle"]
+    else:
+        in_loader = False
+    sampler = paddle.io.BatchSampler(Rows(length), batch_size=batch_size, shuffle=in_loader)
     sampler._acc_steps = accumulation
     loader = paddle.io.DataLoader(Rows(length), batch_sampler=sampler, num_workers=workers)
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims=axes, **options)
@@ -72,9 +81,12 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
         return batches
 
     per_rank = on_each_rank(layout.process_ids, as_rank)
+    # One process reads the same batches whole; only where micro-batches are a part of the order does it make them.
+    micro = accumulation if options.get("shuffle") in (BLOCKS, "blocks") else 1
+    one = dist.ProcessMesh([0], dim_names=["dp"])
     alone = on_each_rank(
         [0],
-        lambda: one_pass(make(length, step_size, dist.ProcessMesh([0], dim_names=["dp"]), "dp", tail="pad", **options)),
+        lambda: one_pass(make(length, step_size // micro, one, "dp", tail="pad", accumulation=micro, **options)),
     )[0]
 
     steps = {len(batches) for batches in per_rank.values()}
@@ -94,7 +106,8 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
         valid = in_row_order([valid for _, valid in ordered], accumulation)
         for field in range(3):
             rows = in_row_order([local[field] for local, _ in ordered], accumulation)
-            np.testing.assert_array_equal(rows[valid], alone[step][0][field], err_msg="global equivalence")
+            fields, _, real = alone[step]
+            np.testing.assert_array_equal(rows[valid], fields[field][real], err_msg="global equivalence")
         delivered.extend(in_row_order([local[2] for local, _ in ordered], accumulation)[valid].tolist())
         padding = int((~valid).sum())
         if tail == "pad":
@@ -114,6 +127,7 @@ def in_row_order(slices, accumulation):
     return np.concatenate([parts[rank][micro] for micro in range(accumulation) for rank in range(len(parts))])
 
 
+@UNSHARED
 @settings(max_examples=60, deadline=None)
 @given(
     mesh=layouts_with_data_axes(),
@@ -121,20 +135,24 @@ def in_row_order(slices, accumulation):
     multiple=st.integers(1, 3),
     tail=st.sampled_from(["pad", "fill", "drop", "error"]),
     accumulation=st.integers(1, 3),
-    shuffle=st.booleans(),
+    shuffle=st.sampled_from([False, True, BLOCKS, "blocks"]),
     seed=st.integers(0, 3),
 )
 def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, accumulation, shuffle, seed):
     check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed)
 
 
+@UNSHARED
 @settings(max_examples=6, deadline=None)
-@given(mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.booleans())
+@given(
+    mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.sampled_from([False, True, BLOCKS])
+)
 def test_any_mesh_gets_the_batches_of_one_process_with_workers(mesh, length, shuffle):
     check_laws(*mesh, length, 2, "pad", 1, workers=2, shuffle=shuffle)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@UNSHARED
+@pytest.mark.parametrize("shuffle", [False, True, BLOCKS])
 @pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))])
 def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
     mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=list(axes))
@@ -150,8 +168,9 @@ def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
     assert joined(mesh) == joined(other)
 
 
-def test_another_epoch_is_another_order_and_the_same_epoch_the_same():
-    loader = make(50, 10, dist.ProcessMesh([0], dim_names=["dp"]), "dp", shuffle=True)
+@pytest.mark.parametrize("shuffle", [True, BLOCKS])
+def test_another_epoch_is_another_order_and_the_same_epoch_the_same(shuffle):
+    loader = make(50, 10, dist.ProcessMesh([0], dim_names=["dp"]), "dp", shuffle=shuffle)
     ids = [np.concatenate([local[2] for local, _, _ in one_pass(loader)]).tolist() for _ in range(3)]
 
     loader.set_epoch(1)
@@ -159,6 +178,58 @@ def test_another_epoch_is_another_order_and_the_same_epoch_the_same():
 
     assert again == ids[1]
     assert len({tuple(order) for order in ids}) == 3
+
+
+def test_each_block_on_disk_is_read_by_one_data_rank_but_those_at_a_border():
+    mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+    per_rank = on_each_rank(range(4), lambda: one_pass(make(240, 8, mesh, "dp", shuffle=BLOCKS)))
+
+    first, second = ({int(i) // BLOCKS.size for local, *_ in per_rank[rank] for i in local[2]} for rank in (0, 2))
+    assert len(first | second) == 80
+    assert len(first & second) <= 1
+
+
+def test_a_data_set_may_say_how_large_its_blocks_are():
+    class Chunks(Rows):
+        block_size = 16
+
+    def loader(dataset, **options):
+        given = paddle.io.DataLoader(dataset, batch_size=8)
+        return paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0, **options)
+
+    assert loader(Chunks(40), shuffle="blocks").plan.shuffle == paddle_shard.Blocks(size=16)
+    assert loader(Chunks(40), shuffle=BLOCKS).plan.shuffle == BLOCKS
+    assert loader(Rows(40), shuffle="blocks").plan.shuffle == paddle_shard.Blocks()
+    Chunks.block_size = None
+    with pytest.raises(ArgumentError, match="block_size of the Chunks must be an int >= 1, .* got None. Correct it"):
+        loader(Chunks(40), shuffle="blocks")
+    with pytest.raises(ArgumentError, match="shuffle must be None, True, False, 'blocks', a Blocks or 'paddle', got"):
+        loader(Rows(40), shuffle="block")
+
+
+def test_data_ranks_that_must_share_blocks_are_told_so():
+    mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["dp"])
+
+    with simulated_rank(0, 4), pytest.warns(UserWarning, match="the 4 data ranks do not divide the order's 2 parts"):
+        make(100, 8, mesh, "dp", shuffle=paddle_shard.Blocks(size=40))
+
+
+def test_whole_batches_of_a_data_set_may_be_shuffled_in_blocks():
+    class Whole(paddle.io.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return np.full((4, 1), index)
+
+    given = paddle.io.DataLoader(Whole(), batch_size=None)
+    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0, shuffle=BLOCKS)
+    leaves = [batch if isinstance(batch, paddle.Tensor) else batch[0] for batch in loader]
+    items = [int(leaf._local_value().numpy()[0, 0]) for leaf in leaves]
+
+    assert sorted(items) == list(range(20)) != items
+    windows = [{item // 3 for item in items[at : at + 6]} for at in (0, 6)]
+    assert all(len(window) <= 3 for window in windows), "two blocks of 3, or of 2 at the end"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

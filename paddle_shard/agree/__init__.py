@@ -1,0 +1,7 @@
+"""Ranks that agree, ahead of delivery and in the background, at which step a pass ends or fails."""
+
+from paddle_shard.agree.agreement import Agreement
+from paddle_shard.agree.coordinator import Coordinator
+from paddle_shard.agree.group import Group, TwoLevelGroup
+
+__all__ = ["Agreement", "Coordinator", "Group", "TwoLevelGroup"]

@@ -1,0 +1,205 @@
+"""May this step of a pass be delivered, on this rank and therefore on all?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paddle_shard.agree.outlook import CLOSED, END, FAIL, NEVER, OK, Decision, Outlook
+from paddle_shard.errors import AgreedFailure, ArgumentError, PaddleShardError, PeerLostError, UnequalEndsError
+
+if TYPE_CHECKING:
+    from paddle_shard.agree.coordinator import Coordinator
+
+
+class Agreement:
+    """One pass over the data, of which all ranks deliver the same steps.
+
+    One thread announces, step by step, what this rank can serve; one thread (the same or another) asks before
+    each delivery. A step is delivered only when every rank has announced it, so that no rank goes on where
+    another ends or fails. `Coordinator.open` makes them.
+    """
+
+    def __init__(self, coordinator: Coordinator, number: int, prefetch: int, ends_must_agree: bool, label: str) -> None:
+        """Start at step 0; see `Coordinator.open`."""
+        self._coordinator, self._changed = coordinator, coordinator.changed
+        self._number, self._prefetch, self._ends_must_agree = number, prefetch, ends_must_agree
+        self.label = label
+        self.outlook = Outlook(tag=coordinator.tag(label))
+        self._released = 0
+        self._verdict: Decision | None = None
+        self._outlooks: Sequence[Outlook] = ()
+        self._window, self._size = 1, 1  # end and size of the window that is being read
+        self._waiting = self._closed = False
+        self.waited = 0.0
+        """Seconds for which `deliver` has waited, in all."""
+
+    @property
+    def announced(self) -> int:
+        """Number of steps that this rank has said it can serve."""
+        return self.outlook.step
+
+    def announce_ok(self) -> None:
+        """Say that the next step can be served, with real rows."""
+        self._announce(OK)
+
+    def announce_exhausted(self) -> None:
+        """Say that the next step can be served, but that from it on there are no real rows here.
+
+        The pass ends at the first step for which all ranks have said so.
+        """
+        self._announce(OK, exhausted=True)
+
+    def announce_end(self) -> None:
+        """Say that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
+        self._announce(END)
+
+    def announce_failure(self, report: bytes) -> None:
+        """Say that reading the next step failed. All ranks raise the report there, or stop earlier.
+
+        Args:
+            report: What the others need to raise the error; cut at 64 KB.
+        """
+        self._announce(FAIL, report=report)
+
+    def wanted(self, step: int) -> int:
+        """Return how many steps should be announced before `step` is asked for.
+
+        One for the first, two more for each that follows, until `prefetch` more than `step` are. No more than
+        are announced, where nothing may follow.
+        """
+        with self._changed:
+            if self.outlook.kind != OK or self._verdict is not None:
+                return self.outlook.step
+        return min(step + max(self._prefetch, 1), 2 * step + 1)
+
+    def deliver(self, step: int) -> bool:
+        """Return whether a step may be delivered; False if the pass has ended before it, on all ranks.
+
+        Waits only while that is not known.
+
+        Args:
+            step: The steps in order, from 0.
+
+        Raises:
+            AgreedFailure: On all ranks at the same step.
+            UnequalEndsError: On all ranks at the same step, with `ends_must_agree`.
+            PeerLostError: A rank is gone, was silent for the whole timeout, or has left the loop alone.
+        """
+        with self._changed:
+            if step != self.outlook.delivered or self._closed:
+                state = "it is closed" if self._closed else f"{self.outlook.delivered} comes next"
+                raise ArgumentError(f"step={step} cannot be delivered: {state}. Ask for the steps in order.")
+            if self._may_deliver(step) or self._wait(step):
+                self.outlook.delivered += 1
+                return True
+            assert self._verdict is not None
+            if self._verdict.kind == END and not (self._ends_must_agree and self._ended_unequally()):
+                return False
+            raise self._error(self._verdict)
+
+    def close(self) -> None:
+        """Give the pass up; the others go on to where this rank has announced, and then learn who left.
+
+        Nothing is said where all ranks leave, nor where the pass ended first. Waits for nothing.
+        """
+        with self._changed:
+            self._closed = True
+            if self.outlook.kind == OK:
+                self.outlook.kind = CLOSED
+                self._coordinator.hear(self)
+                self._changed.notify_all()
+
+    def due(self) -> bool:
+        """Return whether the others should hear of this pass now; called with the lock held."""
+        if self._verdict is not None:
+            return False
+        while self._window <= self._released:
+            self._size = min(2 * self._size, max(1, self._prefetch // 2))
+            self._window += self._size
+        least = self._released + 1 if self._waiting else self._window
+        return self.outlook.kind != OK or self.outlook.step >= least
+
+    def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
+        """Take over what all ranks have agreed on; called with the lock held. Returns whether it is news."""
+        news = decision.step > self._released or decision.kind != OK
+        self._released = max(decision.step, self._released)
+        if decision.kind != OK:
+            self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
+        return news
+
+    def _announce(self, kind: int, exhausted: bool = False, report: bytes = b"") -> None:
+        with self._changed:
+            mine = self.outlook
+            if mine.kind == CLOSED or self._verdict is not None:
+                return  # a prefetch thread may be one step behind
+            if mine.kind != OK:
+                raise ArgumentError(f"step {mine.step} was announced as the last: nothing can be announced after it.")
+            if exhausted:
+                mine.exhausted = min(mine.exhausted, mine.step)
+            elif kind == OK and mine.exhausted < NEVER:
+                raise ArgumentError(
+                    f"step {mine.step} was announced with real rows, but step {mine.exhausted} as exhausted. "
+                    "Announce every later step as exhausted, too."
+                )
+            mine.kind, mine.report = kind, report
+            mine.step += kind == OK
+            self._coordinator.hear(self)
+            if self.due():
+                self._changed.notify_all()
+
+    def _may_deliver(self, step: int) -> bool:
+        return self._released > step
+
+    def _wait(self, step: int) -> bool:
+        """Wait until it is known whether `step` is delivered, and return it."""
+        start = time.monotonic()
+        self._waiting = True
+        self._changed.notify_all()
+        try:
+            while not self._may_deliver(step) and self._verdict is None:
+                self._coordinator.wait(self._number, step, start)
+        finally:
+            self._waiting = False
+            self.waited += time.monotonic() - start
+        return self._may_deliver(step)
+
+    def _ended_unequally(self) -> bool:
+        return len({self._ends_here(outlook) for outlook in self._outlooks}) > 1
+
+    def _ends_here(self, outlook: Outlook) -> bool:
+        return outlook.kind == END and outlook.step == self._released
+
+    def _error(self, verdict: Decision) -> PaddleShardError:
+        step, names = verdict.step, self._coordinator.group.names
+        here = [(names[i], o) for i, o in enumerate(self._outlooks)]
+        if not verdict.matches:
+            theirs = ", ".join(f"global rank {rank}: {o.report.decode()!r}" for rank, o in here)
+            return ArgumentError(
+                f"The ranks do not iterate over the same loaders in the same order; pass {self._number} is {theirs}. "
+                "Start every loop on all ranks."
+            )
+        if verdict.kind == FAIL:
+            failed = [(rank, o.report) for rank, o in here if o.kind == FAIL and o.step == step]
+            failure = AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
+            failure.step, failure.reports = step, tuple(failed)
+            return failure
+        if verdict.kind == END:
+            unequal = UnequalEndsError("")
+            unequal.step = step
+            unequal.ended = tuple(rank for rank, o in here if self._ends_here(o))
+            unequal.went_on = tuple(rank for rank, o in here if not self._ends_here(o))
+            unequal.args = (
+                f'tail="error", but at step {step} the data of global ranks {list(unequal.ended)} has ended and that '
+                f'of {list(unequal.went_on)} has not. Make the data of equal length, or choose tail="drop", "pad" '
+                'or "repeat".',
+            )
+            return unequal
+        left = {rank: o.delivered for rank, o in here if o.kind == CLOSED and o.step == step}
+        told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())
+        return PeerLostError.of(
+            f"The loop was left by {told}, while this rank asks for step {step}. Leave it at the same step on all "
+            "ranks, or let all iterate to the end.",
+            left,
+        )

@@ -1,0 +1,208 @@
+"""When do the ranks exchange what they know, and who hears of it?
+
+All ranks take part in one series of rounds, in one background thread each. A round is one `minimum` of
+`[passes opened, is anybody asking]` and five values a pass, for the passes that all ranks are known to have
+opened and that are not decided. Which these are follows from the results of earlier rounds alone, so every rank
+lays the vector out alike, whatever its training thread does meanwhile: passes that overlap (`zip(loader, loader)`),
+that are given up, or that one rank has reached before the others can not be mixed up. A decided pass is followed by
+one `gather` on all ranks, in which everybody learns who failed, ended or left.
+
+A round is entered by a rank when a window of steps has been read, when its training thread waits, or after
+`heartbeat` seconds; so nobody waits longer for a rank that has nothing to say.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+
+from paddle_shard.agree.agreement import Agreement
+from paddle_shard.agree.group import Group
+from paddle_shard.agree.outlook import OK, SIZE, WIDTH, Outlook, decide
+from paddle_shard.errors import ArgumentError, PeerLostError
+
+_LONGEST_PAUSE = 0.02
+_NUMBER = struct.Struct("<q")
+
+
+class Coordinator:
+    """Owns the group and its background thread. With one rank there is no thread, and nothing is waited for."""
+
+    def __init__(self, group: Group, *, timeout: float = 1800.0) -> None:
+        """Start nothing yet: the thread starts with the first pass.
+
+        Args:
+            group: Of all ranks; used by nobody else from here on.
+            timeout: Seconds for which a rank may be silent while another waits for it.
+
+        Raises:
+            ArgumentError: If `timeout` is not positive.
+        """
+        if not timeout > 0:
+            raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
+        self.group, self.timeout = group, timeout
+        self.heartbeat = min(5.0, timeout / 8)
+        self.changed = threading.Condition()
+        self._passes: dict[int, Agreement] = {}  # opened here, not decided
+        self._common: list[int] = []  # opened by all, not decided: the layout of the next round
+        self._opened = self._opened_by_all = 0
+        self._asking = False
+        self._answer: list[dict[int, Outlook]] | None = None
+        self._lost: PeerLostError | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def open(self, prefetch: int, *, ends_must_agree: bool = False, label: str = "") -> Agreement:
+        """Start a pass; all ranks open theirs in the same order. Waits for nothing.
+
+        Args:
+            prefetch: How many steps may be read ahead of the one delivered; from 1, which leaves no room to
+                agree while training goes on.
+            ends_must_agree: Whether ends at different steps are an error.
+            label: What is iterated over. Must be equal on all ranks, and is named where it is not.
+
+        Raises:
+            ArgumentError: If `prefetch` is less than 1, or the coordinator is closed.
+        """
+        if prefetch < 1:
+            raise ArgumentError(f"prefetch must be at least 1, got {prefetch}.")
+        with self.changed:
+            if self._closed:
+                raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
+            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label)
+            if self.group.size > 1:
+                self._passes[self._opened] = agreement
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="paddle_shard-agree", daemon=True)
+                    self._thread.start()
+            self._opened += 1
+            self.changed.notify_all()
+        return agreement
+
+    def close(self) -> None:
+        """Leave the group and end the thread. Ranks that still need this one are told that it is gone."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        self.group.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    @staticmethod
+    def tag(label: str) -> int:
+        """Return the number that stands for a label in a round."""
+        return zlib.crc32(label.encode())
+
+    def hear(self, agreement: Agreement) -> None:
+        """Decide at once, where there are no others to ask; called with the lock held."""
+        if self.group.size == 1:
+            agreement.advance(decide(agreement.outlook.vector()), [agreement.outlook])
+            self.changed.notify_all()
+
+    def wait(self, number: int, step: int, start: float) -> None:
+        """Wait for news of a pass; called with the lock held.
+
+        Raises:
+            PeerLostError: If the wait began at `start` and is over, or the group has lost a rank.
+        """
+        if self._lost is not None:
+            raise PeerLostError.of(str(self._lost), self._lost.ranks, self._lost.timeout) from self._lost
+        if self._closed:
+            raise ArgumentError(f"step {step} cannot be agreed on: the coordinator was closed.")
+        left = start + self.timeout - time.monotonic()
+        grace = 2 * self.heartbeat + 1.0  # for the others to say how far they are
+        if left <= 0 and not self._asking:
+            self._asking, self._answer = True, None
+            self.changed.notify_all()
+        if left <= -grace or (left <= 0 and self._answer is not None):
+            self._asking = False
+            raise self._silence(number, step)
+        self.changed.wait(left if left > 0 else max(left + grace, 0.001))
+
+    def _silence(self, number: int, step: int) -> PeerLostError:
+        """Return the error for a wait that was in vain, with the names of those who let us wait."""
+        behind = {}
+        for name, said in zip(self.group.names, self._answer or (), strict=False):
+            if number not in said:
+                behind[name] = "has not started this loop"
+            elif said[number].kind == OK and said[number].step <= step:
+                behind[name] = f"has read up to step {said[number].step}"
+        who = "; ".join(f"global rank {name} {text}" for name, text in behind.items())
+        return PeerLostError.of(
+            f"Waited {self.timeout:g} s for the other ranks to reach step {step}: {who or 'nobody answers'}. If a "
+            "step may take longer than that (evaluation, saving), give a longer timeout.",
+            behind,
+            self.timeout,
+        )
+
+    def _due(self) -> bool:
+        return (
+            self._opened > self._opened_by_all
+            or (self._asking and self._answer is None)
+            or any(self._passes[number].due() for number in self._common)
+        )
+
+    def _run(self) -> None:
+        pause = 0.0
+        try:
+            while True:
+                with self.changed:
+                    if pause:  # this rank has said all it knows, and now waits for the others
+                        self.changed.wait(pause)
+                    deadline = time.monotonic() + self.heartbeat
+                    while not (self._closed or self._due()) and (left := deadline - time.monotonic()) > 0:
+                        self.changed.wait(left)
+                    if self._closed:
+                        return
+                pause = 0.0 if self._round() else min(max(2 * pause, 0.001), _LONGEST_PAUSE)
+        except Exception as error:
+            lost = error if isinstance(error, PeerLostError) else PeerLostError.of(f"Agreement failed: {error!r}", [])
+            with self.changed:
+                self._lost = lost
+                self.changed.notify_all()
+
+    def _round(self) -> bool:
+        """Exchange what the ranks know; return whether that brought news."""
+        with self.changed:
+            vector = [self._opened, -int(self._asking and self._answer is None)]
+            for number in self._common:
+                vector += self._passes[number].outlook.vector()
+        opened, asking, *least = self.group.minimum(vector)
+        news, undecided = opened > self._opened_by_all, []
+        for i, number in enumerate(self._common):
+            decision, agreement = decide(least[WIDTH * i : WIDTH * (i + 1)]), self._passes[number]
+            outlooks = []
+            if decision.kind == OK:
+                undecided.append(number)
+            else:
+                with self.changed:
+                    if not decision.matches:
+                        agreement.outlook.report = agreement.label.encode()
+                    payload = agreement.outlook.pack()
+                outlooks = [Outlook.unpack(said) for said in self.group.gather(payload)]
+            with self.changed:
+                news = agreement.advance(decision, outlooks) or news
+                self.changed.notify_all()
+        if asking:
+            self._tell_all()
+        with self.changed:
+            for number in set(self._common) - set(undecided):
+                del self._passes[number]
+            self._common = [*undecided, *range(self._opened_by_all, opened)]
+            self._opened_by_all = opened
+        return news
+
+    def _tell_all(self) -> None:
+        """Take part in the answer to somebody whose patience is over: how far is each rank in each pass?"""
+        with self.changed:
+            mine = [(number, agreement.outlook) for number, agreement in self._passes.items()]
+            payload = b"".join(_NUMBER.pack(number) + outlook.pack_numbers() for number, outlook in mine)
+        answer = []
+        for said in self.group.gather(payload):
+            parts = [said[i : i + _NUMBER.size + SIZE] for i in range(0, len(said), _NUMBER.size + SIZE)]
+            answer.append({_NUMBER.unpack_from(p)[0]: Outlook.unpack(p[_NUMBER.size :]) for p in parts})
+        with self.changed:
+            self._answer = answer
+            self.changed.notify_all()

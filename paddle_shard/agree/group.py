@@ -1,0 +1,137 @@
+"""Through what do ranks exchange a few numbers?"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from paddle_shard.errors import PeerLostError
+
+_HEAD = struct.Struct("<qq")
+_FINE, _LOST = b".", b"!"
+
+
+class Group(Protocol):
+    """Ranks that make the same calls in the same order, each from one thread at a time.
+
+    Both calls block until all ranks have made them, and raise PeerLostError, which names global ranks, if one
+    of them cannot. After that the group is of no more use.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Position of this process in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def names(self) -> Sequence[int]:
+        """Global rank of each position, for messages."""
+        ...
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value over all ranks; as many int64 values on every rank."""
+        ...
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by position."""
+        ...
+
+    def close(self) -> None:
+        """Leave; wakes a call that waits in another thread. The others learn it from their next call."""
+        ...
+
+
+class TwoLevelGroup:
+    """Ranks in local groups (hosts), of which the first members form a group of their own.
+
+    No connection holds more than the members of one local group, or one member of each.
+    """
+
+    def __init__(self, local: Group, across: Group | None, *, rank: int, names: Sequence[int]) -> None:
+        """Compose two groups.
+
+        Args:
+            local: The ranks of this host, or of any other part; every rank is in exactly one.
+            across: The first members of all local groups; None on all others.
+            rank: Position of this process among all.
+            names: Global rank of each position.
+
+        Raises:
+            ValueError: If `across` is given to a rank that is not the first of its local group, or the reverse.
+        """
+        if (across is not None) != (local.rank == 0):
+            raise ValueError(f"across must be given on local rank 0 only, got {across!r} on local rank {local.rank}.")
+        self._local, self._across = local, across
+        self.rank, self.names = rank, tuple(names)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks over all local groups."""
+        return len(self.names)
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value over all ranks."""
+        layout = struct.Struct(f"<{len(values)}q")
+
+        def least(parts: Sequence[bytes]) -> bytes:
+            return layout.pack(*map(min, zip(*map(layout.unpack, parts), strict=True)))
+
+        return list(layout.unpack(self._exchange(layout.pack(*values), least)))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by position."""
+        everything = self._exchange(_HEAD.pack(self.rank, len(payload)) + payload, b"".join)
+        found, start = {}, 0
+        while start < len(everything):
+            rank, length = _HEAD.unpack_from(everything, start)
+            start += _HEAD.size + length
+            found[rank] = everything[start - length : start]
+        return [found[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Leave both groups."""
+        self._local.close()
+        if self._across is not None:
+            self._across.close()
+
+    def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """Return the merge of all ranks' payloads: up to the first members, across, and down again."""
+        if self._across is None:
+            self._local.gather(payload)
+            return _heard([self._local.gather(b"")[0]])[0]
+        try:
+            mine = merge(self._local.gather(payload))
+        except PeerLostError as error:
+            self._across.gather(_LOST + str(error).encode() + _ranks(error))
+            raise
+        try:
+            found = _heard(self._across.gather(_FINE + mine))
+        except PeerLostError as error:
+            self._local.gather(_LOST + str(error).encode() + _ranks(error))
+            raise
+        result = merge(found)
+        try:
+            self._local.gather(_FINE + result)
+        except PeerLostError as error:  # the other hosts have this result, and hear of it in their next call
+            self._across.gather(_LOST + str(error).encode() + _ranks(error))
+            raise
+        return result
+
+
+def _ranks(error: PeerLostError) -> bytes:
+    return b"\0" + ",".join(map(str, error.ranks)).encode()
+
+
+def _heard(words: Sequence[bytes]) -> list[bytes]:
+    """Return what words say that come from the other level; raise the loss that one of them reports."""
+    for word in words:
+        if word[:1] == _LOST:
+            text, _, ranks = word[1:].rpartition(b"\0")
+            raise PeerLostError.of(text.decode(), [int(rank) for rank in ranks.decode().split(",") if rank])
+    return [word[1:] for word in words]

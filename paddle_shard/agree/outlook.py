@@ -1,0 +1,94 @@
+"""What does one rank know of a pass ahead of it, and what follows from what all of them know?"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FAIL, END, OK, CLOSED = range(4)
+"""What a rank says of the first step that it has not promised; at the same step the least one holds."""
+
+NEVER = 2**60
+REPORT_LIMIT = 64 * 1024
+_CUT = b"\n[cut: a report holds 64 KB]"
+_LAYOUT = struct.Struct("<qqqqq")
+
+
+@dataclass(slots=True)
+class Outlook:
+    """One rank's knowledge of one pass. `vector` is what it contributes to a round."""
+
+    tag: int = 0
+    """Digest of what the pass is; must be the same on all ranks."""
+    step: int = 0
+    """Every step before it can be served by this rank."""
+    kind: int = OK
+    """Of `step`. OK: nothing is known yet. Anything else is final, and nothing follows."""
+    exhausted: int = NEVER
+    """From this step on there are no real rows here; NEVER while there may be."""
+    delivered: int = 0
+    report: bytes = b""
+    """Of the failure."""
+
+    def vector(self) -> list[int]:
+        """Return five values whose minima over the ranks are what `decide` takes."""
+        known = self.step if self.kind == OK else NEVER
+        return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag]
+
+    def pack(self) -> bytes:
+        """Return everything, with a long report cut, for a gather."""
+        cut = self.report if len(self.report) <= REPORT_LIMIT else self.report[: REPORT_LIMIT - len(_CUT)] + _CUT
+        return self.pack_numbers() + cut
+
+    def pack_numbers(self) -> bytes:
+        """Return everything but the report, in `SIZE` bytes that `unpack` takes."""
+        return _LAYOUT.pack(self.tag, self.step, self.kind, self.exhausted, self.delivered)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Outlook:
+        """Return what `pack` was given."""
+        return cls(*_LAYOUT.unpack_from(payload), payload[_LAYOUT.size :])
+
+
+WIDTH, SIZE = len(Outlook().vector()), _LAYOUT.size
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows, on all ranks alike, from the minima of a round."""
+
+    step: int
+    """Every step before it may be delivered."""
+    kind: int
+    """What happens at `step`, for good; OK: that is not decided yet."""
+    matches: bool = True
+    """Whether all ranks mean the same pass."""
+
+
+def decide(least: Sequence[int]) -> Decision:
+    """Return what the minima of all ranks' vectors decide.
+
+    The answer does not depend on when it is asked, only on what the ranks come to say: the pass ends at the
+    first step that any rank cannot serve, and why is settled once every rank has said what it can do there.
+
+    Examples:
+        >>> ahead, ends, fails = Outlook(step=9), Outlook(step=5, kind=END), Outlook(step=5, kind=FAIL)
+        >>> def decided(*outlooks):
+        ...     return decide([min(column) for column in zip(*(o.vector() for o in outlooks))])
+        >>> decided(ahead, ends)
+        Decision(step=5, kind=1, matches=True)
+        >>> decided(ahead, ends, fails)
+        Decision(step=5, kind=0, matches=True)
+        >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
+        Decision(step=5, kind=2, matches=True)
+        >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
+        Decision(step=6, kind=1, matches=True)
+    """
+    first, negated, known, tag, negated_tag = least
+    if tag != -negated_tag:
+        return Decision(0, CLOSED, matches=False)
+    if -negated < NEVER:
+        first = min(first, 4 * -negated + END)
+    step, kind = divmod(first, 4)
+    return Decision(step, kind if known > step else OK)

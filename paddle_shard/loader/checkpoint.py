@@ -1,0 +1,120 @@
+"""How does the loader's state travel in a checkpoint that holds tensors only?"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_shard.errors import ArgumentTypeError, StateError
+
+VERSION = 1
+"""Of the layout of the tensor."""
+NUM_BYTES = 4096
+"""Length of the tensor: the same for every state, so that any can be read into the place of another."""
+
+_MAGIC = b"pshd"
+_HEADER = struct.Struct("<4sHI")  # magic, version, bytes of JSON
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of all that comes before; the last bytes
+_ROOM = NUM_BYTES - _HEADER.size - _CHECKSUM.size
+_WAY_OUT = "Save it beside the checkpoint instead: paddle.save(loader.state_dict(), path)."
+
+
+def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
+    """Put a loader's state into a tensor, for `paddle.distributed.save_state_dict`.
+
+    Such a checkpoint keeps one rank's copy of a tensor that is not distributed. So call
+    `loader.certificate()` on all ranks before, if the certificate is to go on too: after it all ranks' states
+    are equal. The state of a fresh loader makes the tensor that is loaded into::
+
+        dist.save_state_dict({**model.state_dict(), "data": state_to_tensor(loader.state_dict())}, path)
+        ...
+        found = {**model.state_dict(), "data": state_to_tensor(loader.state_dict())}
+        dist.load_state_dict(found, path)
+        loader.load_state_dict(state_from_tensor(found["data"]))
+
+    Loading needs nothing more on GPUs, with any number of processes. On the CPU Paddle's `load_state_dict` itself
+    serves one process only: several raise "No available device found", and Paddle 3.0 ends the process.
+
+    Args:
+        state: What `loader.state_dict()` returned.
+
+    Returns:
+        uint8[4096], on the current device: JSON with a version and a checksum.
+
+    Raises:
+        StateError: JSON does not give it back equal, or it is too long: a sampler's own state may be either.
+    """
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(f"state must be what state_dict() returned, got {type(state).__name__}: {state!r}.")
+    for name, value in state.items():
+        _check_survives_json(name, value)
+    text = json.dumps(dict(state), separators=(",", ":")).encode()
+    if len(text) > _ROOM:
+        sizes = {name: len(json.dumps(value, separators=(",", ":"))) for name, value in state.items()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise StateError(
+            f"state is {len(text)} bytes long as JSON, of which state[{largest!r}] is {sizes[largest]}, but a tensor "
+            f"for a checkpoint holds {_ROOM}. {_WAY_OUT}"
+        )
+    content = (_HEADER.pack(_MAGIC, VERSION, len(text)) + text).ljust(NUM_BYTES - _CHECKSUM.size, b"\0")
+    content += _CHECKSUM.pack(zlib.crc32(content))
+    return paddle.to_tensor(np.frombuffer(content, np.uint8).copy())
+
+
+def state_from_tensor(tensor: Any) -> dict[str, Any]:
+    """Return the state that `state_to_tensor` has put into a tensor, for `loader.load_state_dict`.
+
+    Args:
+        tensor: As loaded; its device does not matter.
+
+    Raises:
+        StateError: It is no such tensor, is of another version, or a byte of it is not what was saved.
+    """
+    if not isinstance(tensor, paddle.Tensor):
+        raise ArgumentTypeError(f"tensor must be what state_to_tensor returned, got {type(tensor).__name__}.")
+    found = tensor.numpy()
+    if found.shape != (NUM_BYTES,) or found.dtype != np.uint8:
+        raise StateError(
+            f"tensor must be uint8[{NUM_BYTES}], as state_to_tensor makes it, got {found.dtype}{list(found.shape)}. "
+            "Load the whole tensor, under the name that it was saved with."
+        )
+    content = found.tobytes()
+    magic, version, length = _HEADER.unpack_from(content)
+    if magic != _MAGIC:
+        raise StateError(
+            f"tensor holds no loader's state: it begins with {magic!r}, not {_MAGIC!r}. "
+            "Load the tensor that was saved under this name from state_to_tensor."
+        )
+    if version != VERSION:
+        raise StateError(
+            f"tensor has version {version}, but this paddle_shard reads version {VERSION} only. "
+            "Load it with the version that saved it."
+        )
+    if zlib.crc32(content[: -_CHECKSUM.size]) != _CHECKSUM.unpack(content[-_CHECKSUM.size :])[0]:
+        raise StateError("tensor is damaged: its checksum does not fit. Load it again, or an earlier checkpoint.")
+    state: dict[str, Any] = json.loads(content[_HEADER.size : _HEADER.size + length])
+    return state
+
+
+def _check_survives_json(name: str, value: Any) -> None:
+    try:
+        survived = json.loads(json.dumps(value, allow_nan=False))
+        same = bool(survived == value)
+    except (TypeError, ValueError) as error:
+        raise StateError(f"state[{name!r}] cannot be written as JSON ({error}). {_WAY_OUT}") from error
+    if not same:
+        raise StateError(
+            f"state[{name!r}] does not come back from JSON as it was: {_short(value)} becomes {_short(survived)} "
+            f"(tuples become lists, keys become strings). {_WAY_OUT}"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

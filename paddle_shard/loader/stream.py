@@ -1,0 +1,122 @@
+"""How does a user put a stream together?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import paddle.io
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
+from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
+
+Step = Callable[[Stage], Stage]
+
+
+class Stream(paddle.io.IterableDataset):
+    """A data set without an index: a source, and the stages behind it.
+
+    Each method returns a new stream. Give it to a `paddle.io.DataLoader` with the global batch size and the
+    workers, and that to `shard_dataloader`. The stages run in the workers.
+
+    The stream is cut into parts, each of which is read by one worker of one data rank: at the source where that
+    can open a part by itself (files), else at `sharding_filter()`, else behind the source. What stands before
+    the cut is done by every reader for the whole stream; what stands behind it, only for its own parts.
+
+    Examples:
+        >>> stream = Stream.of(range(10)).map(lambda x: x * x).filter(lambda x: x % 2 == 0)
+        >>> list(stream)
+        [0, 4, 16, 36, 64]
+    """
+
+    def __init__(self, source: Stage, steps: tuple[Step, ...] = ()) -> None:
+        super().__init__()
+        self._source, self._steps = source, steps
+        self.batched: int | None = None
+        """Size of the lists that the last stage makes, if it is `batch`."""
+
+    @classmethod
+    def of(cls, iterable: Iterable[Any] | Callable[[], Iterable[Any]], *, splits_itself: bool = False) -> Stream:
+        """Return a stream of anything that can be iterated.
+
+        Args:
+            iterable: A list, a data set, or a function that returns a generator.
+            splits_itself: It yields other samples for each `paddle.io.get_worker_info()`; then it is shown
+                "worker p of P" for part p, and each sample is read once. Otherwise every reader reads all of it.
+        """
+        if splits_itself:
+            return cls(SelfSplit(iterable() if callable(iterable) else iterable))
+        hidden = isinstance(iterable, paddle.io.IterableDataset)
+        return cls(IterableSource(AsOneReader(iterable) if hidden else iterable))  # type: ignore[arg-type]
+
+    def map(self, function: Callable[[Any], Any]) -> Stream:
+        """Return the stream with a function applied to each sample."""
+        return self._with(lambda stage: Map(stage, function))
+
+    def filter(self, predicate: Callable[[Any], bool]) -> Stream:
+        """Return the stream of the samples for which a function is true."""
+        return self._with(lambda stage: Filter(stage, predicate))
+
+    def shuffle(self, window: int) -> Stream:
+        """Return the stream with the samples of each part permuted in windows; see `stages.shuffle.Shuffle`."""
+        return self._with(lambda stage: Shuffle(stage, window))
+
+    def batch(self, size: int) -> Stream:
+        """Return the stream of lists of samples; as the last stage, `size` is the global batch."""
+        found = self._with(lambda stage: Batch(stage, size))
+        found.batched = size
+        return found
+
+    def unbatch(self) -> Stream:
+        """Return the stream of the items of its samples."""
+        return self._with(Unbatch)
+
+    def repeat(self, times: int) -> Stream:
+        """Return the stream read several times within an epoch."""
+        return self._with(lambda stage: Repeat(stage, times))
+
+    def sharding_filter(self) -> Stream:
+        """Return the stream cut into parts here, by turns."""
+        if self._cut_at() is not None:
+            raise ArgumentError("sharding_filter: the stream is cut already, by its source or an earlier stage.")
+        return self._with(Stripe)
+
+    def _with(self, step: Step) -> Stream:
+        return type(self)(self._source, (*self._steps, step))
+
+    def _cut_at(self) -> int | None:
+        """Return the number of stages before the cut; None if there is none."""
+        stage = self._source
+        if stage.cuts:
+            return 0
+        for number, step in enumerate(self._steps):
+            stage = step(stage)
+            if stage.cuts:
+                return number
+        return None
+
+    def unbatched(self) -> Stream:
+        """Return the stream without its last stage, `batch`."""
+        return type(self)(self._source, self._steps[:-1])
+
+    def whole(self) -> Stage:
+        """Return what opens the stream uncut."""
+        return self._chained(self._source)
+
+    def stage(self) -> Stage:
+        """Return what opens the stream's parts."""
+        return self._chained(self._source if self._cut_at() is not None else Stripe(self._source))
+
+    def _chained(self, stage: Stage) -> Stage:
+        for step in self._steps:
+            stage = step(stage)
+        return stage
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read the stream without a loader: in a worker, as many parts as there are workers."""
+        info = paddle.io.get_worker_info()
+        part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
+        return self.stage().open(Opening(parts=(part,), num_parts=num_parts))[0]

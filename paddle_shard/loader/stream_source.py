@@ -1,0 +1,286 @@
+"""What does a loader read that is given a stream, and how is it cut for the mesh?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.io
+from paddle.distributed.auto_parallel.api import ShardDataloader
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.loader.source import Source
+from paddle_shard.loader.stream import Stream
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.partition import Rows
+from paddle_shard.plan.parts import STREAM_TAILS, PartsPlan, check_count, choose_num_parts, chunks_of
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.reading.chunk import ChunkRequest
+from paddle_shard.samplers.stream_batches import StreamBatches
+
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSetup:
+    """Which parts of a stream this rank reads, with which workers."""
+
+    batches: StreamBatches
+    """The stream's order."""
+    parts: tuple[int, ...]
+    """That this rank holds; (0,) where items are whole batches."""
+    num_workers: int
+    """Readers beside the main process; 0: it reads itself."""
+    several: bool
+    """Whether other ranks read other rows."""
+
+    @property
+    def stage(self) -> Stage:
+        """What opens the parts."""
+        return self.batches.stage
+
+    @property
+    def chunks(self) -> list[tuple[int, ...]]:
+        """The parts of each reader of a step."""
+        return chunks_of(self.parts, self.num_workers)
+
+    def read_rows(self) -> Rows:
+        """Return the rows of a global batch that this rank reads, ascending."""
+        assert self.batches.plan is not None
+        return self.batches.plan.rows_of(self.parts)
+
+    def places(self) -> list[Rows]:
+        """Return where the rows of each chunk stand among those that this rank reads."""
+        plan = self.batches.plan
+        if plan is None:
+            return [np.zeros(1, np.int64)]
+        return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in self.chunks]
+
+    def requests(self, start: LoaderState) -> Iterator[list[ChunkRequest]]:
+        """Return what the readers are asked for at each step, without an end."""
+        number = next(_numbers)
+        return self._items(number, start) if self.batches.plan is None else self._rows(number, start)
+
+    def _rows(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
+        plan = self.batches.plan
+        assert plan is not None
+        # A run that goes on with another batch size keeps the stripes of its epoch.
+        first_size = start.segments[0][1] if start.segments else plan.batch_size
+        opening = Opening(
+            parts=self.parts,
+            num_parts=plan.num_parts,
+            stripe=max(1, first_size // plan.accumulation // plan.num_parts),
+            seed=self.batches.seed,
+            epoch=start.epoch,
+            skip=start.samples // plan.num_parts,
+        )
+        chunks = self.chunks
+        for step in count(start.steps):
+            yield [
+                ChunkRequest(
+                    number=number,
+                    opening=replace(opening, parts=parts),
+                    step=step,
+                    first_step=start.steps,
+                    stripe=plan.stripe,
+                    accumulation=plan.accumulation,
+                    pad=plan.tail == "pad" and not plan.repeats,
+                    repeat=plan.repeats,
+                    rows_are_split=self.several or len(chunks) > 1,
+                )
+                for parts in chunks
+            ]
+
+    def _items(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
+        readers = max(1, self.num_workers)
+        batches = self.batches
+        for step in count(start.steps):
+            first = start.steps + (step - start.steps) % readers
+            opening = Opening(
+                parts=(first % readers,),
+                num_parts=readers,
+                seed=batches.seed,
+                epoch=start.epoch,
+                skip=first // readers,
+            )
+            yield [
+                ChunkRequest(
+                    number=number,
+                    opening=opening,
+                    step=step,
+                    first_step=first,
+                    stride=readers,
+                    stripe=1,
+                    pad=batches.tail == "pad" and batches.num_batches is None,
+                    repeat=batches.tail == "repeat" or batches.num_batches is not None,
+                    whole_items=True,
+                )
+            ]
+
+
+def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
+    """Return the DataLoader over a stream that was given, or one that is made for a stream; None if it is none.
+
+    Raises:
+        ArgumentTypeError: Neither a DataLoader nor anything that yields batches.
+    """
+    if isinstance(given, ShardDataloader):
+        return None  # which is refused
+    if isinstance(given, paddle.io.DataLoader):
+        return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
+    if isinstance(given, Stream):
+        if given.batched is not None:
+            return paddle.io.DataLoader(given.unbatched(), batch_size=given.batched)
+        return paddle.io.DataLoader(given, batch_size=None)
+    if isinstance(given, paddle.io.IterableDataset):
+        raise ArgumentTypeError(
+            f"dataloader is the {type(given).__name__} itself; give paddle.io.DataLoader(it, batch_size=...), or "
+            "batch_size=None if it yields whole global batches."
+        )
+    refused = (str, bytes, np.ndarray, paddle.Tensor, Mapping, paddle.io.Dataset)
+    if isinstance(given, refused) or not (hasattr(given, "__iter__") or callable(given)):
+        raise ArgumentTypeError(
+            "dataloader must be a paddle.io.DataLoader, a paddle_shard.Stream, or an iterable of batches (a list, a "
+            f"generator, a function that returns one), got {type(given).__name__}: {given!r}."
+        )
+    return paddle.io.DataLoader(Stream.of(given), batch_size=None)
+
+
+def read_stream(
+    dataloader: paddle.io.DataLoader,
+    layouts: Sequence[FieldLayout],
+    own: FieldLayout,
+    *,
+    is_dataset_splitted: bool,
+    shuffle: Any,
+    seed: int,
+    tail: str | None,
+    num_parts: int | None,
+    num_batches: int | None,
+) -> Source:
+    """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
+
+    Raises:
+        ArgumentError: Something in it cannot be honoured; the text says what can.
+    """
+    _check_arguments(dataloader, shuffle, tail, num_parts, num_batches)
+    dataset = dataloader.dataset
+    stream = dataset if isinstance(dataset, Stream) else Stream.of(dataset)
+    accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
+    chosen = tail or ("drop" if dataloader.drop_last else "pad")
+    size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
+    plan = None
+    if size is not None:
+        ranks = 1 if is_dataset_splitted else math.lcm(*(layout.num_data_ranks for layout in layouts))
+        plan = _plan(stream, size, accumulation, ranks, chosen, num_parts, num_batches)
+        stage = stream.stage()
+    elif num_parts is not None:
+        raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
+    else:
+        stage = _by_turns(stream)
+        if not is_dataset_splitted and chosen in ("pad", "error"):
+            chosen = "drop"  # all ranks read the same batches, which end together
+    batches = StreamBatches(
+        stage=stage,
+        plan=plan,
+        tail=chosen,
+        num_batches=num_batches,
+        seed=seed,
+        split_over=own.num_data_ranks if is_dataset_splitted else None,
+    )
+    parts: tuple[int, ...] = (0,)
+    if plan is not None:
+        parts = _held(plan, layouts, split=is_dataset_splitted)
+    num_workers = dataloader.num_workers
+    setup = StreamSetup(
+        batches=batches,
+        parts=parts,
+        num_workers=num_workers if plan is None else min(num_workers, len(parts)),
+        several=own.num_data_ranks > 1,
+    )
+    return Source(
+        batches=batches,
+        batch_size=size,
+        accumulation=accumulation,
+        split=is_dataset_splitted,
+        item_is_batch=plan is None,
+        tail=chosen,
+        stream=setup,
+    )
+
+
+def _by_turns(stream: Stream) -> Stage:
+    from paddle_shard.stages import Stripe
+
+    return Stripe(stream.whole())
+
+
+def _plan(
+    stream: Stream,
+    size: int,
+    accumulation: int,
+    num_data_ranks: int,
+    tail: str,
+    num_parts: int | None,
+    num_batches: int | None,
+) -> PartsPlan:
+    shards = stream.stage().num_shards
+    chosen = num_parts
+    if chosen is None:
+        chosen = choose_num_parts(max(1, size // accumulation), shards)
+        if shards is not None and num_data_ranks > shards:
+            raise ArgumentError(
+                f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
+                "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
+                "middle; more and smaller shards; resampling with replacement; or a stream that every rank reads "
+                "whole (Stream.of(...), which is cut by turns)."
+            )
+    return PartsPlan(
+        batch_size=size,
+        num_parts=chosen,
+        num_data_ranks=num_data_ranks,
+        accumulation=accumulation,
+        tail=tail,
+        num_batches=num_batches,
+    )
+
+
+def _held(plan: PartsPlan, layouts: Sequence[FieldLayout], *, split: bool) -> tuple[int, ...]:
+    """Return the parts of which this rank reads rows, for any of its fields."""
+    if split:
+        return tuple(range(plan.num_parts))
+    mine = [layout for layout in layouts if layout.on_mesh]
+    held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
+    return tuple(sorted(held)) or (0,)  # on none of the meshes: for the dtypes and the other dims
+
+
+def _check_arguments(dataloader: Any, shuffle: Any, tail: str | None, num_parts: Any, num_batches: Any) -> None:
+    if shuffle:
+        raise ArgumentError(
+            f"shuffle={shuffle!r}: a stream has no index to be shuffled by. Leave shuffle at None, and permute it in "
+            "windows: paddle_shard.Stream.of(...).shuffle(window)."
+        )
+    if tail is not None and tail not in STREAM_TAILS:
+        raise ArgumentError(
+            f"tail must be None or one of {', '.join(map(repr, STREAM_TAILS))} for a stream, got {tail!r}."
+        )
+    for name, value in (("num_parts", num_parts), ("num_batches", num_batches)):
+        if value is not None:
+            check_count(name, value)
+    if type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__:
+        raise ArgumentTypeError(
+            f"dataloader is a {type(dataloader).__name__} with an __iter__ of its own over a stream, whose batches "
+            "are made of the chunks of several readers. Do in the stream or in a collate_fn what it does to a batch."
+        )
+
+
+def gather_tensors(values: Sequence[Any], order: Rows) -> Any:
+    """Join tensors by their first dim and take rows of them."""
+    joined = paddle.concat(list(values)) if len(values) > 1 else values[0]
+    return paddle.gather(joined, paddle.to_tensor(order, place=joined.place))

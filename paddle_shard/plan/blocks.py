@@ -1,0 +1,237 @@
+"""Which sample stands at a position, where a shuffle must keep together what lies together on disk?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.parts import choose_num_parts
+from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.shuffle import Indices, Permutation
+
+TABLE = 8192
+"""Positions of a window that are drawn at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """A shuffle for data on disk: whole blocks in random order, and their samples mixed a few blocks at a time.
+
+    A full shuffle opens another block for almost every sample. Here the epoch's random order of the blocks is
+    cut into equal parts, each data rank reads its parts one `window` after the other, and only the samples of
+    a window are mixed. See `BlockOrder` for what that promises.
+
+    Examples:
+        >>> Blocks(size=512)
+        Blocks(size=512, window=8)
+    """
+
+    size: int = 1024
+    """Consecutive samples that lie together on disk: a chunk, a page, a row group. At least 1."""
+    window: int = 8
+    """Blocks whose samples are mixed, at least 1. More mix better; a reader should be able to keep them open."""
+
+    def __post_init__(self) -> None:
+        for name in ("size", "window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                meaning = "samples in a block on disk" if name == "size" else "blocks that are mixed"
+                raise ArgumentError(f"Blocks: {name} must be an int >= 1 ({meaning}), got {value!r}.")
+            object.__setattr__(self, name, int(value))
+
+
+def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:
+    """Return into how many parts the order is cut: the largest divisor of `width` up to the blocks and to 64.
+
+    Data ranks whose number divides it open whole parts. It depends on no mesh.
+
+    Args:
+        num_samples: At least 1.
+        blocks: Their size gives the number of blocks.
+        width: Rows of a micro-batch, at least 1.
+
+    Examples:
+        >>> num_parts(100_000, Blocks(), 96), num_parts(5000, Blocks(), 96), num_parts(5000, Blocks(), 97)
+        (48, 4, 1)
+    """
+    return choose_num_parts(width, -(-num_samples // blocks.size))
+
+
+class BlockOrder:
+    """A bijection of [0, n): blocks in the order of a permutation, cut into P parts, mixed within windows.
+
+    Row r of every whole micro-batch of `width` rows comes from part r // (width / P), and each part is read
+    from its beginning to its end. So as long as batches are whole, D data ranks, where D divides P, share at
+    most D - 1 blocks: those that a border between two data ranks cuts. Every other block is opened by one data
+    rank, during one window of one part. (A border cuts another block each epoch, always at the same place.)
+
+    Setting it up costs the same for every n. It keeps at most 2 P tables of 8192 numbers, whatever the size of
+    a window: 8 MB for 64 parts.
+    """
+
+    def __init__(self, num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int) -> None:
+        """Set up the order of an epoch.
+
+        Args:
+            num_samples: n, in [1, 2^62].
+            blocks: What lies together, and how much is mixed.
+            width: Rows of a micro-batch; the order depends on it.
+            seed: With the epoch, of the order.
+            epoch: Any int.
+        """
+        self.num_parts = num_parts(num_samples, blocks, width)
+        self._parts = _Parts(num_samples, width, self.num_parts)
+        self._shelf = _Shelf(num_samples, blocks, seed, epoch)
+        self._seed, self._epoch = seed, epoch
+        self._table = lru_cache(maxsize=2 * self.num_parts)(self._draw)
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Return the sample at each position: int64, same shape."""
+        part, place = self._parts.places(positions.reshape(-1))
+        window, offset = self._offsets(part, place)
+        table, row = np.divmod(offset, TABLE)
+        samples = np.empty_like(place)
+        for chosen, key in _runs(place, part, window, table):
+            samples[chosen] = self._table(*key)[row[chosen]]
+        return samples.reshape(positions.shape)
+
+    def inverse(self, samples: Indices) -> Indices:
+        """Return the position of each sample: int64, same shape."""
+        mixed = self._shelf.places(samples.reshape(-1))
+        part = self._parts.part_of(mixed)
+        window, offset = self._offsets(part, mixed)
+        place = mixed - offset
+        for chosen, key in _runs(mixed, part, window):
+            place[chosen] += self._mixing(*key).inverse(offset[chosen])
+        return self._parts.positions(part, place).reshape(samples.shape)
+
+    def between(self, start: int, stop: int) -> Indices:
+        """Return the samples at positions [start, stop)."""
+        return self(np.arange(start, stop, dtype=np.int64))
+
+    def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
+        """Return the window of each place, and how far into it, as far as it lies in the part, the place is."""
+        window, first = self._shelf.windows(place)
+        return window, place - np.maximum(first, self._parts.starts[part])
+
+    def _bounds(self, part: int, window: int) -> tuple[int, int]:
+        """[first, end) of the places of a window that lie in a part."""
+        first, end = self._shelf.bounds(window)
+        return max(first, int(self._parts.starts[part])), min(end, int(self._parts.starts[part + 1]))
+
+    def _mixing(self, part: int, window: int) -> Permutation:
+        first, end = self._bounds(part, window)
+        return Permutation(end - first, derive_key("window", self._seed, self._epoch, part, window, size=64))
+
+    def _draw(self, part: int, window: int, number: int) -> Indices:
+        """A stretch of a window's samples, in their mixed order."""
+        first, end = self._bounds(part, window)
+        offsets = np.arange(number * TABLE, min((number + 1) * TABLE, end - first), dtype=np.int64)
+        return self._shelf.samples(first + self._mixing(part, window)(offsets))
+
+
+class _Parts:
+    """Positions of the epoch against places of the blocks laid end to end, which P parts divide.
+
+    With K whole rows of `width` = P * c positions and a rest, a part has K * c places and its share of the rest.
+    """
+
+    def __init__(self, num_samples: int, width: int, parts: int) -> None:
+        self._width, self._share = width, width // parts
+        rows, rest = divmod(num_samples, width)
+        self._whole = rows * width
+        self._in_rows = rows * self._share
+        # [part]: where its share of the rest begins, counted from the rest's beginning; P + 1 of them
+        self._rests = np.array([part * rest // parts for part in range(parts + 1)], np.int64)
+        self.starts = np.arange(parts + 1) * self._in_rows + self._rests
+
+    def places(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Return (part, place) of each position."""
+        row, column = np.divmod(positions, self._width)
+        part = column // self._share
+        place = row * self._share + column % self._share
+        late = np.flatnonzero(positions >= self._whole)
+        if late.size:
+            beyond = positions[late] - self._whole
+            part[late] = np.searchsorted(self._rests, beyond, side="right") - 1
+            place[late] = self._in_rows + beyond - self._rests[part[late]]
+        return part, place + self.starts[part]
+
+    def part_of(self, places: Indices) -> Indices:
+        """Return the part of each place."""
+        return np.searchsorted(self.starts, places, side="right").astype(np.int64) - 1
+
+    def positions(self, part: Indices, places: Indices) -> Indices:
+        """Undo `places`."""
+        within = places - self.starts[part]
+        row, column = np.divmod(within, self._share)
+        early = row * self._width + part * self._share + column
+        return np.where(within < self._in_rows, early, self._whole + self._rests[part] + within - self._in_rows)
+
+
+class _Shelf:
+    """Places of the blocks laid end to end in random order, against samples; the short last block may lie anywhere."""
+
+    def __init__(self, num_samples: int, blocks: Blocks, seed: int, epoch: int) -> None:
+        self._size = min(blocks.size, num_samples)
+        self._num_blocks = -(-num_samples // self._size)
+        self._window = min(blocks.window, self._num_blocks)
+        self._blocks = Permutation(self._num_blocks, derive_key("blocks", seed, epoch, size=64))
+        self._short = int(self._blocks.inverse(np.array([self._num_blocks - 1], np.int64))[0])
+        self._gap = self._num_blocks * self._size - num_samples
+        # From here on, what follows the short block stands `gap` places earlier than slot * size.
+        self._short_end = (self._short + 1) * self._size - self._gap
+
+    def _start(self, slot: Indices) -> Indices:
+        return slot * self._size - self._gap * (slot > self._short)
+
+    def _slot(self, places: Indices) -> Indices:
+        found: Indices = (places + self._gap * (places >= self._short_end)) // self._size
+        return found
+
+    def windows(self, places: Indices) -> tuple[Indices, Indices]:
+        """Return the window of each place and the first place of that window."""
+        window = self._slot(places) // self._window
+        return window, self._start(window * self._window)
+
+    def bounds(self, window: int) -> tuple[int, int]:
+        """Return [first, end) of a window's places."""
+        slots = window * self._window, min((window + 1) * self._window, self._num_blocks)
+        first, end = self._start(np.array(slots, np.int64)).tolist()
+        return first, end
+
+    def samples(self, places: Indices) -> Indices:
+        """Return the sample at each place; the places lie close to each other."""
+        slots = self._slot(places)
+        low = int(slots.min())
+        # [slot - low]: the block there
+        blocks = self._blocks(np.arange(low, int(slots.max()) + 1, dtype=np.int64))
+        return blocks[slots - low] * self._size + places - self._start(slots)
+
+    def places(self, samples: Indices) -> Indices:
+        """Return the place of each sample: undo `samples`."""
+        block, within = np.divmod(samples, self._size)
+        return self._start(self._blocks.inverse(block)) + within
+
+
+def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
+    """Yield (which of the places have it, key) for each key that occurs; each occurs on one stretch of places."""
+    if not places.size:
+        return
+    ascending = np.argsort(places, kind="stable")
+    sorted_keys = np.stack(keys, axis=1)[ascending]  # [place, key]
+    starts = np.flatnonzero((sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)) + 1
+    starts = np.concatenate([[0], starts])
+    ends = [*starts[1:].tolist(), len(places)]
+    for start, end, key in zip(starts.tolist(), ends, sorted_keys[starts].tolist(), strict=True):
+        yield ascending[start:end], key
+
+
+@lru_cache(maxsize=4)
+def block_order(num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int) -> BlockOrder:
+    """Return the order of an epoch, the same object for a few that are asked for in turns."""
+    return BlockOrder(num_samples, blocks, width, seed, epoch)

@@ -1,0 +1,80 @@
+"""What is asked of a stream's source, and of every stage on the way from it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paddle_shard.plan.seeding import derive_seed
+
+
+def _leave_generators(seed: int) -> None:
+    """Seed nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Some parts of a stream, to be read from a position on.
+
+    What stands in a part is a function of (seed, epoch, round, part) alone: not of who opens it, nor of the
+    other parts that are opened with it.
+    """
+
+    parts: tuple[int, ...]
+    """The parts to open, ascending; a reader opens all that it holds at once, so that they can share a reading."""
+    num_parts: int
+    """P, of all readers together."""
+    stripe: int = 1
+    """Samples of an uncut stream that go to one part, one after the other, where it is cut by turns."""
+    seed: int = 0
+    """Of the run."""
+    epoch: int = 0
+    """The epoch."""
+    round: int = 0
+    """How often the parts were read to their end before, in this epoch."""
+    skip: int = 0
+    """Samples of each part to leave out at its beginning."""
+    seed_generators: Callable[[int], None] = _leave_generators
+    """Seeds the global random generators with a number in [0, 2^64); called before each piece of the user's code."""
+
+    def uncut(self, skip: int) -> Opening:
+        """Return the opening of the whole stream, which is part 0 of 1."""
+        return replace(self, parts=(0,), num_parts=1, skip=skip)
+
+    def key(self, part: int, *purpose: Any) -> int:
+        """Return a seed for something that is done in a part."""
+        return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
+
+
+class Stage:
+    """A source of a stream, or a step on the way from it; one that changes nothing but the samples is 1 : 1.
+
+    A subclass gives `open`, and whichever of the others is not what it is for its upstream.
+    """
+
+    upstream: Stage | None = None
+    depth: int = 0
+    """Stages before it; makes its random numbers its own."""
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return an iterator over each part that is opened, which begins after `opening.skip` samples."""
+        raise NotImplementedError
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return how many samples each of the parts has without skipping; None if that shows only at the end."""
+        return None if self.upstream is None else self.upstream.lengths(opening)
+
+    @property
+    def num_shards(self) -> int | None:
+        """Files that the stream is made of; None where it is not made of files."""
+        return None if self.upstream is None else self.upstream.num_shards
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it can open a part without reading the others, or is where the stream is cut."""
+        return False
+
+    def fingerprint(self) -> list[Any]:
+        """Return what the samples and their order depend on: JSON-able, one entry a stage that matters."""
+        return [] if self.upstream is None else self.upstream.fingerprint()

@@ -1,0 +1,181 @@
+"""Which part of a stream does each row of a global batch come from, and who holds the parts?
+
+A stream has no index, so it cannot be dealt out sample by sample. It is cut into P canonical parts, each a
+function of (seed, epoch, part); data ranks and workers only *hold* parts. Row r of every micro-batch comes from
+part r // (rows / P), so the global batches are the same whoever holds what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, BatchSizeError
+from paddle_shard.plan.partition import Rows, nearest_multiples
+
+STREAM_TAILS = ("pad", "drop", "repeat", "error")
+MAX_PARTS = 64
+"""Most parts that are chosen without being asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsPlan:
+    """How the global batches of a stream are made of its parts.
+
+    Examples:
+        >>> plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=2)
+        >>> plan.parts_of(1), plan.rows_of((2, 3)).tolist()
+        ((2, 3), [4, 5, 6, 7])
+        >>> plan.num_steps([6, 5, 6, 6])
+        3
+    """
+
+    batch_size: int
+    """The global batch: samples that one step consumes over all data ranks, micro-batches included."""
+    num_parts: int
+    """P: divides the rows of a micro-batch; a multiple of the data ranks."""
+    num_data_ranks: int
+    """Product of the sizes of the data axes; the least common multiple where meshes differ."""
+    accumulation: int = 1
+    """Micro-batches in a global batch."""
+    tail: str = "pad"
+    """Where the parts end at different times. "pad": go on to the end of the longest, missing rows invalid;
+    "drop": stop at the first batch that is not whole; "repeat": open a part that has ended again, until the
+    longest has ended; "error": refuse, unless all end together with a whole batch."""
+    num_batches: int | None = None
+    """Exactly so many steps, whatever the lengths: parts that end are opened again. None: as the tail says."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_parts", "num_data_ranks", "accumulation"):
+            check_count(name, getattr(self, name))
+        if self.num_batches is not None:
+            check_count("num_batches", self.num_batches)
+        if self.tail not in STREAM_TAILS:
+            raise ArgumentError(
+                f"tail must be one of {', '.join(map(repr, STREAM_TAILS))} for a stream, got {self.tail!r}."
+            )
+        if self.batch_size % self.accumulation or self.micro_rows % self.num_parts:
+            raise BatchSizeError(
+                f"num_parts={self.num_parts} must divide the {self.micro_rows} rows of "
+                f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. Parts that do: "
+                f"{_listed(_divisors(self.micro_rows))}."
+            )
+        if self.num_parts % self.num_data_ranks:
+            works = [p for p in _divisors(self.micro_rows) if p % self.num_data_ranks == 0]
+            if not works:
+                sizes = nearest_multiples(self.micro_rows, self.num_data_ranks)
+                raise BatchSizeError(
+                    f"batch_size: a global batch of {self.batch_size} cannot be split evenly over "
+                    f"{self.num_data_ranks} data ranks"
+                    + (f" in {self.accumulation} micro-batches" if self.accumulation > 1 else "")
+                    + f". Nearest sizes that can: {' or '.join(str(s * self.accumulation) for s in sizes)}."
+                )
+            raise ArgumentError(
+                f"num_parts={self.num_parts}: the stream's parts cannot be held by {self.num_data_ranks} data ranks, "
+                f"which do not divide them. num_parts that can be, with this batch: {_listed(works)}."
+            )
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.batch_size // self.accumulation
+
+    @property
+    def stripe(self) -> int:
+        """Rows of a micro-batch that come from one part, one after the other."""
+        return self.micro_rows // self.num_parts
+
+    @property
+    def samples_per_part(self) -> int:
+        """Samples of each part that one step consumes."""
+        return self.stripe * self.accumulation
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a part that ends is opened again."""
+        return self.tail == "repeat" or self.num_batches is not None
+
+    def parts_of(self, data_rank: int, num_data_ranks: int | None = None) -> tuple[int, ...]:
+        """Return the parts that a data rank holds.
+
+        Args:
+            data_rank: In `range(num_data_ranks)`.
+            num_data_ranks: Of a field that is split over fewer; None: the plan's.
+        """
+        held = self.num_parts // (num_data_ranks or self.num_data_ranks)
+        return tuple(range(data_rank * held, (data_rank + 1) * held))
+
+    def rows_of(self, parts: Sequence[int]) -> Rows:
+        """Return the rows of the global batch that come from some parts, ascending: int64[len(parts) * ...].
+
+        Args:
+            parts: Ascending.
+        """
+        # [micro-batch, part, row of its stripe]
+        rows = np.arange(self.batch_size, dtype=np.int64).reshape(self.accumulation, self.num_parts, self.stripe)
+        return rows[:, list(parts)].reshape(-1)
+
+    def num_steps(self, lengths: Sequence[int]) -> int:
+        """Return the steps of an epoch whose parts have these lengths, as the tail has it.
+
+        Raises:
+            ArgumentError: With "error", where the parts do not end together; with "repeat", for an empty part.
+        """
+        if self.num_batches is not None:
+            return self.num_batches
+        size = self.samples_per_part
+        if self.tail == "drop":
+            return min(lengths) // size
+        if self.tail == "error" and (min(lengths) != max(lengths) or lengths[0] % size):
+            raise ArgumentError(
+                f"tail='error': the stream's {self.num_parts} parts have {_listed(lengths)} samples, which do not end "
+                f"together with a whole batch ({size} of each part). Choose tail='pad', 'drop' or 'repeat', or "
+                "num_batches=."
+            )
+        return -(-max(lengths) // size)
+
+
+def chunks_of(parts: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
+    """Deal the parts of a data rank to its workers; workers beyond the number of parts would idle and get none.
+
+    Examples:
+        >>> chunks_of((4, 5, 6), 2), chunks_of((4, 5), 0), chunks_of((4,), 3)
+        ([(4, 6), (5,)], [(4, 5)], [(4,)])
+    """
+    count = max(1, min(num_workers, len(parts)))
+    return [tuple(parts[worker::count]) for worker in range(count)]
+
+
+def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
+    """Return the number of parts where none is asked for: never a matter of the mesh.
+
+    Args:
+        micro_rows: Rows of a micro-batch.
+        num_shards: Files that the stream is made of, if it is.
+
+    Returns:
+        The largest divisor of the rows that is at most the number of shards and at most 64.
+
+    Examples:
+        >>> choose_num_parts(256), choose_num_parts(96), choose_num_parts(64, num_shards=10)
+        (64, 48, 8)
+    """
+    limit = min(MAX_PARTS, num_shards or MAX_PARTS)
+    return max(d for d in _divisors(micro_rows) if d <= limit)
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no int >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name} must be an int >= 1, got {value!r}.")
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -1,0 +1,154 @@
+"""What does a reader deliver of a stream's step, and how do the chunks of several workers become one slice?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.collate import is_sequence, rebuild
+from paddle_shard.plan.opening import Opening
+from paddle_shard.plan.partition import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRequest:
+    """What one reader delivers of a step: some rows of each part that it holds."""
+
+    number: int
+    """Of the pass; a reader of another pass's chunks begins anew."""
+    opening: Opening
+    """The parts, and where the pass begins in them."""
+    step: int
+    """Of the epoch."""
+    first_step: int
+    """The first that this reader serves in the pass."""
+    stride: int = 1
+    """Steps from one that this reader serves to the next."""
+    stripe: int
+    """Rows of a micro-batch that come from one part."""
+    accumulation: int = 1
+    """Micro-batches in the step."""
+    pad: bool = False
+    """Whether missing rows are made up for."""
+    repeat: bool = False
+    """Whether a part that has ended is opened again."""
+    whole_items: bool = False
+    """Whether a sample is a whole batch, which is not collated."""
+    rows_are_split: bool = False
+    """Whether other rows of the global batch are collated elsewhere."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the pass."""
+        return self.opening.epoch
+
+    @property
+    def samples_per_part(self) -> int:
+        """Samples of each part."""
+        return self.stripe * self.accumulation
+
+    @property
+    def position(self) -> int:
+        """Samples of each part that stand before this step."""
+        return self.opening.skip + (self.step - self.first_step) // self.stride * self.samples_per_part
+
+    @property
+    def indices(self) -> list[tuple[int, int]]:
+        """(part, position) of the first sample of each part."""
+        return [(part, self.position) for part in self.opening.parts]
+
+
+class Chunk(NamedTuple):
+    """Some rows of a step."""
+
+    batch: Any
+    """Collated; None where rows are missing that are not made up for."""
+    real: bytes
+    """One a row: 1 if it is real, 0 if it was made up."""
+    fresh: bool
+    """Whether a row is of its part's first round."""
+
+
+class Slice(NamedTuple):
+    """The rows of a step that a rank reads."""
+
+    batch: Any
+    real: npt.NDArray[np.bool_]
+    fresh: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether no row is missing."""
+        return bool(self.real.all())
+
+    @property
+    def empty(self) -> bool:
+        """Whether every row is missing."""
+        return not self.real.any()
+
+
+@dataclass(slots=True)
+class Joiner:
+    """Puts the chunks of a step together, in the order of the global batch's rows."""
+
+    places: Sequence[Rows]
+    """For each chunk, where its rows stand in the slice."""
+    gather: Callable[[Sequence[Any], Rows], Any]
+    """Joins tensors by their first dim and takes rows of them."""
+    _order: Rows = field(init=False)
+    _in_order: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._order = np.argsort(np.concatenate(self.places), kind="stable")
+        self._in_order = bool((self._order == np.arange(len(self._order))).all())
+
+    def join(self, chunks: Sequence[Chunk]) -> Slice:
+        """Return the slice.
+
+        Raises:
+            ValueError: The chunks differ in structure or in the shape of a row; the text says where.
+        """
+        fresh = any(chunk.fresh for chunk in chunks)
+        real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])[self._order]
+        if any(chunk.batch is None for chunk in chunks):
+            return Slice(None, real, fresh)
+        if len(chunks) == 1 and self._in_order:
+            return Slice(chunks[0].batch, real, fresh)
+        return Slice(self._joined([chunk.batch for chunk in chunks], ""), real, fresh)
+
+    def _joined(self, values: Sequence[Any], path: str) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            self._alike([sorted(map(str, value)) for value in values], "keys", path)
+            return rebuild(first, {key: self._joined([v[key] for v in values], f"{path}[{key!r}]") for key in first})
+        if hasattr(first, "shape"):
+            self._alike([(list(value.shape[1:]), str(value.dtype)) for value in values], "row shape and dtype", path)
+            if isinstance(first, np.ndarray):  # of objects, which no tensor can hold
+                return np.concatenate(values)[self._order]
+            return self.gather(values, self._order)
+        if not is_sequence(first):
+            return first
+        sizes = [len(place) for place in self.places]
+        if [len(value) for value in values] == sizes and not any(_holds_tensors(value) for value in values):
+            flat = [item for value in values for item in value]
+            return [flat[row] for row in self._order.tolist()]
+        self._alike([len(value) for value in values], "number of fields", path)
+        columns = enumerate(zip(*values, strict=True))
+        return rebuild(first, [self._joined(column, f"{path}[{i}]") for i, column in columns])
+
+    @staticmethod
+    def _alike(found: Sequence[Any], what: str, path: str) -> None:
+        if any(value != found[0] for value in found):
+            raise ValueError(
+                f"the rows that different workers collated do not fit together{f' at field {path}' if path else ''}: "
+                f"they differ in {what}: {', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that "
+                "do not depend on their neighbours; pad to a fixed length."
+            )
+
+
+def _holds_tensors(values: Sequence[Any]) -> bool:
+    return any(hasattr(value, "shape") or isinstance(value, Mapping) or is_sequence(value) for value in values)

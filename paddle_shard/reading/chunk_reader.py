@@ -1,0 +1,126 @@
+"""How does a reader go through the parts of a stream that it holds?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.reading.chunk import Chunk, ChunkRequest
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.reader import collate_rows
+from paddle_shard.samplers.randomness import Generator
+from paddle_shard.stages.repeat import in_rounds
+
+
+class ChunkReader:
+    """Serves the requests of one pass after another, each in the order of its steps.
+
+    It lives in a worker, or in the main process without workers, and holds the open parts of its pass.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any] | None,
+        generators: Sequence[Generator],
+    ) -> None:
+        """Set up the reader.
+
+        Args:
+            stage: What opens the parts.
+            dataset: What the user's functions see as their data set.
+            collate_fn: The user's, or None to stack the samples with `collate`.
+            generators: Global generators to seed before each piece of the user's code.
+        """
+        self._stage, self.dataset = stage, dataset
+        self._collate_fn, self._generators = collate_fn, generators
+        self._number: int | None = None
+        self._next_step = 0
+        self._parts: list[Iterator[tuple[int, Any]]] = []
+        self._filler: list[Any] = []  # at most one sample: what missing rows are made of
+
+    def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
+        """Return the rows of a request, or its failure."""
+        at: dict[str, Any] = {"what": f"opening parts {list(request.opening.parts)}", "index": None}
+        try:
+            if request.number != self._number:
+                self._begin(request)
+            if request.step != self._next_step:
+                raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
+            self._next_step += request.stride
+            samples, real, fresh = self._rows(request, at)
+            if not (all(real) or request.pad) or not samples:
+                return Chunk(None, bytes(real), fresh)
+            at.update(what=f"collating {len(samples)} samples", index=None)
+            return Chunk(self._collated(samples, request), bytes(real), fresh)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit, which would end a worker without a word
+            return ReadFailure.of(error, worker=worker, **at)
+
+    def close(self) -> None:
+        """Let go of the open parts."""
+        self._number, self._parts, self._filler = None, [], []
+
+    def _seed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.seed(seed)
+
+    def _begin(self, request: ChunkRequest) -> None:
+        opening = replace(request.opening, seed_generators=self._seed)
+        self._number, self._next_step, self._filler = request.number, request.first_step, []
+        self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
+
+    def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
+        """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
+        size, fresh = request.samples_per_part, False
+        # [part][row of it]
+        columns: list[list[Any]] = []
+        for part, items in zip(request.opening.parts, self._parts, strict=True):
+            column: list[Any] = []
+            while len(column) < size:
+                number = request.position + len(column)
+                at.update(what=f"reading sample {number} of part {part}", index=(part, number))
+                found = next(items, None)
+                if found is None:
+                    break
+                fresh = fresh or found[0] == 0
+                column.append(found[1])
+            columns.append(column)
+        real = [len(column) > row for column in columns for row in range(size)]
+        last = next((column[-1] for column in reversed(columns) if column), None)
+        if any(real):
+            self._filler = [last]
+        if request.pad and not all(real):
+            at.update(what="looking for a sample that stands in for missing rows", index=None)
+            filler = self._filler or self._first_of_any(request)
+            columns = [column + filler * (size - len(column)) for column in columns]
+        elif not all(real):
+            return [], real, fresh
+        order = [
+            (part, micro * request.stripe + row)
+            for micro in range(request.accumulation)
+            for part in range(len(columns))
+            for row in range(request.stripe)
+        ]
+        return [columns[p][r] for p, r in order], [real[p * size + r] for p, r in order], fresh
+
+    def _first_of_any(self, request: ChunkRequest) -> list[Any]:
+        """Return the first sample that any part has: every reader can open every part."""
+        num_parts = request.opening.num_parts
+        for part in sorted(range(num_parts), key=lambda part: (part not in request.opening.parts, part)):
+            one: Opening = replace(request.opening, parts=(part,), skip=0, seed_generators=self._seed)
+            self._filler = list(islice(self._stage.open(one)[0], 1))
+            if self._filler:
+                return self._filler
+        raise ArgumentError("the stream is empty: no part of it has a sample. Check its path and filters.")
+
+    def _collated(self, samples: list[Any], request: ChunkRequest) -> Any:
+        if request.whole_items:
+            return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
+        return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)

@@ -1,0 +1,108 @@
+"""How are the steps of a stream read, by one reader or by several workers?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import paddle.io
+
+from paddle_shard.plan.opening import Stage
+from paddle_shard.plan.partition import Rows
+from paddle_shard.reading.chunk import Chunk, ChunkRequest, Joiner, Slice
+from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
+from paddle_shard.samplers.randomness import Generator
+
+
+class StreamLoader:
+    """The settings of a user's DataLoader, used to read the chunks of a stream."""
+
+    def __init__(
+        self,
+        dataloader: paddle.io.DataLoader,
+        stage: Stage,
+        generators: Sequence[Generator],
+        to_tensor: Callable[[Any], Any],
+        gather: Callable[[Sequence[Any], Rows], Any],
+    ) -> None:
+        """Set up the loader.
+
+        Args:
+            dataloader: The user's; read only.
+            stage: What opens the stream's parts.
+            generators: Global generators to seed before each piece of the user's code.
+            to_tensor: Makes a tensor of an array.
+            gather: Joins tensors by their first dim and takes rows of them.
+        """
+        self._dataloader, self._stage, self._generators = dataloader, stage, generators
+        self._to_tensor, self._gather = to_tensor, gather
+        self._idle: list[WorkerPool] = []
+
+    def start(self, requests: Iterator[list[ChunkRequest]], places: Sequence[Rows], num_workers: int) -> StreamPass:
+        """Start a pass of its own.
+
+        Args:
+            requests: For each step its chunks, one for each reader; always as many.
+            places: For each chunk, where its rows stand in the slice.
+            num_workers: Readers, at most as many as the user's DataLoader has workers; 0: this process.
+        """
+        asked: deque[ChunkRequest] = deque()
+        core: Pass
+        flat = _noted(requests, asked)
+        if num_workers == 0:
+            core = DirectPass(flat, self._reader(), self._generators, self._to_tensor)
+        else:
+            pool = self._idle.pop() if self._idle else WorkerPool(self._dataloader, self._reader(), num_workers)
+            core = WorkerPass(flat, pool, self._idle, self._to_tensor)
+        return StreamPass(core, Joiner(places, self._gather), asked)
+
+    def _reader(self) -> ChunkReader:
+        return ChunkReader(self._stage, self._dataloader.dataset, self._dataloader.collate_fn, self._generators)
+
+    def close(self) -> None:
+        """End persistent workers that wait for another pass."""
+        while self._idle:
+            self._idle.pop().shut_down()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class StreamPass:
+    """One pass: yields the slices of this rank's steps, without an end of its own."""
+
+    def __init__(self, core: Pass, joiner: Joiner, asked: deque[ChunkRequest]) -> None:
+        self._core, self._joiner, self._asked = core, joiner, asked
+
+    def __iter__(self) -> StreamPass:
+        return self
+
+    def __next__(self) -> Slice:
+        """Return the slice of the next step.
+
+        Raises:
+            DataReadError: Reading it failed.
+        """
+        chunks = []
+        for _ in self._joiner.places:
+            chunks.append(Chunk(*next(self._core)))
+            request = self._asked.popleft()
+        try:
+            return self._joiner.join(chunks)
+        except Exception as error:
+            failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
+            raise failure.error(request) from None
+
+    def close(self) -> None:
+        """End its workers."""
+        self._core.close()
+
+
+def _noted(requests: Iterator[list[ChunkRequest]], asked: deque[ChunkRequest]) -> Iterator[ChunkRequest]:
+    for step in requests:
+        for request in step:
+            asked.append(request)
+            yield request

@@ -1,0 +1,94 @@
+"""What does `paddle.io.get_worker_info()` tell the user's stream?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from paddle.io.dataloader import worker as paddle_worker
+
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.seeding import mix
+
+
+@dataclass(slots=True)
+class ShownInfo:
+    """A `WorkerInfo` as the user's code sees it."""
+
+    id: int
+    num_workers: int
+    dataset: Any
+    seed: int = 0
+
+
+@contextmanager
+def shown(info: ShownInfo | None) -> Iterator[None]:
+    """Let `paddle.io.get_worker_info()` return something else for a while."""
+    own = paddle_worker._worker_info
+    paddle_worker._worker_info = info
+    try:
+        yield
+    finally:
+        paddle_worker._worker_info = own
+
+
+class AsOneReader:
+    """A user's stream, which is not told that there are workers: it would give each only some of its samples.
+
+    It is read by every reader and cut behind it. (Shown a worker's number, a stream that splits itself would be
+    cut twice.)
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        with shown(None):
+            items = iter(self._dataset)
+        while True:
+            with shown(None):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
+
+class SelfSplit(Stage):
+    """A user's stream that splits itself by `paddle.io.get_worker_info()`: it is shown "worker p of P".
+
+    So each sample is read once, whatever the number of readers. It must yield different samples for each p,
+    and the same ones whenever it is opened for an epoch.
+    """
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset = dataset
+
+    @property
+    def cuts(self) -> bool:
+        """It opens a part by itself."""
+        return True
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the parts."""
+        return [self._items(part, opening) for part in opening.parts]
+
+    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
+        key, seed = opening.key(part, "source"), opening.seed_generators
+        info = ShownInfo(part, opening.num_parts, self._dataset, key & 0x7FFFFFFF)
+        with shown(info):
+            seed(key)
+            items = iter(self._dataset)
+        number = 0
+        while True:
+            with shown(info):
+                seed(mix(key, number))
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            if number >= opening.skip:
+                yield item
+            number += 1

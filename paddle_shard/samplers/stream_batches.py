@@ -1,0 +1,98 @@
+"""What does the rest of the library see of a stream's order?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.partition import Rows
+from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.state import LoaderState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBatch:
+    """A global batch of a stream, of which only its own rows are known to a rank."""
+
+    num_rows: int
+    micro_size: int
+    num_real: int
+    """Positions of the parts that it serves, rows that are missing at a part's end among them."""
+    real: npt.NDArray[np.bool_]
+    """Of the rows that this rank reads; a single one for all where items are whole batches."""
+    sampler_state: None = None
+
+    def take(self, rows: Rows) -> list[Any]:
+        """A stream has no indices."""
+        raise ArgumentTypeError("a stream has no indices")
+
+    def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which of the rows that this rank reads are real."""
+        return self.real if len(self.real) == len(rows) else np.full(len(rows), self.real[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBatches:
+    """All global batches of a stream."""
+
+    stage: Stage
+    """Opens its parts, or all of it where items are whole batches."""
+    plan: PartsPlan | None
+    """None: each item is a whole batch."""
+    tail: str
+    num_batches: int | None
+    seed: int
+    split_over: int | None = None
+    """The number of data ranks where each has a stream of its own; such a run is bound to it."""
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether the steps are known before the end."""
+        return self._num_steps() is not None
+
+    def untouched(self) -> StreamBatches:
+        """Return itself."""
+        return self
+
+    def __len__(self) -> int:
+        steps = self._num_steps()
+        if steps is None:  # a TypeError, so that list(loader) works
+            raise ArgumentTypeError(
+                "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known "
+                "length, or a source that knows its counts."
+            )
+        return steps
+
+    def _num_steps(self) -> int | None:
+        if self.num_batches is not None:
+            return self.num_batches
+        if self.split_over is not None or (self.tail == "repeat" and self.plan is None):
+            return None
+        num_parts = 1 if self.plan is None else self.plan.num_parts
+        stripe = 1 if self.plan is None else self.plan.stripe
+        opening = Opening(parts=tuple(range(num_parts)), num_parts=num_parts, stripe=stripe, seed=self.seed)
+        lengths = self.stage.lengths(opening)
+        if lengths is None:
+            return None
+        return lengths[0] if self.plan is None else self.plan.num_steps(lengths)
+
+    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[StreamBatch]:
+        """A stream is read, not indexed."""
+        raise ArgumentError("a stream has no index: its batches cannot be listed without reading it.")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        found: dict[str, Any] = {"stream": self.stage.fingerprint(), "seed": self.seed, "tail": self.tail}
+        if self.plan is not None:
+            found["num_parts"] = self.plan.num_parts
+        if self.num_batches is not None:
+            found["num_batches"] = self.num_batches
+        if self.split_over is not None:
+            found["num_data_ranks"] = self.split_over
+        return found

@@ -1,0 +1,81 @@
+"""How is any iterable a source?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from typing import Any
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.seeding import mix
+
+
+class IterableSource(Stage):
+    """A list, a function that returns an iterator, or anything that can be iterated once an epoch.
+
+    It cannot open a part by itself. What it draws from the global generators is seeded before each sample from
+    (seed, epoch, round, number of the sample), so every reader sees the same stream.
+    """
+
+    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        """Set up the source.
+
+        Args:
+            iterable: Iterated anew for each epoch. A generator can be read in one epoch only; give the function
+                that makes it, without calling it, to read it in several.
+
+        Raises:
+            ArgumentTypeError: It is neither iterable nor callable.
+        """
+        if not hasattr(iterable, "__iter__") and not callable(iterable):
+            raise ArgumentTypeError(
+                f"a stream must be iterable, or a function that returns something iterable, got "
+                f"{type(iterable).__name__}: {iterable!r}."
+            )
+        self._iterable = iterable
+        self._one_shot = isinstance(iterable, Iterator)
+        self._used = False
+
+    @property
+    def _indexed(self) -> bool:
+        return hasattr(self._iterable, "__getitem__") and hasattr(self._iterable, "__len__")
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the whole stream: part 0 of 1."""
+        if opening.num_parts != 1:
+            raise AssertionError("an iterable is cut by a stage behind it")
+        return [self._items(opening)]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the length of a list."""
+        return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
+
+    def _items(self, opening: Opening) -> Iterator[Any]:
+        key, seed = opening.key(0, "source"), opening.seed_generators
+        if self._indexed:
+            for number in range(opening.skip, len(self._iterable)):  # type: ignore[arg-type]
+                seed(mix(key, number))
+                yield self._iterable[number]  # type: ignore[index]
+            return
+        seed(key)
+        items = self._begin()
+        for number in count():
+            seed(mix(key, number))
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            if number >= opening.skip:
+                yield item
+
+    def _begin(self) -> Iterator[Any]:
+        if not self._one_shot:
+            return iter(self._iterable() if callable(self._iterable) else self._iterable)
+        if self._used:
+            raise ArgumentError(
+                f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give "
+                "the function that makes it, without calling it, so that each epoch can begin anew."
+            )
+        self._used = True
+        return iter(self._iterable)  # type: ignore[arg-type]

@@ -1,0 +1,10 @@
+"""What a stream goes through between its source and the batch, one stage a file."""
+
+from paddle_shard.stages.batch import Batch, Unbatch
+from paddle_shard.stages.filter import Filter
+from paddle_shard.stages.map import Map
+from paddle_shard.stages.repeat import Repeat
+from paddle_shard.stages.shuffle import Shuffle
+from paddle_shard.stages.stripe import Stripe
+
+__all__ = ["Batch", "Filter", "Map", "Repeat", "Shuffle", "Stripe", "Unbatch"]

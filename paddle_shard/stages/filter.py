@@ -1,0 +1,42 @@
+"""Which samples are kept?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any
+
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.seeding import mix
+
+
+class Filter(Stage):
+    """Keeps the samples for which a function is true; skipping reads and tries what it skips."""
+
+    def __init__(self, upstream: Stage, predicate: Callable[[Any], bool]) -> None:
+        self.upstream, self.depth = upstream, upstream.depth + 1
+        self._upstream, self._predicate = upstream, predicate
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the parts' samples that are kept."""
+        opened = self._upstream.open(replace(opening, skip=0))
+        return [
+            islice(self._kept(items, part, opening), opening.skip, None)
+            for part, items in zip(opening.parts, opened, strict=True)
+        ]
+
+    def lengths(self, opening: Opening) -> None:
+        """Not known."""
+        return
+
+    def _kept(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+        key, predicate, seed = opening.key(part, "filter", self.depth), self._predicate, opening.seed_generators
+        for number in count():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            seed(mix(key, number))
+            if predicate(item):
+                yield item

@@ -1,0 +1,37 @@
+"""How is each sample changed by itself?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.seeding import mix
+
+
+class Map(Stage):
+    """Calls a function for each sample; samples that are skipped cost no call.
+
+    The global generators are seeded before each call from (seed, epoch, round, part, number of the sample), so
+    that a random function does the same for any number of workers, and after a resume.
+    """
+
+    def __init__(self, upstream: Stage, function: Callable[[Any], Any]) -> None:
+        self.upstream, self.depth = upstream, upstream.depth + 1
+        self._upstream, self._function = upstream, function
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the parts' samples, changed."""
+        opened = self._upstream.open(opening)
+        return [self._changed(items, part, opening) for part, items in zip(opening.parts, opened, strict=True)]
+
+    def _changed(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+        key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
+        for number in count(opening.skip):
+            try:
+                item = next(items)  # before seeding: it runs code that seeds for itself
+            except StopIteration:
+                return
+            seed(mix(key, number))
+            yield function(item)

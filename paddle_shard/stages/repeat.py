@@ -1,0 +1,101 @@
+"""How is a part read again when it has come to its end?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.parts import check_count
+
+
+class Repeat(Stage):
+    """Reads each part several times, in another order each time where it is shuffled."""
+
+    def __init__(self, upstream: Stage, times: int | None = None) -> None:
+        """Set up the stage.
+
+        Args:
+            upstream: What is repeated.
+            times: How often; None: without an end.
+        """
+        if times is not None:
+            check_count("times", times)
+        self.upstream, self.depth = upstream, upstream.depth + 1
+        self._upstream, self._times = upstream, times
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the parts' samples, round after round."""
+        return [(item for _, item in items) for items in in_rounds(self._upstream, opening, self._times)]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the samples of all rounds, if there is an end."""
+        if self._times is None:
+            return None
+        total = [0] * len(opening.parts)
+        for number in range(self._times):
+            one = self._upstream.lengths(_of_round(opening, number, self._times))
+            if one is None:
+                return None
+            total = [a + b for a, b in zip(total, one, strict=True)]
+        return total
+
+    def fingerprint(self) -> list[Any]:
+        """Return the times, too."""
+        return [*self._upstream.fingerprint(), ["repeat", self._times]]
+
+
+def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterator[tuple[int, Any]]]:
+    """Open parts so that each is opened again when it has ended.
+
+    Args:
+        stage: What is opened.
+        opening: Of the first round; `skip` counts over all rounds.
+        times: Rounds; None: without an end.
+
+    Returns:
+        For each part, pairs of the round, from 0, and the sample.
+    """
+    opened: dict[int, dict[int, Iterator[Any]]] = {}
+
+    def of_round(number: int, part: int) -> Iterator[Any]:
+        if number not in opened:  # for all parts at once, so that they share a reading
+            parts = stage.open(_of_round(opening, number, times))
+            opened[number] = dict(zip(opening.parts, parts, strict=True))
+        items = opened[number].pop(part)
+        if not opened[number] and number:
+            del opened[number]
+        return items
+
+    def rounds(part: int) -> Iterator[tuple[int, Any]]:
+        skip = opening.skip
+        for number in range(times) if times is not None else count():
+            one = replace(_of_round(opening, number, times), parts=(part,))
+            lengths = stage.lengths(one)
+            if lengths is not None and skip >= lengths[0] > 0:
+                skip -= lengths[0]
+                continue
+            if lengths is not None and skip:
+                items, found, skip = stage.open(replace(one, skip=skip))[0], True, 0
+            else:
+                items, found = of_round(number, part), False
+            for item in items:
+                found = True
+                if skip:
+                    skip -= 1
+                else:
+                    yield number, item
+            if not found and times is None:
+                raise ArgumentError(
+                    f"part {part} of {opening.num_parts} has no sample that could be repeated. Use fewer parts "
+                    "(num_parts=), or tail='pad' or 'drop'."
+                )
+
+    return [rounds(part) for part in opening.parts]
+
+
+def _of_round(opening: Opening, number: int, times: int | None) -> Opening:
+    return replace(opening, round=opening.round * (times or 1) + number, skip=0)

@@ -1,0 +1,58 @@
+"""How is a stream shuffled that cannot be indexed?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.shuffle import Permutation
+
+
+class Shuffle(Stage):
+    """Permutes the samples of a part in windows, each by a key of its own.
+
+    A window is read whole before its first sample comes out, so a part holds up to `window` samples in memory.
+    Beginning anywhere needs no saved buffer: it reads again less than one window.
+    """
+
+    def __init__(self, upstream: Stage, window: int) -> None:
+        """Set up the stage.
+
+        Args:
+            upstream: What is shuffled.
+            window: Samples that are mixed, at least 1.
+        """
+        check_count("window", window)
+        self.upstream, self.depth = upstream, upstream.depth + 1
+        self._upstream, self._window = upstream, window
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the parts' samples, shuffled."""
+        first = opening.skip // self._window
+        opened = self._upstream.open(replace(opening, skip=first * self._window))
+        return [
+            islice(self._mixed(items, part, opening, first), opening.skip % self._window, None)
+            for part, items in zip(opening.parts, opened, strict=True)
+        ]
+
+    def fingerprint(self) -> list[Any]:
+        """Return the window, too."""
+        return [*self._upstream.fingerprint(), ["shuffle", self._window]]
+
+    def _mixed(self, items: Iterator[Any], part: int, opening: Opening, first: int) -> Iterator[Any]:
+        for window in count(first):
+            held: list[Any] = list(islice(items, self._window))
+            if not held:
+                return
+            key = derive_key(opening.key(part, "window", self.depth), window, size=64)
+            order = Permutation(len(held), key)(np.arange(len(held), dtype=np.int64)).tolist()
+            for number in order:
+                item, held[number] = held[number], None  # let go of what is delivered
+                yield item

@@ -1,0 +1,72 @@
+"""How is a stream cut into parts that has nothing to be cut at?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from paddle_shard.plan.opening import Opening, Stage
+
+
+class Stripe(Stage):
+    """Deals the samples of one stream to the parts by turns: sample i belongs to part (i // stripe) mod P.
+
+    So a global batch holds the stream's own next samples, in its own order. Every reader reads the whole stream
+    and keeps the samples of the parts that it holds; what stands before the cut is done by each of them.
+    """
+
+    def __init__(self, upstream: Stage) -> None:
+        self.upstream, self.depth = upstream, upstream.depth + 1
+        self._upstream = upstream
+
+    @property
+    def cuts(self) -> bool:
+        """Here the stream is cut."""
+        return True
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the parts, over one reading of the stream."""
+        stripes, within = divmod(opening.skip, opening.stripe)
+        at = stripes * opening.num_parts * opening.stripe
+        items = self._upstream.open(opening.uncut(at))[0]
+        turns = _Turns(items, at, opening)
+        return [islice(turns.of(part), within, None) for part in opening.parts]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the lengths of the parts; they differ by less than two stripes."""
+        found = self._upstream.lengths(opening.uncut(0))
+        if found is None:
+            return None
+        turns, rest = divmod(found[0], opening.num_parts * opening.stripe)
+        return [
+            turns * opening.stripe + min(opening.stripe, max(0, rest - part * opening.stripe)) for part in opening.parts
+        ]
+
+    def fingerprint(self) -> list[Any]:
+        """Say so."""
+        return [*self._upstream.fingerprint(), ["stripe"]]
+
+
+class _Turns:
+    """One reading of a stream, from which the parts take their samples; what is another's waits for it."""
+
+    def __init__(self, items: Iterator[Any], at: int, opening: Opening) -> None:
+        self._items, self._at = items, at
+        self._stripe, self._num_parts = opening.stripe, opening.num_parts
+        self._waiting: dict[int, deque[Any]] = {part: deque() for part in opening.parts}
+
+    def of(self, part: int) -> Iterator[Any]:
+        mine = self._waiting[part]
+        while True:
+            while not mine:
+                try:
+                    item = next(self._items)
+                except StopIteration:
+                    return
+                owner = self._at // self._stripe % self._num_parts
+                self._at += 1
+                if owner in self._waiting:
+                    self._waiting[owner].append(item)
+            yield mine.popleft()

@@ -1,0 +1,113 @@
+"""Streams of many kinds, read by real ranks in `stream_worker.py`; the oracle is the same stream read alone."""
+
+import itertools
+import json
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard import Stream
+
+BATCH = 8
+MESHES = {
+    1: [([0], ["dp"])],
+    2: [([0, 1], ["dp"]), ([[1, 0]], ["dp", "mp"])],
+    4: [([[0, 1], [2, 3]], ["mp", "dp"]), ([3, 1, 0, 2], ["dp"])],
+}
+
+
+class Numbers(paddle.io.IterableDataset):
+    """0 .. n-1, each with a random number."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        for i in range(self.length):
+            yield i, np.random.rand()
+
+
+class SplitsItself(paddle.io.IterableDataset):
+    """0 .. n-1, every worker its own of them, as Paddle's documentation shows it."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        info = paddle.io.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for i in range(start, self.length, step):
+            yield i, np.random.rand()
+
+
+def noisy(i):
+    return i, np.random.rand()
+
+
+def whole_batches():
+    for first in range(0, 56, 8):
+        yield np.arange(first, first + 8), np.random.rand(8)
+
+
+def loader_of(stream, workers, size=BATCH):
+    return paddle.io.DataLoader(stream, batch_size=size, num_workers=workers)
+
+
+SOURCES = {
+    "iterable": lambda workers: loader_of(Numbers(45), workers),
+    "self split": lambda workers: loader_of(Stream.of(SplitsItself(45), splits_itself=True), workers),
+    "shuffled": lambda workers: loader_of(Stream.of(range(45)).shuffle(16).map(noisy).shuffle(4), workers),
+    "cut, then filtered": lambda workers: loader_of(
+        Stream.of(range(70)).sharding_filter().map(noisy).filter(lambda s: s[0] % 3 != 0), workers
+    ),
+    "items": lambda workers: loader_of(Stream.of(whole_batches), workers, None),
+}
+"""Name -> a DataLoader; each sample is (id, a random number)."""
+SAMPLES = {
+    "iterable": list(range(45)),
+    "self split": list(range(45)),
+    "shuffled": list(range(45)),
+    "cut, then filtered": [i for i in range(70) if i % 3],
+    "items": list(range(56)),
+}
+
+
+def cases(num_ranks):
+    """(name of the case, source, mesh, workers, tail) for a number of ranks."""
+    for (ids, names), source, workers in itertools.product(MESHES[num_ranks], SOURCES, (0, 2, 3)):
+        tails = ("pad", "drop", "repeat") if workers == 2 else ("pad",)
+        for tail in tails:
+            yield f"{source} {ids} {names} workers={workers} {tail}", source, ids, names, workers, tail
+
+
+def make(source, ids, names, workers, tail, **options):
+    mesh = dist.ProcessMesh(ids, dim_names=names)
+    options = {"seed": 3, **options}
+    return paddle_shard.shard_dataloader(SOURCES[source](workers), mesh, shard_dims="dp", tail=tail, **options)
+
+
+def steps_of(loader, limit=None, *, collective=False):
+    """[[local ids, noise, valid] of each step] of one pass, or of its first steps."""
+    batches, found = iter(loader), []
+    for ids, noise in batches:
+        leaves = [ids, noise, batches.valid]
+        found.append([leaf._local_value().numpy().tolist() for leaf in leaves])
+        if collective and dist.get_world_size() > 1:
+            steps = paddle.to_tensor([len(found)])
+            dist.all_reduce(steps)
+            assert steps.item() == len(found) * dist.get_world_size()
+        if len(found) == limit:
+            break
+    return found
+
+
+def resumed(source, ids, names, workers, tail, step, other_workers):
+    """The steps after a stop at a step, and a start with other workers."""
+    first = make(source, ids, names, workers, tail)
+    begun = steps_of(first, step)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = make(source, ids, names, other_workers, tail)
+    second.load_state_dict(state)
+    return begun + steps_of(second)

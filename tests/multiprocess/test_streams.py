@@ -1,0 +1,67 @@
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_shard.testing import run_ranks
+from tests.multiprocess.stream_cases import SAMPLES, SOURCES, cases, make, steps_of
+
+pytestmark = pytest.mark.multiprocess
+HERE = Path(__file__).parent
+
+
+@cache
+def alone(source, tail):
+    """Two epochs of a stream read by one process without workers."""
+    loader = make(source, [0], ["dp"], 0, tail)
+    return [steps_of(loader), steps_of(loader)]
+
+
+def joined(reports, name, epoch, ids, names):
+    """The steps of a case over all data ranks in row order, replicas compared; epoch None: there is one."""
+    mesh = np.array(ids)
+    by_data_rank = np.moveaxis(mesh, names.index("dp"), 0).reshape(mesh.shape[names.index("dp")], -1)
+    passes = []
+    for replicas in by_data_rank:
+        of_each = [reports[rank][name] if epoch is None else reports[rank][name][epoch] for rank in replicas]
+        assert all(one == of_each[0] for one in of_each), f"replicas agree: {name}"
+        passes.append(of_each[0])
+    assert len({len(steps) for steps in passes}) == 1, f"equal steps: {name}"
+    return [[[x for part in step for x in part[field]] for field in range(3)] for step in zip(*passes, strict=True)]
+
+
+def real(steps):
+    """The real rows of each step: [[(id, noise), ...], ...]"""
+    return [[(i, n) for i, n, v in zip(*step, strict=True) if v] for step in steps]
+
+
+def check_coverage(source, tail, steps):
+    delivered = [i for step in real(steps) for i, _ in step]
+    if tail == "pad":
+        assert sorted(delivered) == SAMPLES[source]
+    elif tail == "drop":
+        assert len(set(delivered)) == len(delivered)
+        assert set(delivered) <= set(SAMPLES[source])
+        assert all(all(step[2]) for step in steps)
+    else:
+        assert set(delivered) == set(SAMPLES[source])
+        assert all(all(step[2]) for step in steps)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_ranks, tmp_path):
+    reports = run_ranks(HERE / "stream_worker.py", num_ranks, tmp_path, timeout=400)
+
+    for name, source, ids, names, _, tail in cases(num_ranks):
+        epochs = [joined(reports, name, epoch, ids, names) for epoch in range(2)]
+        for epoch, steps in enumerate(epochs):
+            assert real(steps) == real(alone(source, tail)[epoch]), name
+            check_coverage(source, tail, steps)
+        assert epochs[0] != epochs[1], "two epochs differ"
+    for source in SOURCES:
+        ids = [0] if num_ranks == 1 else [[0], [1]] if num_ranks == 2 else [[0, 1], [2, 3]]
+        names = ["dp"] if num_ranks == 1 else ["dp", "mp"]
+        for step in range(1, 7):
+            steps = joined(reports, f"{source} resumed at {step}", None, ids, names)
+            assert real(steps) == real(alone(source, "pad")[0]), f"{source} resumed at {step}"
