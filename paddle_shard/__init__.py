@@ -13,27 +13,29 @@ from paddle_shard.plan import Blocks, MeshLayout, ShardPlan
 
 __version__ = "0.1.0"
 
-_NEEDS_PADDLE = {
+_LAZY = {
     "Balanced": "paddle_shard.place.field",
-    "Stream": "paddle_shard.loader.stream",
+    "Foreign": "paddle_shard.sources.foreign",
     "ShardDataloader": "paddle_shard.loader.loader",
+    "Share": "paddle_shard.sources.foreign",
+    "Stream": "paddle_shard.loader.stream",
     "gather_valid": "paddle_shard.loader.metrics",
     "patch_paddle": "paddle_shard.loader.api",
     "shard_dataloader": "paddle_shard.loader.api",
     "state_from_tensor": "paddle_shard.loader.checkpoint",
     "state_to_tensor": "paddle_shard.loader.checkpoint",
 }
-"""Public name -> the module that holds it; each imports paddle."""
+"""Public name -> the module that holds it; most import paddle."""
 
-__all__ = ["Blocks", "MeshLayout", "ShardPlan", "__version__", "errors", *_NEEDS_PADDLE]
+__all__ = ["Blocks", "MeshLayout", "ShardPlan", "__version__", "errors", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_PADDLE:
+    if name not in _LAZY:
         raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_NEEDS_PADDLE[name]), name)
+    value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
 

@@ -48,7 +48,8 @@ class Outlook:
     @classmethod
     def unpack(cls, payload: bytes) -> Outlook:
         """Return what `pack` was given."""
-        return cls(*_LAYOUT.unpack_from(payload), payload[_LAYOUT.size :])
+        tag, step, kind, exhausted, delivered = _LAYOUT.unpack_from(payload)
+        return cls(tag, step, kind, exhausted, delivered, payload[SIZE:])
 
 
 WIDTH, SIZE = len(Outlook().vector()), _LAYOUT.size

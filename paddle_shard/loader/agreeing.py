@@ -9,6 +9,7 @@ from functools import cache
 import paddle.distributed as dist
 
 from paddle_shard.agree import Agreement, Coordinator
+from paddle_shard.replicas.star_group import world_group
 
 PREFETCH = 8
 """Steps of a stream that are read ahead of the one that is delivered; half of them is the window that is agreed on."""
@@ -30,9 +31,7 @@ def _coordinator(world_size: int, process: int) -> Coordinator:
     """Return this process's only coordinator; a forked process has one of its own."""
     if world_size == 1:
         return Coordinator(_Alone())
-    from paddle_shard.replicas.gloo_group import GlooGroup
-
-    return Coordinator(GlooGroup())
+    return Coordinator(world_group("loaders"))
 
 
 class _Alone:

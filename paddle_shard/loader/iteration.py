@@ -230,6 +230,7 @@ class _StreamFeed:
             micro_size=self._micro_size,
             num_real=1 if self._size is None else self._size,
             real=found.real,
+            sampler_state=found.state,
         )
         self._pending.append(_Pending(batch, None if items else self._rows, True, []))
         return found.batch

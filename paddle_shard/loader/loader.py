@@ -115,7 +115,11 @@ class ShardDataloader(PaddleShardDataloader):
         place = dataloader.places[0]
 
         def to_tensor(leaf: Any) -> Any:
-            return leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.to_tensor(leaf, place=place)
+            if isinstance(leaf, paddle.Tensor):
+                return leaf.detach()
+            if isinstance(leaf, np.ndarray):
+                return paddle.to_tensor(leaf, place=place)
+            return paddle.utils.dlpack.from_dlpack(leaf)  # another library's, where its memory is
 
         drawn = generators(with_paddle=seed_paddle)
         self._reading: Any

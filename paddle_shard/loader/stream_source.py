@@ -13,7 +13,7 @@ import paddle
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.loader.source import Source
 from paddle_shard.loader.stream import Stream
 from paddle_shard.place.field import FieldLayout
@@ -23,6 +23,10 @@ from paddle_shard.plan.parts import STREAM_TAILS, PartsPlan, check_count, choose
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.samplers.stream_batches import StreamBatches
+from paddle_shard.sources.foreign import Foreign, ForeignSource
+from paddle_shard.stages import Stripe
+
+_UNREAD = {"shard": None, "rows": 0, "library": None}
 
 _numbers = count()
 
@@ -39,6 +43,8 @@ class StreamSetup:
     """Readers beside the main process; 0: it reads itself."""
     several: bool
     """Whether other ranks read other rows."""
+    foreign: bool = False
+    """Whether another library reads, which is told the data rank."""
 
     @property
     def stage(self) -> Stage:
@@ -100,14 +106,22 @@ class StreamSetup:
     def _items(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
         readers = max(1, self.num_workers)
         batches = self.batches
+        local = dict(start.sampler or _UNREAD) if batches.split_over is not None else None
+        if self.foreign and local and local["shard"] not in (None, *self.parts):
+            raise StateError(
+                f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each data "
+                "rank's own library has a state of its own: save it on every rank, and load that."
+            )
+        state = None if local is None or batches.repeats else local["library"]
         for step in count(start.steps):
             first = start.steps + (step - start.steps) % readers
             opening = Opening(
-                parts=(first % readers,),
-                num_parts=readers,
+                parts=self.parts if self.foreign else (first % readers,),
+                num_parts=batches.split_over or 1 if self.foreign else readers,
                 seed=batches.seed,
                 epoch=start.epoch,
-                skip=first // readers,
+                skip=first // readers if state is None else 0,
+                state=state,
             )
             yield [
                 ChunkRequest(
@@ -117,9 +131,10 @@ class StreamSetup:
                     first_step=first,
                     stride=readers,
                     stripe=1,
-                    pad=batches.tail == "pad" and batches.num_batches is None,
-                    repeat=batches.tail == "repeat" or batches.num_batches is not None,
+                    pad=batches.tail == "pad" and not batches.repeats,
+                    repeat=batches.repeats,
                     whole_items=True,
+                    local_rows=None if local is None else local["rows"],
                 )
             ]
 
@@ -134,6 +149,8 @@ def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
         return None  # which is refused
     if isinstance(given, paddle.io.DataLoader):
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
+    if isinstance(given, Foreign):
+        return paddle.io.DataLoader(Stream(ForeignSource(given)), batch_size=None)
     if isinstance(given, Stream):
         if given.batched is not None:
             return paddle.io.DataLoader(given.unbatched(), batch_size=given.batched)
@@ -172,6 +189,8 @@ def read_stream(
     _check_arguments(dataloader, shuffle, tail, num_parts, num_batches)
     dataset = dataloader.dataset
     stream = dataset if isinstance(dataset, Stream) else Stream.of(dataset)
+    foreign = isinstance(stream.stage(), ForeignSource)
+    is_dataset_splitted = is_dataset_splitted or foreign
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
     chosen = tail or ("drop" if dataloader.drop_last else "pad")
     size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
@@ -183,7 +202,7 @@ def read_stream(
     elif num_parts is not None:
         raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
     else:
-        stage = _by_turns(stream)
+        stage = stream.stage() if foreign else Stripe(stream.whole())
         if not is_dataset_splitted and chosen in ("pad", "error"):
             chosen = "drop"  # all ranks read the same batches, which end together
     batches = StreamBatches(
@@ -197,12 +216,15 @@ def read_stream(
     parts: tuple[int, ...] = (0,)
     if plan is not None:
         parts = _held(plan, layouts, split=is_dataset_splitted)
+    elif foreign and own.on_mesh:
+        parts = (own.data_rank,)
     num_workers = dataloader.num_workers
     setup = StreamSetup(
         batches=batches,
         parts=parts,
         num_workers=num_workers if plan is None else min(num_workers, len(parts)),
         several=own.num_data_ranks > 1,
+        foreign=foreign,
     )
     return Source(
         batches=batches,
@@ -213,12 +235,6 @@ def read_stream(
         tail=chosen,
         stream=setup,
     )
-
-
-def _by_turns(stream: Stream) -> Stage:
-    from paddle_shard.stages import Stripe
-
-    return Stripe(stream.whole())
 
 
 def _plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_shard.plan.seeding import derive_seed
 
@@ -35,6 +35,8 @@ class Opening:
     """How often the parts were read to their end before, in this epoch."""
     skip: int = 0
     """Samples of each part to leave out at its beginning."""
+    state: Any = None
+    """Of the library that reads, as of the last sample that was delivered; `skip` counts from there."""
     seed_generators: Callable[[int], None] = _leave_generators
     """Seeds the global random generators with a number in [0, 2^64); called before each piece of the user's code."""
 
@@ -45,6 +47,13 @@ class Opening:
     def key(self, part: int, *purpose: Any) -> int:
         """Return a seed for something that is done in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
+
+
+class Stated(NamedTuple):
+    """A sample and the state of the library that read it, which goes on behind it."""
+
+    sample: Any
+    state: Any
 
 
 class Stage:

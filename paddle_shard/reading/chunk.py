@@ -38,6 +38,8 @@ class ChunkRequest:
     """Whether a part that has ended is opened again."""
     whole_items: bool = False
     """Whether a sample is a whole batch, which is not collated."""
+    local_rows: int | None = None
+    """Where a sample is a rank's own batch: the rows of each, 0 if the first one tells. None: it is a global one."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
 
@@ -71,6 +73,8 @@ class Chunk(NamedTuple):
     """One a row: 1 if it is real, 0 if it was made up."""
     fresh: bool
     """Whether a row is of its part's first round."""
+    state: Any = None
+    """What the pass can be gone on with behind this step, where the source has a state of its own."""
 
 
 class Slice(NamedTuple):
@@ -79,6 +83,7 @@ class Slice(NamedTuple):
     batch: Any
     real: npt.NDArray[np.bool_]
     fresh: bool
+    state: Any = None
 
     @property
     def whole(self) -> bool:
@@ -113,11 +118,12 @@ class Joiner:
             ValueError: The chunks differ in structure or in the shape of a row; the text says where.
         """
         fresh = any(chunk.fresh for chunk in chunks)
-        real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])[self._order]
+        real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])
+        real = real[self._order] if len(real) == len(self._order) else real  # a local batch has rows of its own
         if any(chunk.batch is None for chunk in chunks):
             return Slice(None, real, fresh)
         if len(chunks) == 1 and self._in_order:
-            return Slice(chunks[0].batch, real, fresh)
+            return Slice(chunks[0].batch, real, fresh, chunks[0].state)
         return Slice(self._joined([chunk.batch for chunk in chunks], ""), real, fresh)
 
     def _joined(self, values: Sequence[Any], path: str) -> Any:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.plan.opening import Opening, Stage, Stated
 from paddle_shard.reading.chunk import Chunk, ChunkRequest
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.local_batch import filled, num_rows_of
 from paddle_shard.reading.reader import collate_rows
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.repeat import in_rounds
@@ -43,6 +44,8 @@ class ChunkReader:
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
         self._filler: list[Any] = []  # at most one sample: what missing rows are made of
+        self._state: Any = None
+        self._local_rows = 0
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """Return the rows of a request, or its failure."""
@@ -57,6 +60,8 @@ class ChunkReader:
             if not (all(real) or request.pad) or not samples:
                 return Chunk(None, bytes(real), fresh)
             at.update(what=f"collating {len(samples)} samples", index=None)
+            if request.local_rows is not None:
+                return self._local(self._collated(samples, request), request, fresh, there=real[0])
             return Chunk(self._collated(samples, request), bytes(real), fresh)
         except KeyboardInterrupt:
             raise
@@ -74,6 +79,7 @@ class ChunkReader:
     def _begin(self, request: ChunkRequest) -> None:
         opening = replace(request.opening, seed_generators=self._seed)
         self._number, self._next_step, self._filler = request.number, request.first_step, []
+        self._state, self._local_rows = request.opening.state, request.local_rows or 0
         self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
 
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
@@ -90,7 +96,10 @@ class ChunkReader:
                 if found is None:
                     break
                 fresh = fresh or found[0] == 0
-                column.append(found[1])
+                sample = found[1]
+                if isinstance(sample, Stated):
+                    sample, self._state = sample
+                column.append(sample)
             columns.append(column)
         real = [len(column) > row for column in columns for row in range(size)]
         last = next((column[-1] for column in reversed(columns) if column), None)
@@ -115,10 +124,28 @@ class ChunkReader:
         num_parts = request.opening.num_parts
         for part in sorted(range(num_parts), key=lambda part: (part not in request.opening.parts, part)):
             one: Opening = replace(request.opening, parts=(part,), skip=0, seed_generators=self._seed)
-            self._filler = list(islice(self._stage.open(one)[0], 1))
+            found = islice(self._stage.open(one)[0], 1)
+            self._filler = [s.sample if isinstance(s, Stated) else s for s in found]
             if self._filler:
                 return self._filler
         raise ArgumentError("the stream is empty: no part of it has a sample. Check its path and filters.")
+
+    def _local(self, batch: Any, request: ChunkRequest, fresh: bool, *, there: bool) -> Chunk:
+        """Return a rank's own batch, with as many rows as the ones before it."""
+        found = num_rows_of(batch)
+        wanted = self._local_rows = self._local_rows or found
+        if found > wanted:
+            raise BatchStructureError(
+                f"a batch of {found} rows came after batches of {wanted}: every rank's batches must have as many rows, "
+                "and only its last may have fewer."
+            )
+        real = bytes([there] * found + [False] * (wanted - found))
+        state = {"shard": request.opening.parts[0], "rows": wanted, "library": self._state}
+        if found < wanted:
+            if not (request.pad or request.repeat):
+                return Chunk(None, real, fresh, state)
+            batch = filled(batch, found, wanted)
+        return Chunk(batch, real, fresh, state)
 
     def _collated(self, samples: list[Any], request: ChunkRequest) -> Any:
         if request.whole_items:

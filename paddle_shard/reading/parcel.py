@@ -78,8 +78,10 @@ def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a leaf is a framework's tensor (no array, but with a shape and a place)."""
-    return hasattr(value, "shape") and hasattr(value, "place")
+    """Return whether a leaf is a framework's tensor: no array, but with a shape, and a place or DLPack."""
+    if isinstance(value, np.ndarray | np.generic):
+        return False
+    return hasattr(value, "shape") and (hasattr(value, "place") or hasattr(value, "__dlpack__"))
 
 
 def _flatten(value: Any, leaves: list[Any], path: str) -> Any:

@@ -26,7 +26,7 @@ class StreamBatch:
     """Positions of the parts that it serves, rows that are missing at a part's end among them."""
     real: npt.NDArray[np.bool_]
     """Of the rows that this rank reads; a single one for all where items are whole batches."""
-    sampler_state: None = None
+    sampler_state: Any = None
 
     def take(self, rows: Rows) -> list[Any]:
         """A stream has no indices."""
@@ -50,6 +50,11 @@ class StreamBatches:
     seed: int
     split_over: int | None = None
     """The number of data ranks where each has a stream of its own; such a run is bound to it."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a part that ends is read again."""
+        return self.tail == "repeat" or self.num_batches is not None
 
     @property
     def knows_length(self) -> bool:

@@ -98,4 +98,5 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterato
 
 
 def _of_round(opening: Opening, number: int, times: int | None) -> Opening:
-    return replace(opening, round=opening.round * (times or 1) + number, skip=0)
+    state = opening.state if number == 0 else None
+    return replace(opening, round=opening.round * (times or 1) + number, skip=0, state=state)

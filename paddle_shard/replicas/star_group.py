@@ -1,0 +1,254 @@
+"""How do all ranks exchange a few numbers in the background, and learn within milliseconds who died?
+
+Rank 0 of the group listens, the others connect to it, and each call is one message up and one down. Not gloo:
+Paddle's gloo groups give up after 30 s, which cannot be set (3.3.1), then close every connection; a rank whose
+interpreter is held for longer (a compiler, a debugger) would take a healthy job down. Their errors name a
+neighbour and not the dead, they need `GLOO_SOCKET_IFNAME` across hosts, and they are never freed. Here the
+kernel reports a dead process, whatever the host, and every deadline is ours. CUDA and NCCL are not involved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import paddle.distributed as dist
+from paddle.framework import core
+
+from paddle_shard.errors import PeerLostError
+
+_HEAD = struct.Struct("<Ic")
+_HELLO = struct.Struct("<16sI")
+_FINE, _LOST = b".", b"!"
+_POLL, _GRACE = 0.02, 2.0
+
+
+class StarGroup:
+    """A `paddle_shard.agree.Group` over TCP. Made without a word to the others: the first call connects."""
+
+    def __init__(
+        self, rank: int, names: Sequence[int], connect_store: Callable[[], Any], host: str, key: str, timeout: float
+    ) -> None:
+        """Take note of who takes part; `world_group` makes one over all ranks.
+
+        Args:
+            rank: Position of this process in the group.
+            names: Global rank of each position.
+            connect_store: Returns a store (`set`, `get`, `add`) that all ranks share and that no other thread
+                uses; called in the thread of the first call.
+            host: Where the first rank of the group can be reached.
+            key: Of this group in the store; the same on all ranks, and never used before.
+            timeout: Seconds to wait in one call for the others.
+        """
+        self.rank, self.names = rank, tuple(names)
+        self._connect_store, self._host, self._key, self._timeout = connect_store, host, key, timeout
+        self._peers: dict[int, socket.socket] = {}  # of rank 0: by position; of the others: only 0
+        self._connected = self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.names)
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value over all ranks; see `Group`."""
+        layout = struct.Struct(f"<{len(values)}q")
+
+        def least(parts: Sequence[bytes]) -> bytes:
+            return layout.pack(*map(min, zip(*map(layout.unpack, parts), strict=True)))
+
+        return list(layout.unpack(self._exchange(layout.pack(*values), least)))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by position; see `Group`."""
+
+        def join(parts: Sequence[bytes]) -> bytes:
+            return struct.pack(f"<{self.size}q", *map(len, parts)) + b"".join(parts)
+
+        everything = self._exchange(payload, join)
+        start, parts = 8 * self.size, []
+        for length in struct.unpack_from(f"<{self.size}q", everything):
+            parts.append(everything[start : start + length])
+            start += length
+        return parts
+
+    def close(self) -> None:
+        """Leave; a call that waits in another thread ends with PeerLostError."""
+        self._closed = True
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+    def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        if self.size == 1:
+            return merge([payload])
+        deadline = time.monotonic() + self._timeout
+        if not self._connected:
+            (self._listen if self.rank == 0 else self._join)(deadline)
+            self._connected = True
+        if self.rank:
+            return self._ask(payload, deadline)
+        parts = {0: payload}
+        for position, peer in self._ready(self._peers, deadline):
+            try:
+                parts[position] = _receive(peer, deadline)[1]
+            except OSError:
+                raise self._lose({position}, "has ended or was killed") from None
+        result = merge([parts[position] for position in range(self.size)])
+        for position, peer in self._peers.items():
+            try:
+                _send(peer, _FINE, result, deadline)
+            except OSError:
+                raise self._lose({position}, "has ended or was killed") from None
+        return result
+
+    def _ask(self, payload: bytes, deadline: float) -> bytes:
+        """Send a message up and return the answer; rank 0 is given time to say who is missing."""
+        root = self._peers[0]
+        try:
+            with contextlib.suppress(ConnectionError):  # what rank 0 said before it left can still be read
+                _send(root, _FINE, payload, deadline)
+            kind, answer = _receive(root, deadline + _GRACE)
+        except TimeoutError:
+            raise self._error({0}, f"said nothing for {self._timeout:g} s", self._timeout) from None
+        except OSError:
+            raise self._error({0}, "has ended or was killed") from None
+        if kind == _LOST:
+            ranks, text, timeout = json.loads(answer)
+            raise PeerLostError.of(text, ranks, timeout)
+        return answer
+
+    def _ready(self, peers: dict[int, socket.socket], deadline: float) -> Iterable[tuple[int, socket.socket]]:
+        """Yield each connection once, as it has something to read."""
+        waiting = {peer: position for position, peer in peers.items()}
+        poll = select.poll()  # not select: file numbers above 1023 are common in a training process
+        by_number = {peer.fileno(): peer for peer in waiting}
+        for number in by_number:
+            poll.register(number, select.POLLIN)
+        while waiting:
+            found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not found:
+                late = set(waiting.values())
+                raise self._lose(late, f"said nothing for {self._timeout:g} s", self._timeout)
+            for number, _ in found:
+                poll.unregister(number)
+                peer = by_number[number]
+                yield waiting.pop(peer), peer
+
+    def _lose(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
+        """Tell all others who is lost, and return the error to raise here."""
+        error = self._error(positions, what, timeout)
+        told = json.dumps([error.ranks, str(error), timeout]).encode()
+        for position, peer in self._peers.items():
+            if position not in positions:
+                with contextlib.suppress(OSError):
+                    _send(peer, _LOST, told, time.monotonic() + _GRACE)
+        return error
+
+    def _error(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
+        if self._closed:
+            return PeerLostError.of("This rank has left the group.", [self.names[self.rank]])
+        ranks = [self.names[position] for position in sorted(positions)]
+        named = f"Global rank {ranks[0]}" if len(ranks) == 1 else f"Each of the global ranks {ranks}"
+        return PeerLostError.of(f"{named} {what}; its own log may say why.", ranks, timeout)
+
+    def _listen(self, deadline: float) -> None:
+        """Let the others connect to this rank."""
+        token, missing = secrets.token_bytes(16), set(range(1, self.size))
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        dual = family == socket.AF_INET6
+        with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size) as server:
+            store = self._connect_store()
+            store.set(f"{self._key}/address", f"{server.getsockname()[1]} {token.hex()}")
+            store.add(f"{self._key}/there", 1)
+            while missing and not self._closed:
+                server.settimeout(max(deadline - time.monotonic(), _POLL))
+                try:
+                    peer = server.accept()[0]
+                    said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
+                except TimeoutError:
+                    if time.monotonic() >= deadline:
+                        raise self._lose(missing, f"did not come for {self._timeout:g} s", self._timeout) from None
+                except OSError:
+                    continue  # a stranger that left
+                else:
+                    if said == token and position in missing:
+                        missing.remove(position)
+                        self._adopt(position, peer)
+                    else:
+                        peer.close()
+
+    def _join(self, deadline: float) -> None:
+        """Connect to rank 0 of the group."""
+        try:
+            store = self._connect_store()
+            # Waiting or getting would block for ever on a rank that never comes; adding 0 asks and returns.
+            while not store.add(f"{self._key}/there", 0):
+                if self._closed or time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_POLL)
+            port, token = store.get(f"{self._key}/address").decode().split()
+            peer = socket.create_connection((self._host, int(port)), max(deadline - time.monotonic(), _POLL))
+            peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
+        except TimeoutError:
+            raise self._error({0}, f"did not come for {self._timeout:g} s", self._timeout) from None
+        except (OSError, RuntimeError, ValueError) as error:  # the last two are the store's, when its host is gone
+            raise self._error({0}, f"cannot be reached at {self._host} ({error})") from error
+        self._adopt(0, peer)
+
+    def _adopt(self, position: int, peer: socket.socket) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._peers[position] = peer
+        if self._closed:
+            self.close()
+
+
+def world_group(key: str, timeout: float = 1800.0) -> StarGroup:
+    """Return a group over all ranks of `paddle.distributed`; nothing is sent before its first call.
+
+    Args:
+        key: A name that is the same on all ranks and is used once in a job.
+        timeout: Seconds to wait in one call for the others.
+    """
+    size = dist.get_world_size()
+    host, _, port = os.environ.get("PADDLE_MASTER", "").rpartition(":")
+    if not host:
+        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
+    host = host.strip("[]")
+
+    def connect_store() -> Any:
+        # A client of its own: a wait through one blocks every other thread's use of it.
+        return core.TCPStore(host, int(port), False, size, int(timeout))
+
+    return StarGroup(dist.get_rank(), range(size), connect_store, host, f"paddle_shard/agree/{key}", timeout)
+
+
+def _send(peer: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:
+    peer.settimeout(max(deadline - time.monotonic(), _POLL))
+    peer.sendall(_HEAD.pack(len(payload), kind) + payload)
+
+
+def _receive(peer: socket.socket, deadline: float) -> tuple[bytes, bytes]:
+    length, kind = _HEAD.unpack(_exactly(peer, _HEAD.size, deadline))
+    return kind, _exactly(peer, length, deadline)
+
+
+def _exactly(peer: socket.socket, length: int, deadline: float) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        peer.settimeout(max(deadline - time.monotonic(), _POLL))
+        got = peer.recv(length - len(parts))
+        if not got:
+            raise ConnectionResetError("the other side has left")
+        parts += got
+    return bytes(parts)

@@ -1,0 +1,101 @@
+"""How is another library's loader a source?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.opening import Opening, Stage, Stated
+from paddle_shard.plan.seeding import mix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What another library must know to read its part of the data, in place of a rank and a world size."""
+
+    shard: int
+    """The data rank: replicas have the same."""
+    num_shards: int
+    """How many data ranks there are."""
+    seed: int
+    """Of the run; the same on every rank."""
+    epoch: int
+    """The epoch; with "repeat", a further one for each time that the data is read again."""
+    state: Any = None
+    """What `save` returned behind the last batch that was delivered; None to begin at the beginning."""
+
+
+class Foreign:
+    """Another library's loader: each process builds one, told its share, and takes its batches as its own rows.
+
+    It is given to `shard_dataloader` in place of a DataLoader. The library fixes which samples a share holds,
+    so a run is bound to its number of data ranks, and says so when it is resumed on another.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Share], Iterable[Any]],
+        *,
+        name: str,
+        save: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Describe the loader.
+
+        Args:
+            build: Returns what yields the batches of an epoch: arrays, or tensors that speak DLPack, with the
+                same number of rows in each but the last. Called in each process, when a pass begins.
+            name: Of the library, for messages and the saved state.
+            save: Returns the state of what `build` returned, which `build` can be given again: a value for JSON.
+                Called behind each batch. None: a resumed pass reads again, and throws away, what was delivered.
+        """
+        self.build, self.name, self.save = build, name, save
+
+
+class ForeignSource(Stage):
+    """A foreign loader as a source: part p of P is what the library reads as shard p of P."""
+
+    def __init__(self, foreign: Foreign) -> None:
+        self._foreign = foreign
+
+    @property
+    def cuts(self) -> bool:
+        """The library does."""
+        return True
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the batches of the shares."""
+        return [self._batches(part, opening) for part in opening.parts]
+
+    def fingerprint(self) -> list[Any]:
+        """Return the library's name."""
+        return [["foreign", self._foreign.name]]
+
+    def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
+        foreign, key = self._foreign, opening.key(part, "source")
+        share = Share(
+            shard=part,
+            num_shards=opening.num_parts,
+            seed=opening.seed,
+            epoch=opening.epoch + opening.round * (1 << 20),
+            state=opening.state,
+        )
+        opening.seed_generators(key)
+        loader = foreign.build(share)
+        if not hasattr(loader, "__iter__"):
+            raise ArgumentError(f"{foreign.name}: build returned {type(loader).__name__}, which cannot be iterated.")
+        batches = iter(loader)
+        for number in count():
+            opening.seed_generators(mix(key, number))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if number < opening.skip:
+                continue
+            if foreign.save is None:
+                yield batch
+            else:
+                yield Stated(batch, foreign.save(loader))
