@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,17 @@ from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.stream_pass import AgreedPass
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows
-from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import Slice
+from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers import IndexBatch
 from paddle_shard.samplers.stream_batches import StreamBatch
 
 if TYPE_CHECKING:
     from paddle_shard.loader.loader import ShardDataloader
+    from paddle_shard.loader.stream_source import StreamSetup
 
 
 class ShardIterator:
@@ -208,7 +210,7 @@ class _StreamFeed:
         self._rows = None if plan is None else loader._stream_rows()
         num_steps = loader._run.num_steps_or_none()
         self._pass = AgreedPass(
-            loader._reading.start(source.stream.requests(start), source.stream.places(), source.stream.num_workers),
+            _reading(loader, source.stream, start),
             open_agreement(tail=source.tail, label=repr(loader)),
             tail=source.tail,
             num_steps=None if num_steps is None else num_steps - start.steps,
@@ -234,6 +236,28 @@ class _StreamFeed:
         )
         self._pending.append(_Pending(batch, None if items else self._rows, True, []))
         return found.batch
+
+
+def _reading(loader: ShardDataloader, stream: StreamSetup, start: LoaderState) -> Any:
+    """Start reading a stream's slices from a position on."""
+    mixed, begin = stream.batches.mixed, start
+    if mixed is not None:  # begin at a window of batches
+        assert stream.batches.plan is not None
+        skip = start.steps % mixed[0]
+        begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
+    reading = loader._reading.start(stream.requests(begin), stream.places(), stream.num_workers)
+    if mixed is None:
+        return reading
+    own = loader._own_layout
+    rank = own.data_rank if own.on_mesh else 0
+    return MixedPass(
+        reading,
+        loader._reading.gather,
+        window=mixed[0],
+        first_window=begin.steps // mixed[0],
+        skip=skip,
+        key=derive_key("local shuffle", loader.seed, start.epoch, rank),
+    )
 
 
 class LoaderCall:

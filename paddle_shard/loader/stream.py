@@ -7,11 +7,12 @@ from typing import Any
 
 import paddle.io
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.parts import check_count
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
 from paddle_shard.sources.iterable import IterableSource
-from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.stages import Batch, Filter, Map, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
 
 Step = Callable[[Stage], Stage]
 
@@ -37,6 +38,8 @@ class Stream(paddle.io.IterableDataset):
         self._source, self._steps = source, steps
         self.batched: int | None = None
         """Size of the lists that the last stage makes, if it is `batch`."""
+        self.mixed: int | None = None
+        """Batches of which a rank mixes the rows."""
 
     @classmethod
     def of(cls, iterable: Iterable[Any] | Callable[[], Iterable[Any]], *, splits_itself: bool = False) -> Stream:
@@ -54,7 +57,7 @@ class Stream(paddle.io.IterableDataset):
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Return the stream with a function applied to each sample."""
-        return self._with(lambda stage: Map(stage, function))
+        return self._with(lambda stage: Map(stage, function), one_by_one=self.batched is None)
 
     def filter(self, predicate: Callable[[Any], bool]) -> Stream:
         """Return the stream of the samples for which a function is true."""
@@ -66,7 +69,7 @@ class Stream(paddle.io.IterableDataset):
 
     def batch(self, size: int) -> Stream:
         """Return the stream of lists of samples; as the last stage, `size` is the global batch."""
-        found = self._with(lambda stage: Batch(stage, size))
+        found = self._with(lambda stage: Batch(stage, size), one_by_one=self.batched is None)
         found.batched = size
         return found
 
@@ -84,7 +87,38 @@ class Stream(paddle.io.IterableDataset):
             raise ArgumentError("sharding_filter: the stream is cut already, by its source or an earlier stage.")
         return self._with(Stripe)
 
-    def _with(self, step: Step) -> Stream:
+    def round_robin(self) -> Stream:
+        """Return the stream read by the main process of each data rank alone, which deals it to its workers.
+
+        For what cannot be opened by every worker, or is too dear to be. What stands before it runs in the main
+        process; only `map` may follow, and runs in the workers.
+        """
+        return self._cut()._with(RoundRobin)
+
+    def local_shuffle(self, batches: int) -> Stream:
+        """Return the stream with the rows of each so many batches mixed, by each rank among its own.
+
+        In the main process, behind the batching, so it reaches over the parts that a rank holds, which a
+        `shuffle` does not. The batches depend on the number of data ranks then: a run is bound to it, and to its
+        batch size, which its saved state says.
+        """
+        check_count("batches", batches)
+        found = type(self)(self._source, self._steps)
+        found.batched, found.mixed = self.batched, batches
+        return found
+
+    def _cut(self) -> Stream:
+        """Return the stream with a cut behind its source, unless it has one."""
+        return self if self._cut_at() is not None else type(self)(self._source, (Stripe, *self._steps))
+
+    def _with(self, step: Step, *, one_by_one: bool = False) -> Stream:
+        if self.mixed is not None:
+            raise ArgumentError("local_shuffle must be the last stage: it mixes finished batches.")
+        if RoundRobin in self._steps and not one_by_one:
+            raise ArgumentError(
+                "round_robin: only map, and batch as the last stage, may follow it. Put the other stages before it; "
+                "they run in the main process."
+            )
         return type(self)(self._source, (*self._steps, step))
 
     def _cut_at(self) -> int | None:
@@ -100,7 +134,9 @@ class Stream(paddle.io.IterableDataset):
 
     def unbatched(self) -> Stream:
         """Return the stream without its last stage, `batch`."""
-        return type(self)(self._source, self._steps[:-1])
+        found = type(self)(self._source, self._steps[:-1])
+        found.mixed = self.mixed
+        return found
 
     def whole(self) -> Stage:
         """Return what opens the stream uncut."""
@@ -108,15 +144,20 @@ class Stream(paddle.io.IterableDataset):
 
     def stage(self) -> Stage:
         """Return what opens the stream's parts."""
-        return self._chained(self._source if self._cut_at() is not None else Stripe(self._source))
+        return self._cut().whole()
 
     def _chained(self, stage: Stage) -> Stage:
         for step in self._steps:
             stage = step(stage)
         return stage
 
+    def __len__(self) -> int:
+        # A TypeError, so that list(stream) works; Paddle's raises another.
+        raise ArgumentTypeError("the length of a stream shows only at its end.")
+
     def __iter__(self) -> Iterator[Any]:
         """Read the stream without a loader: in a worker, as many parts as there are workers."""
         info = paddle.io.get_worker_info()
         part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
-        return self.stage().open(Opening(parts=(part,), num_parts=num_parts))[0]
+        alone = type(self)(self._source, tuple(step for step in self._steps if step is not RoundRobin))
+        return alone.stage().open(Opening(parts=(part,), num_parts=num_parts))[0]

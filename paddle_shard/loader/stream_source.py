@@ -199,6 +199,8 @@ def read_stream(
         ranks = 1 if is_dataset_splitted else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = _plan(stream, size, accumulation, ranks, chosen, num_parts, num_batches)
         stage = stream.stage()
+    elif stream.mixed is not None:
+        raise ArgumentError("local_shuffle mixes rows: give the DataLoader a batch_size, or the stream a batch stage.")
     elif num_parts is not None:
         raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
     else:
@@ -212,6 +214,7 @@ def read_stream(
         num_batches=num_batches,
         seed=seed,
         split_over=own.num_data_ranks if is_dataset_splitted else None,
+        mixed=None if stream.mixed is None else (stream.mixed, own.num_data_ranks),
     )
     parts: tuple[int, ...] = (0,)
     if plan is not None:

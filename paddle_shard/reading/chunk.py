@@ -42,6 +42,10 @@ class ChunkRequest:
     """Where a sample is a rank's own batch: the rows of each, 0 if the first one tells. None: it is a global one."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
+    fed: Mapping[int, Sequence[tuple[int, Any]]] | None = None
+    """For each part (round, sample), where the main process has read them; else the reader does."""
+    failure: Any = None
+    """Of reading them."""
 
     @property
     def epoch(self) -> int:
@@ -96,14 +100,17 @@ class Slice(NamedTuple):
         return not self.real.any()
 
 
+Gather = Callable[[Sequence[Any], Rows], Any]
+"""Joins tensors by their first dim and takes rows of them."""
+
+
 @dataclass(slots=True)
 class Joiner:
     """Puts the chunks of a step together, in the order of the global batch's rows."""
 
     places: Sequence[Rows]
     """For each chunk, where its rows stand in the slice."""
-    gather: Callable[[Sequence[Any], Rows], Any]
-    """Joins tensors by their first dim and takes rows of them."""
+    gather: Gather
     _order: Rows = field(init=False)
     _in_order: bool = field(init=False)
 
@@ -124,36 +131,52 @@ class Joiner:
             return Slice(None, real, fresh)
         if len(chunks) == 1 and self._in_order:
             return Slice(chunks[0].batch, real, fresh, chunks[0].state)
-        return Slice(self._joined([chunk.batch for chunk in chunks], ""), real, fresh)
-
-    def _joined(self, values: Sequence[Any], path: str) -> Any:
-        first = values[0]
-        if isinstance(first, Mapping):
-            self._alike([sorted(map(str, value)) for value in values], "keys", path)
-            return rebuild(first, {key: self._joined([v[key] for v in values], f"{path}[{key!r}]") for key in first})
-        if hasattr(first, "shape"):
-            self._alike([(list(value.shape[1:]), str(value.dtype)) for value in values], "row shape and dtype", path)
-            if isinstance(first, np.ndarray):  # of objects, which no tensor can hold
-                return np.concatenate(values)[self._order]
-            return self.gather(values, self._order)
-        if not is_sequence(first):
-            return first
         sizes = [len(place) for place in self.places]
-        if [len(value) for value in values] == sizes and not any(_holds_tensors(value) for value in values):
-            flat = [item for value in values for item in value]
-            return [flat[row] for row in self._order.tolist()]
-        self._alike([len(value) for value in values], "number of fields", path)
-        columns = enumerate(zip(*values, strict=True))
-        return rebuild(first, [self._joined(column, f"{path}[{i}]") for i, column in columns])
+        return Slice(take_rows([chunk.batch for chunk in chunks], sizes, self._order, self.gather), real, fresh)
 
-    @staticmethod
-    def _alike(found: Sequence[Any], what: str, path: str) -> None:
-        if any(value != found[0] for value in found):
-            raise ValueError(
-                f"the rows that different workers collated do not fit together{f' at field {path}' if path else ''}: "
-                f"they differ in {what}: {', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that "
-                "do not depend on their neighbours; pad to a fixed length."
-            )
+
+def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: Gather, path: str = "") -> Any:
+    """Return some rows of several batches laid end to end.
+
+    Args:
+        batches: Of the same structure.
+        sizes: Rows of each.
+        rows: Which, counted over all of them.
+        gather: For tensors.
+        path: Where in the batches this is, for messages.
+
+    Raises:
+        ValueError: They differ in structure or in the shape of a row; the text says where.
+    """
+    first = batches[0]
+    if isinstance(first, Mapping):
+        _check_alike([sorted(map(str, batch)) for batch in batches], "keys", path)
+        columns = {key: [batch[key] for batch in batches] for key in first}
+        return rebuild(
+            first, {key: take_rows(c, sizes, rows, gather, f"{path}[{key!r}]") for key, c in columns.items()}
+        )
+    if hasattr(first, "shape"):
+        _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", path)
+        if isinstance(first, np.ndarray):  # of objects, which no tensor can hold
+            return np.concatenate(batches)[rows]
+        return gather(batches, rows)
+    if not is_sequence(first):
+        return first
+    if [len(batch) for batch in batches] == list(sizes) and not any(_holds_tensors(batch) for batch in batches):
+        flat = [item for batch in batches for item in batch]
+        return [flat[row] for row in rows.tolist()]
+    _check_alike([len(batch) for batch in batches], "number of fields", path)
+    fields = enumerate(zip(*batches, strict=True))
+    return rebuild(first, [take_rows(column, sizes, rows, gather, f"{path}[{i}]") for i, column in fields])
+
+
+def _check_alike(found: Sequence[Any], what: str, path: str) -> None:
+    if any(value != found[0] for value in found):
+        raise ValueError(
+            f"the rows that different workers collated do not fit together{f' at field {path}' if path else ''}: "
+            f"they differ in {what}: {', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that "
+            "do not depend on their neighbours; pad to a fixed length."
+        )
 
 
 def _holds_tensors(values: Sequence[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, BatchStructureError
@@ -15,6 +15,7 @@ from paddle_shard.reading.local_batch import filled, num_rows_of
 from paddle_shard.reading.reader import collate_rows
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.repeat import in_rounds
+from paddle_shard.stages.round_robin import RoundRobin
 
 
 class ChunkReader:
@@ -29,6 +30,7 @@ class ChunkReader:
         dataset: Any,
         collate_fn: Callable[[Any], Any] | None,
         generators: Sequence[Generator],
+        dealt: RoundRobin | None = None,
     ) -> None:
         """Set up the reader.
 
@@ -37,8 +39,9 @@ class ChunkReader:
             dataset: What the user's functions see as their data set.
             collate_fn: The user's, or None to stack the samples with `collate`.
             generators: Global generators to seed before each piece of the user's code.
+            dealt: The stage that is fed with what the main process has read.
         """
-        self._stage, self.dataset = stage, dataset
+        self._stage, self.dataset, self._dealt = stage, dataset, dealt
         self._collate_fn, self._generators = collate_fn, generators
         self._number: int | None = None
         self._next_step = 0
@@ -50,9 +53,14 @@ class ChunkReader:
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """Return the rows of a request, or its failure."""
         at: dict[str, Any] = {"what": f"opening parts {list(request.opening.parts)}", "index": None}
+        if request.failure is not None:
+            return request.failure
         try:
             if request.number != self._number:
                 self._begin(request)
+            for part, pairs in (request.fed or {}).items():
+                assert self._dealt is not None
+                self._dealt.feed(part, [sample for _, sample in pairs])
             if request.step != self._next_step:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
@@ -80,11 +88,16 @@ class ChunkReader:
         opening = replace(request.opening, seed_generators=self._seed)
         self._number, self._next_step, self._filler = request.number, request.first_step, []
         self._state, self._local_rows = request.opening.state, request.local_rows or 0
-        self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
+        if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
+            self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
+        else:
+            self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
 
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
         """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
         size, fresh = request.samples_per_part, False
+        if request.fed is not None:
+            fresh = any(number == 0 for pairs in request.fed.values() for number, _ in pairs)
         # [part][row of it]
         columns: list[list[Any]] = []
         for part, items in zip(request.opening.parts, self._parts, strict=True):
@@ -95,7 +108,7 @@ class ChunkReader:
                 found = next(items, None)
                 if found is None:
                     break
-                fresh = fresh or found[0] == 0
+                fresh = fresh or (request.fed is None and found[0] == 0)
                 sample = found[1]
                 if isinstance(sample, Stated):
                     sample, self._state = sample

@@ -10,11 +10,13 @@ import paddle.io
 
 from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
-from paddle_shard.reading.chunk import Chunk, ChunkRequest, Joiner, Slice
+from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
 from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
 from paddle_shard.samplers.randomness import Generator
+from paddle_shard.stages.round_robin import RoundRobin
 
 
 class StreamLoader:
@@ -26,7 +28,7 @@ class StreamLoader:
         stage: Stage,
         generators: Sequence[Generator],
         to_tensor: Callable[[Any], Any],
-        gather: Callable[[Sequence[Any], Rows], Any],
+        gather: Gather,
     ) -> None:
         """Set up the loader.
 
@@ -35,10 +37,11 @@ class StreamLoader:
             stage: What opens the stream's parts.
             generators: Global generators to seed before each piece of the user's code.
             to_tensor: Makes a tensor of an array.
-            gather: Joins tensors by their first dim and takes rows of them.
+            gather: For tensors.
         """
         self._dataloader, self._stage, self._generators = dataloader, stage, generators
-        self._to_tensor, self._gather = to_tensor, gather
+        self._to_tensor, self.gather = to_tensor, gather
+        self._dealt = _dealt(stage)
         self._idle: list[WorkerPool] = []
 
     def start(self, requests: Iterator[list[ChunkRequest]], places: Sequence[Rows], num_workers: int) -> StreamPass:
@@ -51,16 +54,19 @@ class StreamLoader:
         """
         asked: deque[ChunkRequest] = deque()
         core: Pass
+        if self._dealt is not None:
+            requests = fed(requests, self._dealt.read, self._generators)
         flat = _noted(requests, asked)
         if num_workers == 0:
             core = DirectPass(flat, self._reader(), self._generators, self._to_tensor)
         else:
             pool = self._idle.pop() if self._idle else WorkerPool(self._dataloader, self._reader(), num_workers)
             core = WorkerPass(flat, pool, self._idle, self._to_tensor)
-        return StreamPass(core, Joiner(places, self._gather), asked)
+        return StreamPass(core, Joiner(places, self.gather), asked)
 
     def _reader(self) -> ChunkReader:
-        return ChunkReader(self._stage, self._dataloader.dataset, self._dataloader.collate_fn, self._generators)
+        loader = self._dataloader
+        return ChunkReader(self._stage, loader.dataset, loader.collate_fn, self._generators, self._dealt)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""
@@ -99,6 +105,14 @@ class StreamPass:
     def close(self) -> None:
         """End its workers."""
         self._core.close()
+
+
+def _dealt(stage: Stage) -> RoundRobin | None:
+    """Return the stage at which the main process deals samples to its workers, if there is one."""
+    found: Stage | None = stage
+    while found is not None and not isinstance(found, RoundRobin):
+        found = found.upstream
+    return found
 
 
 def _noted(requests: Iterator[list[ChunkRequest]], asked: deque[ChunkRequest]) -> Iterator[ChunkRequest]:

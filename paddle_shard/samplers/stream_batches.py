@@ -50,6 +50,8 @@ class StreamBatches:
     seed: int
     split_over: int | None = None
     """The number of data ranks where each has a stream of its own; such a run is bound to it."""
+    mixed: tuple[int, int] | None = None
+    """(batches of which each rank mixes its rows, data ranks), where it does; such a run is bound to them."""
 
     @property
     def repeats(self) -> bool:
@@ -100,4 +102,8 @@ class StreamBatches:
             found["num_batches"] = self.num_batches
         if self.split_over is not None:
             found["num_data_ranks"] = self.split_over
+        if self.mixed is not None:
+            assert self.plan is not None
+            found |= {"local_shuffle": self.mixed[0], "num_data_ranks": self.mixed[1]}
+            found |= {"batch_size": self.plan.batch_size}
         return found

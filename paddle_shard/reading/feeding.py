@@ -1,0 +1,58 @@
+"""How does the main process read a stream for its workers, and deal it to them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paddle_shard.plan.opening import Stage
+from paddle_shard.reading.chunk import ChunkRequest
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.samplers.randomness import Generator, kept
+from paddle_shard.stages.repeat import in_rounds
+
+Fed = dict[int, list[tuple[int, Any]]]
+"""For each part: (round, sample)."""
+
+
+def fed(requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequence[Generator]) -> Iterator[Any]:
+    """Yield each step's requests with the samples that they are for.
+
+    Args:
+        requests: Without an end.
+        stage: What stands before the dealing; all parts of this rank are opened at once.
+        generators: Global generators to seed before each piece of the user's code; they are put back.
+    """
+
+    def seed(number: int) -> None:
+        for generator in generators:
+            generator.seed(number)
+
+    parts: dict[int, Iterator[tuple[int, Any]]] | None = None
+    failure: ReadFailure | None = None
+    for step in requests:
+        asked = []
+        for request in step:
+            samples: Fed = {}
+            part, at = request.opening.parts[0], request.position
+            if failure is None:
+                try:
+                    with kept(generators):
+                        if parts is None:
+                            mine = tuple(sorted(part for chunk in step for part in chunk.opening.parts))
+                            opening = replace(request.opening, parts=mine, seed_generators=seed)
+                            opened = in_rounds(stage, opening, None if request.repeat else 1)
+                            parts = dict(zip(mine, opened, strict=True))
+                        for part in request.opening.parts:
+                            samples[part] = []
+                            for at in range(request.position, request.position + request.samples_per_part):
+                                found = next(parts[part], None)
+                                if found is None:
+                                    break
+                                samples[part].append(found)
+                except Exception as error:
+                    what = f"reading sample {at} of part {part}"
+                    failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
+            asked.append(replace(request, fed=samples, failure=failure))
+        yield asked

@@ -1,0 +1,87 @@
+"""How are the rows of several batches mixed that a rank has read?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.reading.chunk import Gather, Slice, take_rows
+from paddle_shard.reading.stream_pass import StreamPass
+
+
+class MixedPass:
+    """A pass whose slices are taken apart and put together anew, some at a time, in the main process.
+
+    It mixes samples of different parts, but only of those that this rank holds: another number of data ranks
+    gives other batches. Each window of batches has a key of its own, so a pass can begin at any window.
+    """
+
+    def __init__(
+        self, reading: StreamPass, gather: Gather, *, window: int, first_window: int, skip: int, key: bytes
+    ) -> None:
+        """Start the pass.
+
+        Args:
+            reading: Begins at a window.
+            gather: For tensors.
+            window: Batches that are mixed.
+            first_window: Its number.
+            skip: Batches of it to leave out.
+            key: Of this rank's order in the epoch.
+        """
+        self._reading, self._gather = reading, gather
+        self._window, self._number, self._skip, self._key = window, first_window, skip, key
+        self._mixed: deque[Slice] = deque()
+        self._behind: Slice | None = None
+
+    def __iter__(self) -> Iterator[Slice]:
+        return self
+
+    def __next__(self) -> Slice:
+        """Return the next slice.
+
+        Raises:
+            DataReadError: Reading failed.
+        """
+        while not self._mixed:  # a whole last window may have been delivered before
+            self._fill()
+            while self._skip and self._mixed:
+                self._mixed.popleft()
+                self._skip -= 1
+        return self._mixed.popleft()
+
+    def close(self) -> None:
+        """End its workers."""
+        self._reading.close()
+
+    def _fill(self) -> None:
+        held: list[Slice] = []
+        while len(held) < self._window:
+            found = self._behind or next(self._reading)
+            self._behind = None
+            if found.batch is None or found.empty:  # the end, which stays where it is
+                if held:
+                    self._behind = found
+                else:
+                    held.append(found)
+                break
+            held.append(found)
+        number, self._number = self._number, self._number + 1
+        if held[0].batch is None or held[0].empty:
+            self._mixed.extend(held)
+            return
+        sizes = [len(one.real) for one in held]
+        total = sum(sizes)
+        order = Permutation(total, derive_key(self._key, number, size=64))(np.arange(total, dtype=np.int64))
+        real = np.concatenate([one.real for one in held])
+        # Missing rows stay last, so that only the last batch has any.
+        order = np.concatenate([order[real[order]], order[~real[order]]])
+        ends = np.cumsum(sizes)
+        for end, size in zip(ends.tolist(), sizes, strict=True):
+            rows = order[end - size : end]
+            batch = take_rows([one.batch for one in held], sizes, rows, self._gather)
+            self._mixed.append(Slice(batch, real[rows], any(one.fresh for one in held)))
