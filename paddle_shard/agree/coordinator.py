@@ -117,18 +117,24 @@ class Coordinator:
             self._asking, self._answer = True, None
             self.changed.notify_all()
         if left <= -grace or (left <= 0 and self._answer is not None):
+            behind = self._behind(number, step)
             self._asking = False
-            raise self._silence(number, step)
+            if left <= -grace or behind:
+                raise self._silence(step, behind)
+            return  # nobody is: the next round brings it, or the next question is answered otherwise
         self.changed.wait(left if left > 0 else max(left + grace, 0.001))
 
-    def _silence(self, number: int, step: int) -> PeerLostError:
-        """Return the error for a wait that was in vain, with the names of those who let us wait."""
+    def _behind(self, number: int, step: int) -> dict[int, str]:
+        """Return the global ranks that keep `step` from being agreed on, and how far each is."""
         behind = {}
         for name, said in zip(self.group.names, self._answer or (), strict=False):
             if number not in said:
                 behind[name] = "has not started this loop"
             elif said[number].kind == OK and said[number].step <= step:
                 behind[name] = f"has read up to step {said[number].step}"
+        return behind
+
+    def _silence(self, step: int, behind: dict[int, str]) -> PeerLostError:
         who = "; ".join(f"global rank {name} {text}" for name, text in behind.items())
         return PeerLostError.of(
             f"Waited {self.timeout:g} s for the other ranks to reach step {step}: {who or 'nobody answers'}. If a "

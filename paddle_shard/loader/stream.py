@@ -12,6 +12,8 @@ from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.parts import check_count
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
 from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.text import csv_source, lines_source
+from paddle_shard.sources.webdataset import decode, webdataset_source
 from paddle_shard.stages import Batch, Filter, Map, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
 
 Step = Callable[[Stage], Stage]
@@ -54,6 +56,29 @@ class Stream(paddle.io.IterableDataset):
             return cls(SelfSplit(iterable() if callable(iterable) else iterable))
         hidden = isinstance(iterable, paddle.io.IterableDataset)
         return cls(IterableSource(AsOneReader(iterable) if hidden else iterable))  # type: ignore[arg-type]
+
+    @classmethod
+    def csv(cls, paths: Any, **options: Any) -> Stream:
+        """Return a stream of the rows of CSV files; the options are those of `sources.text.csv_source`."""
+        return cls(csv_source(paths, **options))
+
+    @classmethod
+    def lines(cls, paths: Any, **options: Any) -> Stream:
+        """Return a stream of the lines of text files; the options are those of `sources.text.lines_source`."""
+        return cls(lines_source(paths, **options))
+
+    @classmethod
+    def webdataset(cls, urls: Any, **options: Any) -> Stream:
+        """Return a stream of the raw samples of tars; the options are those of `sources.webdataset_source`.
+
+        Raises:
+            MissingDependencyError: webdataset is not installed; the text names the extra.
+        """
+        return cls(webdataset_source(urls, **options))
+
+    def decode(self, *handlers: Any, **options: Any) -> Stream:
+        """Return the stream with raw WebDataset samples decoded; see `sources.webdataset.decode`."""
+        return self.map(decode(*handlers, **options))
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Return the stream with a function applied to each sample."""
@@ -131,6 +156,19 @@ class Stream(paddle.io.IterableDataset):
             if stage.cuts:
                 return number
         return None
+
+    def num_shards(self) -> int | None:
+        """Return the files that the stream is made of, where no part can have less than one."""
+        counted = self._source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+        return None if counted else self._source.num_shards
+
+    def is_read_whole(self) -> bool:
+        """Return whether every reader reads the whole stream, to keep its own parts of it."""
+        return not self._source.cuts
+
+    def is_dealt(self) -> bool:
+        """Return whether one reader of each data rank deals to its workers."""
+        return RoundRobin in self._steps
 
     def unbatched(self) -> Stream:
         """Return the stream without its last stage, `batch`."""

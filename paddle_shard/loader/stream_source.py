@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -222,6 +223,7 @@ def read_stream(
     elif foreign and own.on_mesh:
         parts = (own.data_rank,)
     num_workers = dataloader.num_workers
+    _say_how_often_it_is_read(stream, own, num_workers, plan, split=is_dataset_splitted)
     setup = StreamSetup(
         batches=batches,
         parts=parts,
@@ -240,6 +242,27 @@ def read_stream(
     )
 
 
+def _say_how_often_it_is_read(
+    stream: Stream, own: FieldLayout, num_workers: int, plan: PartsPlan | None, *, split: bool
+) -> None:
+    """Log it once, on one rank, where every sample is read more than once."""
+    if own.global_rank != 0 or not stream.is_read_whole():
+        return
+    ranks = 1 if split else own.num_data_ranks
+    workers = (
+        1 if stream.is_dealt() else max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
+    )
+    if ranks * workers > 1:
+        logging.getLogger("paddle_shard").warning(
+            "this stream has nothing that it could be cut at before it is read, so each of %d data ranks x %d workers "
+            "reads all of it and keeps its own samples: %d times the reads. Files (Stream.csv, .lines, .webdataset), "
+            "a data set that splits itself (Stream.of(..., splits_itself=True)) or round_robin() read it less often.",
+            ranks,
+            workers,
+            ranks * workers,
+        )
+
+
 def _plan(
     stream: Stream,
     size: int,
@@ -249,7 +272,7 @@ def _plan(
     num_parts: int | None,
     num_batches: int | None,
 ) -> PartsPlan:
-    shards = stream.stage().num_shards
+    shards = stream.num_shards()
     chosen = num_parts
     if chosen is None:
         chosen = choose_num_parts(max(1, size // accumulation), shards)

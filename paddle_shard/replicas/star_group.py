@@ -171,7 +171,7 @@ class StarGroup:
             store.set(f"{self._key}/address", f"{server.getsockname()[1]} {token.hex()}")
             store.add(f"{self._key}/there", 1)
             while missing and not self._closed:
-                server.settimeout(max(deadline - time.monotonic(), _POLL))
+                server.settimeout(10 * _POLL)  # to see that this group was closed meanwhile
                 try:
                     peer = server.accept()[0]
                     said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
@@ -228,7 +228,7 @@ def world_group(key: str, timeout: float = 1800.0) -> StarGroup:
 
     def connect_store() -> Any:
         # A client of its own: a wait through one blocks every other thread's use of it.
-        return core.TCPStore(host, int(port), False, size, int(timeout))
+        return core.TCPStore(host, int(port), False, size, max(1, int(timeout)))
 
     return StarGroup(dist.get_rank(), range(size), connect_store, host, f"paddle_shard/agree/{key}", timeout)
 

@@ -1,0 +1,77 @@
+"""Groups of threads: a Group without a network, whose members can be delayed and killed."""
+
+import random
+import threading
+import time
+
+from paddle_shard.errors import PeerLostError
+
+
+class World:
+    """What the members of one group share."""
+
+    def __init__(self, size, rng, *, names=None, delay=0.0, half_done=False):
+        self.names = list(range(size)) if names is None else list(names)
+        self.size, self.delay, self.half_done = size, delay, half_done
+        self.changed = threading.Condition()
+        self.calls = [0] * size  # made by each member
+        self.rounds = {}  # call number -> {member: value}
+        self.dead = set()
+        self.rngs = [random.Random(rng.random()) for _ in range(size)]
+
+    def kill(self, member):
+        with self.changed:
+            self.dead.add(member)
+            self.changed.notify_all()
+
+    def check_alive(self, member):
+        if member in self.dead:
+            raise PeerLostError.of("This member is dead itself.", [self.names[member]])
+
+    def exchange(self, member, kind, value):
+        """Return all members' values, in order."""
+        if self.delay:
+            time.sleep(self.rngs[member].random() * self.delay)
+        with self.changed:
+            self.check_alive(member)
+            number = self.calls[member]
+            self.calls[member] += 1
+            values = self.rounds.setdefault(number, {})
+            values[member] = (kind, value)
+            self.changed.notify_all()
+            while len(values) < self.size:
+                self.check_alive(member)
+                gone = sorted(self.dead - set(values))
+                if gone:
+                    names = [self.names[m] for m in gone]
+                    raise PeerLostError.of(f"Global ranks {names} died.", names)
+                self.changed.wait()
+            self.check_alive(member)
+            # A real network may have lost the answer on its way to some members only.
+            if self.half_done and self.dead and self.rngs[member].random() < 0.5:
+                names = [self.names[m] for m in sorted(self.dead)]
+                raise PeerLostError.of(f"Global ranks {names} died.", names)
+            self.rounds.pop(number - 2, None)  # everybody is past it
+        kinds = {k for k, _ in values.values()}
+        assert len(kinds) == 1, f"members made different calls: {kinds}"
+        return [values[m][1] for m in range(self.size)]
+
+
+class SimulatedGroup:
+    """One member's view of a World."""
+
+    def __init__(self, world, rank):
+        self.world, self.rank, self.size, self.names = world, rank, world.size, world.names
+        self.rounds = 0
+
+    def minimum(self, values):
+        self.rounds += 1
+        columns = zip(*self.world.exchange(self.rank, f"minimum of {len(values)}", list(values)), strict=True)
+        return [min(column) for column in columns]
+
+    def gather(self, payload):
+        assert isinstance(payload, bytes)
+        return self.world.exchange(self.rank, "gather", payload)
+
+    def close(self):
+        self.world.kill(self.rank)

@@ -1,0 +1,345 @@
+import random
+import threading
+import time
+
+import pytest
+
+from paddle_shard.agree import Agreement, Coordinator, TwoLevelGroup
+from paddle_shard.agree.outlook import REPORT_LIMIT, Outlook
+from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
+from tests.agree.simulated_group import SimulatedGroup, World
+from tests.agree.trial import Script, outcome, random_script, run_job
+
+
+def run_trial(seed, barrier=None, **settings):
+    """One random job of one to three passes; the oracle knows nothing of windows, rounds or threads."""
+    rng = random.Random(seed)
+    size = rng.randint(1, 8)
+    scripts = [random_script(rng, size) for _ in range(rng.choice([1, 1, 2, 3]))]
+    settings |= {
+        "barrier": rng.random() < 0.4 if barrier is None else barrier,
+        "pause": rng.choice([0, 0, 1e-4, 1e-3]),
+        "delay": rng.choice([0, 0, 1e-3]),
+    }
+    ranks = run_job(size, scripts, rng, **settings)
+    expected = [outcome(script, size) for script in scripts]
+    for rank in ranks:
+        assert rank.results == expected, f"seed {seed}, rank {rank.rank} of {size}: {scripts}"
+
+
+@pytest.mark.parametrize("batch", range(10))
+def test_all_ranks_deliver_the_same_steps_and_end_or_fail_as_the_oracle_says(batch):
+    for seed in range(150 * batch, 150 * (batch + 1)):
+        run_trial(seed)
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_survivors_name_the_killed_rank_or_had_ended_before(batch):
+    for seed in range(60 * batch, 60 * (batch + 1)):
+        rng = random.Random(seed)
+        size = rng.randint(2, 8)
+        scripts = [random_script(rng, size) for _ in range(2)]
+        expected = [outcome(script, size) for script in scripts]
+        number = rng.randint(0, 1)
+        victim, step = rng.randrange(size), rng.randint(0, expected[number][0])
+        ranks = run_job(size, scripts, rng, kill=(victim, number, step), delay=rng.choice([0, 1e-3]))
+
+        for rank in ranks:
+            if rank.rank == victim:
+                continue
+            *before, last = rank.results
+            assert before == expected[: len(before)]
+            if last[1] == "lost":
+                assert last[2] == [victim], f"seed {seed}: {rank.results}"
+                assert last[0] <= expected[len(before)][0]
+            else:
+                assert rank.results == expected, f"seed {seed}: {rank.results}"
+
+
+class DeliversUnasked(Agreement):
+    """A planted defect: what this rank itself can serve is delivered, agreed or not."""
+
+    def _may_deliver(self, step):
+        return super()._may_deliver(step) or (self._verdict is None and step < self.outlook.step)
+
+
+class ReleasesItsWindow(Agreement):
+    """A planted defect: where all have announced n steps, the rest of the window is thought to be safe."""
+
+    def advance(self, decision, outlooks=()):
+        news = super().advance(decision, outlooks)
+        if self._verdict is None and 0 < self._released < self._window:
+            self._released = self._window
+        return news
+
+
+@pytest.mark.parametrize("defect", [DeliversUnasked, ReleasesItsWindow])
+def test_a_weaker_rule_is_caught(defect, monkeypatch):
+    monkeypatch.setattr("paddle_shard.agree.coordinator.Agreement", defect)
+    with pytest.raises(AssertionError, match=r"seed \d+, rank"):
+        for seed in range(200):
+            run_trial(seed, barrier=False, timeout=0.5)
+
+
+def pair(timeout=20.0, size=2, **options):
+    world = World(size, random.Random(0), **options)
+    return [Coordinator(SimulatedGroup(world, r), timeout=timeout) for r in range(size)]
+
+
+def together(*functions):
+    """What each function returns, or the exception that it raises, when all run at once."""
+    results = [None] * len(functions)
+
+    def run(i):
+        try:
+            results[i] = functions[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def iterate(agreement, steps=10**6, step_time=0.0):
+    """Deliver up to `steps` steps of data that never ends; return how many were."""
+    for step in range(steps):
+        while agreement.announced < agreement.wanted(step):
+            agreement.announce_ok()
+        if not agreement.deliver(step):
+            return step
+        time.sleep(step_time)
+    agreement.close()
+    return steps
+
+
+def test_training_waits_for_no_one_in_steady_state():
+    coordinators = pair(size=4, delay=1e-3)  # as slow as a round over a busy network
+
+    def run(coordinator):
+        agreement = coordinator.open(prefetch=8)
+        waits = []
+        for step in range(60):
+            while agreement.announced < agreement.wanted(step):
+                agreement.announce_ok()
+            before = agreement.waited
+            agreement.deliver(step)
+            waits.append(agreement.waited > before)
+            time.sleep(0.01)
+        agreement.close()
+        return waits
+
+    for waits in together(*(lambda c=c: run(c) for c in coordinators)):
+        assert sum(waits[10:]) <= 1  # a machine shared with others may pause any thread once
+
+
+@pytest.mark.parametrize("prefetch", range(1, 10))
+def test_reading_ahead_is_spread_over_the_steps(prefetch):
+    agreement = pair(size=1)[0].open(prefetch)
+    reads = []
+    for step in range(30):
+        reads.append(0)
+        while agreement.announced < agreement.wanted(step):
+            agreement.announce_ok()
+            reads[-1] += 1
+        assert agreement.deliver(step)
+
+    assert reads[0] == 1
+    assert max(reads) <= 2
+    assert set(reads[prefetch:]) == {1}
+    assert agreement.announced == 29 + prefetch
+
+
+def test_a_rank_alone_needs_no_thread():
+    before = threading.active_count()
+    agreement = pair(size=1)[0].open(4)
+    agreement.announce_ok()
+    agreement.announce_failure(b"why")
+
+    assert agreement.deliver(0)
+    with pytest.raises(AgreedFailure) as caught:
+        agreement.deliver(1)
+    assert caught.value.reports == ((0, b"why"),)
+    assert threading.active_count() == before
+
+
+def test_whoever_leaves_alone_is_named_with_its_step():
+    first, second, third = pair(size=3)
+    told = together(
+        lambda: iterate(first.open(4)), lambda: iterate(second.open(4), steps=5), lambda: iterate(third.open(4))
+    )
+
+    assert told[1] == 5
+    for error in (told[0], told[2]):
+        assert isinstance(error, PeerLostError)
+        assert error.ranks == (1,)
+        assert "global rank 1 after 5 steps" in str(error)
+    assert str(told[0]) == str(told[2])  # at the same step, too
+
+
+def test_who_leaves_behind_the_end_disturbs_no_one():
+    first, second = pair()
+
+    def leaves():
+        agreement = first.open(8)
+        iterate(agreement, steps=5)
+        return agreement.announced
+
+    def ends():
+        agreement = second.open(8)
+        for step in range(100):
+            while agreement.announced < agreement.wanted(step):
+                agreement.announce_end() if agreement.announced == 7 else agreement.announce_ok()
+            if not agreement.deliver(step):
+                return step
+        return None
+
+    announced, delivered = together(leaves, ends)
+
+    assert announced > 7
+    assert delivered == 7
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_passes_that_overlap_are_kept_apart(seed):
+    coordinators = pair(size=3, delay=1e-3)
+    ends = {0: [6, 9, 30], 1: [12, 4, 30]}  # of each pass, by rank
+
+    def run(rank):
+        passes = [coordinators[rank].open(5, label=f"pass {i}") for i in range(2)]
+        steps, over = [0, 0], [False, False]
+        rng = random.Random(10 * seed + rank)
+        while not all(over):
+            for i, agreement in enumerate(passes):
+                while agreement.announced < agreement.wanted(steps[i]):
+                    at_end = agreement.announced == ends[i][rank]
+                    agreement.announce_end() if at_end else agreement.announce_ok()
+            for i in rng.sample([i for i in range(2) if not over[i]], 2 - sum(over)):  # no rank knows another's order
+                over[i] = not passes[i].deliver(steps[i])
+                steps[i] += not over[i]
+        return steps
+
+    assert together(*(lambda r=r: run(r) for r in range(3))) == [[6, 4]] * 3
+
+
+def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
+    coordinators = pair(size=3)
+
+    def run(coordinator):
+        return [iterate(coordinator.open(6), steps=s) for s in (0, 3, 1, 7)] + [len(coordinator._passes) <= 4]
+
+    assert together(*(lambda c=c: run(c) for c in coordinators)) == [[0, 3, 1, 7, True]] * 3
+    deadline = time.monotonic() + 10
+    while any(c._passes for c in coordinators) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [c._passes for c in coordinators] == [{}] * 3
+
+
+def test_loops_in_another_order_are_an_error_that_names_both():
+    first, second = pair()
+    told = together(
+        lambda: iterate(first.open(4, label="training")), lambda: iterate(second.open(4, label="evaluation"))
+    )
+
+    for error in told:
+        assert isinstance(error, ArgumentError)
+        assert "global rank 0: 'training', global rank 1: 'evaluation'" in str(error)
+
+
+def test_a_silent_rank_is_named_at_the_deadline():
+    first, second, third = pair(timeout=0.5, size=3)
+    silent = second.open(4)
+    silent.announce_ok()  # and then nothing
+    start = time.monotonic()
+    told = together(lambda: iterate(first.open(4)), lambda: iterate(third.open(4)))
+
+    assert 0.5 <= time.monotonic() - start < 2.0
+    for error in told:
+        assert error.ranks == (1,)
+        assert error.timeout == 0.5
+        assert "global rank 1 has read up to step 1" in str(error)
+
+
+def test_a_rank_that_opens_no_pass_is_named_at_the_deadline():
+    first, second = pair(timeout=0.5)
+    iterate(second.open(4), steps=0)
+    told = together(lambda: (iterate(first.open(4), steps=0), iterate(first.open(4))))
+
+    assert told[0].ranks == (1,)
+    assert "global rank 1 has not started this loop" in str(told[0])
+
+
+def test_a_failure_and_an_end_at_the_same_step_are_a_failure():
+    for seed in range(20):
+        script = Script(prefetch=4, ends={0: 5}, fails={2: 5})
+        ranks = run_job(3, [script], random.Random(seed), pause=1e-3)
+        assert [rank.results for rank in ranks] == [[(5, "failed", [2])]] * 3
+
+
+def test_a_long_report_is_cut_and_says_so():
+    got = Outlook.unpack(Outlook(step=3, report=b"x" * 10**6).pack())
+
+    assert got.step == 3
+    assert len(got.report) == REPORT_LIMIT
+    assert got.report.endswith(b"[cut: a report holds 64 KB]")
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda c: c.open(0), "prefetch must be at least 1, got 0"),
+        (lambda c: c.open(2).deliver(1), "step=1 cannot be delivered: 0 comes next"),
+        (lambda c: (a := c.open(2), a.announce_exhausted(), a.announce_ok())[0], "Announce every later step"),
+        (lambda c: Coordinator(c.group, timeout=0), "timeout must be positive, got 0"),
+    ],
+)
+def test_wrong_use_is_named(use, message):
+    coordinator = pair(size=2)[0]
+    with pytest.raises(ArgumentError, match=message):
+        use(coordinator)
+    coordinator.close()
+
+
+def two_levels(sizes):
+    """Hosts of these sizes: a TwoLevelGroup a rank, and the worlds that it stands on."""
+    rng = random.Random(0)
+    starts = [sum(sizes[:h]) for h in range(len(sizes))]
+    across = World(len(sizes), rng, names=starts)
+    hosts = [World(n, rng, names=range(s, s + n)) for n, s in zip(sizes, starts, strict=True)]
+    groups = []
+    for h, n in enumerate(sizes):
+        for i in range(n):
+            top = SimulatedGroup(across, h) if i == 0 else None
+            local = SimulatedGroup(hosts[h], i)
+            groups.append(TwoLevelGroup(local, top, rank=len(groups), names=range(sum(sizes))))
+    return groups, hosts, across
+
+
+@pytest.mark.parametrize("sizes", [[1], [4], [2, 3], [1, 1, 5], [3, 3, 3]])
+def test_two_levels_answer_like_one(sizes):
+    groups, _, _ = two_levels(sizes)
+    total = sum(sizes)
+
+    def run(group):
+        r = group.rank
+        return [group.minimum([r, -r, (r * 7) % total]), group.gather(bytes([r]) * r), group.minimum([-3])]
+
+    expected = [[0, 1 - total, 0], [bytes([r]) * r for r in range(total)], [-3]]
+    assert together(*(lambda g=g: run(g) for g in groups)) == [expected] * total
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3, 5])
+def test_a_rank_that_dies_on_one_host_is_named_on_all(victim):
+    groups, hosts, across = two_levels([3, 3])
+    host, member = divmod(victim, 3)
+    assert together(*(lambda g=g: g.minimum([1]) for g in groups)) == [[1]] * 6
+    hosts[host].kill(member)
+    if member == 0:
+        across.kill(host)
+    told = together(*(lambda g=g: [g.minimum([1]) for _ in range(2)] for g in groups if g.rank != victim))
+
+    assert [error.ranks for error in told] == [(victim,)] * 5
