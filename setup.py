@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "paddle_shard/__init__.py").read_text())[1]
 
 DEMO = ["scikit-learn", "tqdm"]
+WEBDATASET = ["webdataset>=0.2.90", "fsspec"]
 
 setup(
     name="paddle_shard",
@@ -25,7 +26,17 @@ setup(
         "cpu": ["paddlepaddle>=3.0"],
         "gpu": ["paddlepaddle-gpu>=3.0"],
         "demo": DEMO,
-        "test": [*DEMO, "hypothesis>=6", "mypy>=1.10", "pytest>=8", "pyyaml", "ruff>=0.5", "setuptools"],
+        "webdataset": WEBDATASET,
+        "test": [
+            *DEMO,
+            *WEBDATASET,
+            "hypothesis>=6",
+            "mypy>=1.10",
+            "pytest>=8",
+            "pyyaml",
+            "ruff>=0.5",
+            "setuptools",
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -18,7 +18,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "agree": ({"errors"}, {"numpy"}),
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
-    "sources": (PURE, {"numpy"}),
+    "sources": (PURE, {"numpy", "webdataset", "fsspec"}),
     "reading": (PURE | {"collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle.io"}),
     "place": ({"errors", "plan", "agree", "collate"}, {"numpy", "paddle"}),
     "replicas": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
@@ -27,7 +27,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
         {"numpy", "paddle"},
     ),
     "testing": (PURE, {"numpy", "paddle", "hypothesis"}),
-    "cli": (PURE, {"numpy"}),
+    "cli": (PURE | {"sources"}, {"numpy"}),
     "__init__": (PURE, set()),
 }
 

@@ -102,8 +102,8 @@ class Stream(paddle.io.IterableDataset):
         """Return the stream of the items of its samples."""
         return self._with(Unbatch)
 
-    def repeat(self, times: int) -> Stream:
-        """Return the stream read several times within an epoch."""
+    def repeat(self, times: int | None = None) -> Stream:
+        """Return the stream read several times within an epoch; None: without an end, for `num_batches=`."""
         return self._with(lambda stage: Repeat(stage, times))
 
     def sharding_filter(self) -> Stream:

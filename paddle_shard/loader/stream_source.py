@@ -190,6 +190,11 @@ def read_stream(
     _check_arguments(dataloader, shuffle, tail, num_parts, num_batches)
     dataset = dataloader.dataset
     stream = dataset if isinstance(dataset, Stream) else Stream.of(dataset)
+    if stream.whole().endless and num_batches is None:
+        raise ArgumentError(
+            "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
+            "many batches an epoch has."
+        )
     foreign = isinstance(stream.stage(), ForeignSource)
     is_dataset_splitted = is_dataset_splitted or foreign
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))

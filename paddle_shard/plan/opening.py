@@ -80,6 +80,11 @@ class Stage:
         return None if self.upstream is None else self.upstream.num_shards
 
     @property
+    def endless(self) -> bool:
+        """Whether its parts have no end."""
+        return self.upstream is not None and self.upstream.endless
+
+    @property
     def cuts(self) -> bool:
         """Whether it can open a part without reading the others, or is where the stream is cut."""
         return False

@@ -121,8 +121,13 @@ class PartsPlan:
         """Return the steps of an epoch whose parts have these lengths, as the tail has it.
 
         Raises:
-            ArgumentError: With "error", where the parts do not end together; with "repeat", for an empty part.
+            ArgumentError: With "error", where the parts do not end together; with "repeat" or `num_batches`, for an empty part.
         """
+        if self.repeats and 0 in lengths:
+            raise ArgumentError(
+                f"part {lengths.index(0)} of {self.num_parts} has no sample that could be repeated. Use fewer parts "
+                "(num_parts=), or tail='pad' or 'drop'."
+            )
         if self.num_batches is not None:
             return self.num_batches
         size = self.samples_per_part

@@ -31,6 +31,11 @@ class Repeat(Stage):
         """Return the parts' samples, round after round."""
         return [(item for _, item in items) for items in in_rounds(self._upstream, opening, self._times)]
 
+    @property
+    def endless(self) -> bool:
+        """Whether there is no number of times."""
+        return self._times is None or self._upstream.endless
+
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the samples of all rounds, if there is an end."""
         if self._times is None:

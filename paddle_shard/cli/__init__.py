@@ -1,0 +1,1 @@
+"""Commands, one a file: `python -m paddle_shard.cli.<command> --help`."""

@@ -1,0 +1,57 @@
+"""How many samples does each tar have? Writes the index file that `webdataset_source(index=)` reads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from paddle_shard.errors import PaddleShardError
+from paddle_shard.sources.files import base_name
+from paddle_shard.sources.shard_index import check_base_names, index_shard, write_index
+from paddle_shard.sources.shards import shown
+from paddle_shard.sources.webdataset import expand
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Of the command line; None: those of this process.
+
+    Returns:
+        0; 1 if a shard cannot be read whole: then nothing is written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m paddle_shard.cli.index_shards",
+        description="Count the samples of WebDataset tars, each read once to its end.",
+    )
+    parser.add_argument("urls", nargs="+", metavar="URL", help="paths or URLs; braces expand: train-{000..099}.tar")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the index file, such as index.json")
+    options = parser.parse_args(arguments)
+    try:
+        names = expand(options.urls)
+        check_base_names(names)
+    except PaddleShardError as error:
+        print(error, file=sys.stderr)
+        return 1
+    entries = {}
+    for number, name in enumerate(names, 1):
+        try:
+            entry = entries[base_name(name)] = index_shard(name)
+        except Exception as error:  # whatever a tar, a server or a store has to say
+            print(f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written.", file=sys.stderr)
+            return 1
+        print(
+            f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes",
+            file=sys.stderr,
+            flush=True,
+        )
+    write_index(options.output, entries)
+    total = sum(entry.samples for entry in entries.values())
+    print(f"{options.output}: {total} samples in {len(entries)} shards", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

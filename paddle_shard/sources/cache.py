@@ -1,0 +1,97 @@
+"""How is a remote file kept on disk, when many processes want it at once?"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from paddle_shard.plan.seeding import derive_key
+from paddle_shard.sources.files import BUFFER, base_name, open_file
+from paddle_shard.sources.shards import shown
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def cached(name: str, cache_dir: str) -> str:
+    """Return the path of a local copy of a remote file, which is downloaded if it is not there.
+
+    The first that comes downloads, to a name of its own, and renames; the others, of other processes too, wait
+    for it. Where the file system has no locks, several may download; each copy is whole all the same. Nothing
+    is ever removed.
+
+    Raises:
+        OSError: The download failed, ended too soon, or the disk is full; no half file is left.
+    """
+    os.makedirs(cache_dir, exist_ok=True)
+    kept = f"{derive_key(shown(name)).hex()}-{base_name(name)}"
+    path = os.path.join(cache_dir, kept)
+    if os.path.exists(path):
+        return path
+    with _lock(os.path.join(cache_dir, f".{kept}.lock")) as alone:
+        if os.path.exists(path):
+            return path
+        if alone:  # what a killed process has left
+            for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
+                os.unlink(stale)
+        handle, part = tempfile.mkstemp(prefix=f".{kept}.", suffix=".part", dir=cache_dir)
+        try:
+            with open(handle, "wb", buffering=0) as target:
+                _download(name, target, cache_dir)
+            os.chmod(part, 0o644)
+            os.replace(part, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(part)
+            raise
+    return path
+
+
+def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
+    source, size = open_file(name)
+    copied = 0
+    with source:
+        while piece := source.read(BUFFER):
+            try:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[target.write(rest) :]
+            except OSError as error:
+                raise _explained(error, name, cache_dir, size, copied) from error
+            copied += len(piece)
+    try:
+        os.fsync(target.fileno())  # or a crash could leave an empty file with the right name
+    except OSError as error:
+        raise _explained(error, name, cache_dir, size, copied) from error
+    if size is not None and copied != size:
+        raise OSError(f"the download has {copied} bytes, the server said {size}")
+
+
+def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copied: int) -> OSError:
+    if error.errno not in _FULL:
+        return OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}")
+    free = shutil.disk_usage(cache_dir).free + copied  # as what was written is removed
+    return OSError(
+        error.errno,
+        f"cache_dir {cache_dir!r} is full: {shown(name)} has {'an unknown number of' if size is None else size} bytes, "
+        f"{free} are free. Make room, or choose another cache_dir",
+    )
+
+
+@contextmanager
+def _lock(path: str) -> Iterator[bool]:
+    """Hold a lock among processes and threads; False where there are none to be had."""
+    with open(path, "wb") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+            locked = True
+        except (ImportError, OSError):
+            locked = False
+        yield locked  # closing the file lets go of it

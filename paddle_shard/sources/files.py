@@ -1,0 +1,258 @@
+"""How is a file opened, wherever it is, and read on when a connection drops?"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import http.client
+import io
+import lzma
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
+
+from paddle_shard.errors import ArgumentError, MissingDependencyError
+from paddle_shard.sources.shards import shown
+
+RETRIES = 3
+"""Failures in a row after which a file is given up; a byte that arrives begins the count anew."""
+BACKOFF = 0.5
+"""Seconds before the first retry; twice as long before each further one."""
+TIMEOUT = 60.0
+"""Seconds without a byte after which an HTTP connection counts as dropped."""
+BUFFER = 1 << 18
+
+_AGAIN = (408, 429, 500, 502, 503, 504)
+"""HTTP codes of failures that may pass."""
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class ChangedError(Exception):
+    """A remote file is another one than when its reading began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """A remote file that is open at some byte."""
+
+    stream: Any
+    """Has `read1` or `read`, and `close`."""
+    size: int | None
+    """Bytes of the whole file; None where the server does not say."""
+    tag: str | None = None
+    """What changes when the file does: an ETag."""
+
+
+def is_remote(name: str) -> bool:
+    """Whether a name is a URL of another kind than `file:`.
+
+    Examples:
+        >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
+        (True, False, False)
+    """
+    return "://" in name and not name.startswith("file:")
+
+
+def local_path(name: str) -> str:
+    """Return the path that a name of a local file stands for."""
+    if name.startswith("file:"):
+        return urllib.request.url2pathname(urlsplit(name).path)
+    return os.path.expanduser(name)
+
+
+def base_name(name: str) -> str:
+    """Return the last piece of a path or URL.
+
+    Examples:
+        >>> base_name("https://host/train/000.tar?signature=1"), base_name("train/000.tar")
+        ('000.tar', '000.tar')
+    """
+    return os.path.basename(shown(name).rstrip("/"))
+
+
+def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
+    """Open a local path or a URL at a byte, and say how many bytes the whole file has, if that is known.
+
+    A remote file whose connection drops is read on where it stood.
+    """
+    if name.startswith("pipe:"):
+        raise ArgumentError(f"{name!r}: commands are not run. Give the URL itself: http, s3, gs, or what fsspec opens.")
+    if not is_remote(name):
+        path = local_path(name)
+        file = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
+        if start:
+            file.seek(start)
+        return file, os.fstat(file.fileno()).st_size
+    connect = _connect_http if name.startswith(("http://", "https://")) else _connect_fsspec
+    remote = RemoteFile(name, connect, start)
+    return io.BufferedReader(remote, BUFFER), remote.size
+
+
+def decompressed(file: BinaryIO) -> BinaryIO:
+    """Return the plain bytes of a file that may be packed by gzip, bzip2 or xz, by its first bytes.
+
+    Unlike `tarfile`'s own streams, these raise at an end that comes too soon, and check the sums.
+    """
+    begin = cast(io.BufferedReader, file).peek(6)
+    if begin.startswith(b"\x1f\x8b"):
+        return cast(BinaryIO, _Closing(gzip.GzipFile(fileobj=file), file))
+    if begin.startswith(b"BZh"):
+        return cast(BinaryIO, _Closing(bz2.BZ2File(file), file))
+    if begin.startswith(b"\xfd7zXZ\x00"):
+        return cast(BinaryIO, _Closing(lzma.LZMAFile(file), file))
+    return file
+
+
+class _Closing(io.BufferedReader):
+    """An unpacked file; closing it closes the packed one, too."""
+
+    def __init__(self, unpacked: Any, packed: BinaryIO) -> None:
+        super().__init__(unpacked, BUFFER)
+        self._packed = packed
+
+    def close(self) -> None:
+        super().close()
+        self._packed.close()
+
+
+class RemoteFile(io.RawIOBase):
+    """A file that is read from its beginning, or a byte, to its end, over as many connections as it takes."""
+
+    def __init__(self, name: str, connect: Callable[[str, int], Connection], start: int = 0) -> None:
+        """Connect.
+
+        Args:
+            name: The URL.
+            connect: Opens it at a byte.
+            start: The first byte.
+        """
+        self._name, self._connect, self._position = name, connect, start
+        self._connection: Connection | None = None
+        self._failures = 0
+        self.size: int | None = None
+        self._tag: str | None = None
+        while self._connection is None:
+            try:
+                self._open()
+            except Exception as error:
+                self._pause_or_give_up(error)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the byte that is read next."""
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes; connect again, where it stood, as often as needed.
+
+        Raises:
+            OSError: It failed too often in a row.
+        """
+        while self._position != self.size:
+            try:
+                if self._connection is None:
+                    self._open()
+                assert self._connection is not None
+                stream = self._connection.stream
+                # What has arrived, not what would fill the buffer: a stall must not lose it.
+                content = getattr(stream, "read1", stream.read)(len(buffer))
+                if not content and self.size is not None:
+                    raise ConnectionError("the connection was closed")
+            except Exception as error:
+                self._pause_or_give_up(error)
+                continue
+            buffer[: len(content)] = content
+            self._position += len(content)
+            self._failures = 0
+            return len(content)
+        return 0
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._disconnect()
+        super().close()
+
+    def _open(self) -> None:
+        connection = self._connect(self._name, self._position)
+        size, tag = connection.size, connection.tag
+        if _differ(self.size, size) or _differ(self._tag, tag):
+            connection.stream.close()
+            raise ChangedError(
+                f"the file changed while it was read: it had {self.size} bytes (tag {self._tag}), now {size} ({tag})"
+            )
+        self._connection = connection
+        self.size, self._tag = self.size if size is None else size, tag or self._tag
+
+    def _disconnect(self) -> None:
+        connection, self._connection = getattr(self, "_connection", None), None
+        if connection is not None:
+            connection.stream.close()
+
+    def _pause_or_give_up(self, error: Exception) -> None:
+        self._disconnect()
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+            passing = error.code in _AGAIN
+        else:
+            passing = isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, _FINAL)
+        if not passing:
+            raise error
+        if self._failures == RETRIES:
+            raise OSError(
+                f"given up after {RETRIES} retries at byte {self._position} of {self.size or 'an unknown number'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        time.sleep(BACKOFF * 2**self._failures)
+        self._failures += 1
+
+
+def _differ(before: object, now: object) -> bool:
+    return before is not None and now is not None and before != now
+
+
+def _connect_http(name: str, start: int) -> Connection:
+    request = urllib.request.Request(name, headers={"Range": f"bytes={start}-"} if start else {})
+    stream = urllib.request.urlopen(request, timeout=TIMEOUT)
+    try:
+        tag, length = stream.headers.get("ETag"), stream.headers.get("Content-Length")
+        if start == 0 or stream.status != 206:
+            _discard(stream, start)  # a server that knows no ranges sends all of it
+            return Connection(stream=stream, size=None if length is None else int(length), tag=tag)
+        span, _, size = stream.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+        if not span.startswith(f"{start}-"):
+            raise ConnectionError(f"asked for bytes from {start}, the server sent {span or 'an unknown range'}")
+        return Connection(stream=stream, size=int(size) if size.isdigit() else None, tag=tag)
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _discard(stream: Any, size: int) -> None:
+    while size:
+        got = len(stream.read(min(size, BUFFER)))
+        if not got:
+            raise ConnectionError("the connection was closed")
+        size -= got
+
+
+def _connect_fsspec(name: str, start: int) -> Connection:
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"reading {shown(name)} needs fsspec: pip install 'paddle_shard[webdataset]'"
+        ) from error
+    # Instances that are kept from before a fork belong to the parent's threads.
+    system, path = url_to_fs(name, skip_instance_cache=True)
+    stream = system.open(path, "rb")
+    if start:
+        stream.seek(start)
+    return Connection(stream=stream, size=getattr(stream, "size", None))

@@ -1,0 +1,274 @@
+"""How is a list of files cut into parts?"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.seeding import derive_key, mix
+from paddle_shard.plan.shuffle import Permutation
+
+RECOUNT = "count again (for an index file: `python -m paddle_shard.cli.index_shards URL... -o index.json`)"
+_SEED_RANGE = 1 << 64
+
+Segment = tuple[int, int, int | None]
+"""(shard, its first sample to read, the one to stop at; None: its end)."""
+
+
+class ShardSource(Stage):
+    """Files of samples ("shards"), dealt to the parts, whoever reads those.
+
+    Where the samples of each shard are counted, the shards are laid end to end in their order and cut evenly, in
+    mid-file, so that the parts' lengths differ by at most one. Otherwise shard i of the order belongs to part
+    i mod P. Nothing is opened before a part is read.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        read: Callable[[str, int], Iterator[Any]],
+        *,
+        counts: Sequence[int] | None = None,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+        spread: float = 0.0,
+    ) -> None:
+        """Set up the source.
+
+        Args:
+            names: The shards, each once: paths, URLs, or whatever `read` understands.
+            read: Called with a name and the number of samples to leave out at the beginning, it returns an
+                iterator over the rest. Its samples must be the same at each call.
+            counts: Samples of each shard. They make parts equal, lengths known and skipping cheap; a shard that
+                has fewer or more is an error when its end is read.
+            shuffle_shards: Permute the shards, in each epoch and round in another order.
+            resample: Make each part an endless stream of whole shards, each drawn from all of them.
+            spread: Seconds over which readers spread their first reads, so as not to burden a server at once.
+
+        Raises:
+            ArgumentTypeError: The names are one string.
+            ArgumentError: The names are none or not distinct, or the counts do not fit them.
+        """
+        if isinstance(names, str):
+            raise ArgumentTypeError(f"names must be a list of shards, got one string: {names!r}. Give [{names!r}].")
+        self._names = [str(name) for name in names]
+        if not self._names:
+            raise ArgumentError("names holds no shard. Give at least one.")
+        if len(set(self._names)) < len(self._names):
+            twice = next(name for name in self._names if self._names.count(name) > 1)
+            raise ArgumentError(
+                f"names holds {shown(twice)!r} more than once, so its samples would be delivered as often. "
+                "Give each shard once; resample=True reads shards again and again."
+            )
+        self._counts = _checked(counts, self._names)
+        self._total = 0 if self._counts is None else int(self._counts.sum())
+        if resample and self._counts is not None and not self._counts.any():
+            raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
+        self._read, self._shuffle, self._resample, self._spread = read, bool(shuffle_shards), bool(resample), spread
+
+    @property
+    def num_shards(self) -> int:
+        """The number of files."""
+        return len(self._names)
+
+    @property
+    def cuts(self) -> bool:
+        """It opens a part without reading the others."""
+        return True
+
+    @property
+    def endless(self) -> bool:
+        """Whether the parts have no end, because shards are drawn with replacement."""
+        return self._resample
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return an iterator over each part.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts, and they are not counted.
+        """
+        self._check(opening)
+        pause = iter([self._spread * opening.key(opening.parts[0], "spread") / _SEED_RANGE])
+        return [self._part(part, opening, pause) for part in opening.parts]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the lengths of the parts, where the shards are counted."""
+        self._check(opening)
+        if self._counts is None or self._resample:
+            return None
+        cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
+        return [stop - start for start, stop in cuts]
+
+    def fingerprint(self) -> list[Any]:
+        """Return a digest of names and counts, and what the order depends on."""
+        counts = None if self._counts is None else self._counts.tolist()
+        digest = derive_key([shown(name) for name in self._names], counts, size=16).hex()
+        return [["shards", len(self._names), digest, self._shuffle, self._resample]]
+
+    def _check(self, opening: Opening) -> None:
+        shards, parts = len(self._names), opening.num_parts
+        if self._counts is None and not self._resample and shards < parts:
+            raise ArgumentError(
+                f"num_parts={parts}: {shards} shards cannot be dealt to {parts} parts, which need one each. Ways that "
+                f"work: num_parts at most {shards}; an index file with the samples of each shard (index=; made by "
+                "`python -m paddle_shard.cli.index_shards`), so that shards are cut in mid-file; resample=True; or "
+                "an uncut stream, dealt by turns (round_robin), of which each reader reads all."
+            )
+
+    def _part(self, part: int, opening: Opening, pause: Iterator[float]) -> Iterator[Any]:
+        key, skip = opening.key(part, "read"), opening.skip
+        time.sleep(next(pause, 0.0))  # the first part to be read pauses for all of this opening
+
+        def seed(number: int) -> None:
+            opening.seed_generators(mix(key, number))
+
+        if self._counts is None:
+            segments = self._drawn(opening, part) if self._resample else self._dealt(opening, part)
+            yield from islice(self._samples(segments, 0, seed), skip, None)
+            return
+        segments = self._drawn(opening, part, skip) if self._resample else self._cut_out(opening, part, skip)
+        yield from self._samples(segments, skip, seed)
+
+    def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
+        numbers = np.arange(len(self._names), dtype=np.int64)
+        if not self._shuffle:
+            return numbers
+        key = derive_key("shards", opening.seed, opening.epoch, opening.round, size=64)
+        return Permutation(len(numbers), key)(numbers)
+
+    def _cut(self, part: int, num_parts: int) -> tuple[int, int]:
+        return self._total * part // num_parts, self._total * (part + 1) // num_parts
+
+    def _dealt(self, opening: Opening, part: int) -> Iterator[Segment]:
+        for shard in self._order(opening)[part :: opening.num_parts].tolist():
+            yield shard, 0, None
+
+    def _cut_out(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
+        """Yield the pieces of the ordered shards that lie in a part, after its first `skip` samples."""
+        assert self._counts is not None
+        start, stop = self._cut(part, opening.num_parts)
+        start += skip
+        order = self._order(opening)
+        counts = self._counts[order]
+        ends = np.cumsum(counts)
+        at = int(np.searchsorted(ends, start, side="right"))
+        while start < stop:
+            end, length = int(ends[at]), int(counts[at])
+            if start < end:
+                begin = end - length
+                yield int(order[at]), start - begin, min(stop, end) - begin
+                start = end
+            at += 1
+
+    def _drawn(self, opening: Opening, part: int, skip: int = 0) -> Iterator[Segment]:
+        """Yield shards drawn with replacement, without an end; whole ones that are skipped are not yielded."""
+        key, shards = opening.key(part, "draw"), len(self._names)
+        for draw in count():
+            shard = mix(key, draw) % shards
+            if self._counts is None:
+                yield shard, 0, None
+                continue
+            length = int(self._counts[shard])
+            if skip < length:
+                yield shard, skip, None
+            skip = max(0, skip - length)
+
+    def _samples(self, segments: Iterator[Segment], number: int, seed: Callable[[int], None]) -> Iterator[Any]:
+        """Read pieces of shards, one after the other; `number` is that of the first sample in the part."""
+        empty = 0
+        for shard, begin, end in segments:
+            before = number
+            for item in self._piece(shard, begin, end, number, seed):
+                number += 1
+                yield item
+            empty = empty + 1 if number == before else 0
+            if self._resample and empty > 100 + 10 * len(self._names):
+                raise ShardReadError.of(
+                    f"resample=True: {empty} shards in a row, drawn from {len(self._names)}, have no sample.",
+                    shown(self._names[shard]),
+                )
+
+    def _piece(
+        self, shard: int, begin: int, end: int | None, number: int, seed: Callable[[int], None]
+    ) -> Iterator[Any]:
+        name, offset = self._names[shard], begin
+        length = None if self._counts is None else int(self._counts[shard])
+        end = length if end is None else end
+        items: Iterator[Any] = iter(())
+        try:
+            seed(number)
+            items = iter(self._read(name, begin))
+            for item in items:
+                if offset + 1 == length:  # before its last sample is delivered: nobody may ask for another
+                    _check_end(name, length, items)
+                yield item
+                offset += 1
+                if offset == end:
+                    return
+                seed(number + offset - begin)
+        except PaddleShardError:
+            raise
+        except Exception as error:
+            raise ShardReadError.of(
+                f"{shown(name)}: reading sample {offset} failed: {type(error).__name__}: {error}", shown(name), offset
+            ) from error
+        finally:
+            if hasattr(items, "close"):
+                items.close()
+        if end is not None:
+            raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
+
+
+def shown(name: str) -> str:
+    """Return a name without what may be secret in it, or differ from day to day: a URL's password and query.
+
+    Examples:
+        >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
+        ('https://host/000.tar', 'dir/what?.tar')
+    """
+    if "://" not in name:
+        return name
+    return re.sub(r"(?<=://)[^/@]*@", "", name.partition("?")[0])
+
+
+def _check_end(name: str, length: int, items: Iterator[Any]) -> None:
+    try:
+        more = sum(1 for _ in items)
+    except PaddleShardError:
+        raise
+    except Exception as error:
+        raise ShardReadError.of(
+            f"{shown(name)}: reading what follows its {length} samples failed: {type(error).__name__}: {error}",
+            shown(name),
+            length,
+        ) from error
+    if more:
+        raise _miscounted(name, length + more, length)
+
+
+def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:
+    return ShardReadError.of(
+        f"{shown(name)} has {bound}{found} samples, but its count says {length}. It has changed since, or was counted "
+        f"otherwise: {RECOUNT}.",
+        shown(name),
+        min(found, length or 0),
+    )
+
+
+def _checked(counts: Sequence[int] | None, names: Sequence[str]) -> npt.NDArray[np.int64] | None:
+    if counts is None:
+        return None
+    if len(counts) != len(names):
+        raise ArgumentError(f"counts must have one number for each of the {len(names)} shards, got {len(counts)}.")
+    for name, number in zip(names, counts, strict=True):
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
+            raise ArgumentError(f"counts: the samples of {shown(name)} must be an int >= 0, got {number!r}.")
+    return np.asarray(counts, dtype=np.int64)

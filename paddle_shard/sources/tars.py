@@ -1,0 +1,124 @@
+"""Which samples does a tar of WebDataset's kind hold, and where does each begin?"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from paddle_shard.errors import MissingDependencyError
+from paddle_shard.sources.files import BUFFER, decompressed, open_file
+from paddle_shard.sources.shards import RECOUNT
+
+_META = re.compile(r"__[^/]*__($|/)")
+"""Names of members that are no samples: WebDataset's `skip_meta`."""
+
+Sample = dict[str, Any]
+"""`__key__`, `__url__`, and the bytes of each file by the rest of its name."""
+
+
+def import_webdataset() -> Any:
+    """Return the package, with the modules that are used here.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    try:
+        import webdataset  # type: ignore[import-untyped]
+        import webdataset.autodecode  # type: ignore[import-untyped]
+        import webdataset.shardlists  # type: ignore[import-untyped]
+        import webdataset.tariterators  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"reading WebDataset tars needs the webdataset package ({error}): pip install 'paddle_shard[webdataset]'"
+        ) from error
+    return webdataset
+
+
+class TarSamples:
+    """The samples of one open tar from a byte on, grouped by WebDataset; iterate it once.
+
+    WebDataset's own loop over the members takes a damaged header, or a file that was cut between two members,
+    for the end of the tar, and what is behind its end marker for nothing. Here each is an error.
+    """
+
+    def __init__(self, file: BinaryIO, name: str, start: int, select: Callable[[str], bool] | None) -> None:
+        """Set up the reading.
+
+        Args:
+            file: Stands at `start`.
+            name: What the samples' `__url__` will be.
+            start: A byte where a sample begins.
+            select: Which members are read, by their names; None: all.
+        """
+        self._file, self._name, self._start, self._select = file, name, start, select
+        self.next_start = start
+        """The byte where the sample after the one that was yielded last begins; of no use behind the last one."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        # To yield a sample, the grouping has read the first member of the next one, and no further.
+        yield from import_webdataset().tariterators.group_by_keys(self._members(), handler=_raised)
+
+    def _members(self) -> Iterator[dict[str, Any]]:
+        with tarfile.open(fileobj=self._file, mode="r|", tarinfo=_StrictInfo) as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # or all that were read would be kept
+                if not member.isreg() or _META.match(member.name):
+                    continue
+                if self._select is not None and not self._select(member.name):
+                    continue
+                content = archive.extractfile(member)
+                assert content is not None
+                self.next_start = self._start + member.offset
+                yield {"fname": member.name, "data": content.read(), "__url__": self._name}
+            rest: Any = archive.fileobj
+            while block := rest.read(BUFFER):
+                if block.count(0) != len(block):
+                    raise tarfile.ReadError(
+                        "there is data behind the end of the tar. Was it joined from several (cat)? They need "
+                        "`tar --concatenate`"
+                    )
+
+
+def _raised(error: Exception) -> None:
+    error.args = error.args[:1]  # WebDataset appends to them
+    raise error
+
+
+class _StrictInfo(tarfile.TarInfo):
+    """A tar header; anything but a header or the marker of the end is an error."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ == "EOFHeaderError":
+                raise
+            raise tarfile.ReadError(
+                f"the tar is damaged or cut off: {error} at byte {archive.offset}, where a file or the end of the tar "
+                "should be"
+            ) from error
+
+
+def read_tar(
+    path: str, name: str, *, start: int = 0, select: Callable[[str], bool] | None = None, size: int | None = None
+) -> Iterator[Sample]:
+    """Yield the samples of a tar, packed or not, from a byte on.
+
+    Args:
+        path: Where it is read: a path or URL.
+        name: What its samples are said to come from.
+        start: A byte where a sample begins; 0 for one that is packed.
+        select: Which members are read, by their names; None: all.
+        size: Bytes that the file should have; None: any number.
+    """
+    opened, found = open_file(path, start)
+    with opened, opened if start else decompressed(opened) as file:
+        if size is not None and found is not None and found != size:
+            raise tarfile.ReadError(
+                f"the file has {found} bytes, the index says {size}: it has changed since, or is another shard of that "
+                f"name. If it is the right one, {RECOUNT}"
+            )
+        yield from TarSamples(file, name, start, select)

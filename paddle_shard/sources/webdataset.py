@@ -1,0 +1,154 @@
+"""How are WebDataset's tars a source?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from paddle_shard.errors import ArgumentError, ShardReadError
+from paddle_shard.sources.cache import cached
+from paddle_shard.sources.files import is_remote
+from paddle_shard.sources.shard_index import ShardEntry, read_index
+from paddle_shard.sources.shards import ShardSource, shown
+from paddle_shard.sources.tars import Sample, import_webdataset, read_tar
+
+SPREAD = 0.1
+"""Seconds over which readers spread the first opening of remote shards."""
+
+
+def webdataset_source(
+    urls: str | Sequence[str],
+    *,
+    shuffle_shards: bool = True,
+    resample: bool = False,
+    index: str | os.PathLike[str] | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    select: Callable[[str], bool] | None = None,
+) -> ShardSource:
+    """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
+
+    A tar that is cut off or damaged is an error, never an early end. An HTTP connection that drops is taken up
+    where it stood; what fails for good raises a `ShardReadError` that names the shard and the sample.
+
+    Args:
+        urls: Paths, `http(s)://` URLs, or anything that fsspec opens (`s3://`, ...), packed or not. Braces are
+            expanded as WebDataset does (`{000..009}`), in each string of a list, too.
+        shuffle_shards: Permute the shards, in each epoch in another order. Samples keep their order in a shard:
+            put a `Shuffle` behind it.
+        resample: Make each part an endless stream of shards, drawn with replacement.
+        index: An index file (path or URL), which `python -m paddle_shard.cli.index_shards` makes; True:
+            `index.json` beside the first shard. With it parts are equal, their lengths known, resuming cheap.
+        cache_dir: Where remote shards are kept, downloaded once; nothing is ever removed from it.
+        select: Which members are read, by their names. One that leaves out whole samples does not fit an index.
+
+    Raises:
+        MissingDependencyError: webdataset is not installed.
+        ArgumentError: There is no shard, or the index does not know one.
+        StateError: The index file is no index of this version.
+
+    Examples:
+        >>> source = webdataset_source("https://host/train-{000..099}.tar", cache_dir="/data/cache")  # doctest: +SKIP
+        >>> Map(source, decode("rgb8"))  # doctest: +SKIP
+    """
+    names = expand(urls)
+    entries = None
+    if index is not None and index is not False:
+        entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
+    folder = None if cache_dir is None else os.path.expanduser(os.fspath(cache_dir))
+    return ShardSource(
+        names,
+        _TarReader(entries, folder, select),
+        counts=None if entries is None else [entries[name].samples for name in names],
+        shuffle_shards=shuffle_shards,
+        resample=resample,
+        spread=SPREAD if any(map(is_remote, names)) else 0.0,
+    )
+
+
+def decode(*handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> Decode:
+    """Return a function that decodes a raw sample, for `Map`: WebDataset's own `decode`.
+
+    Args:
+        handlers: Names of WebDataset's image decoders ("pil", "rgb8", "l", ...), or functions of (file ending with
+            a leading dot, bytes) that return None for what they leave to the next. Behind them WebDataset's own
+            for txt, cls, json, npy, ... are tried; what none takes stays bytes.
+        only: File endings that are decoded; None: all.
+
+    Raises:
+        MissingDependencyError: webdataset is not installed.
+        ArgumentError: A name that WebDataset does not know.
+    """
+    return Decode(handlers, only)
+
+
+class Decode:
+    """A function of a raw sample; see `decode`."""
+
+    def __init__(self, handlers: Sequence[str | Callable[[str, bytes], Any]], only: str | Sequence[str] | None) -> None:
+        autodecode = import_webdataset().autodecode
+        for handler in handlers:
+            known = handler in autodecode.imagespecs if isinstance(handler, str) else callable(handler)
+            if not known:
+                raise ArgumentError(
+                    f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
+                )
+        found = [autodecode.imagehandler(handler) if isinstance(handler, str) else handler for handler in handlers]
+        self._decoder = autodecode.Decoder(found, only=only)
+
+    def __call__(self, sample: Sample) -> Sample:
+        """Return the decoded sample.
+
+        Raises:
+            ShardReadError: A file of it cannot be decoded.
+        """
+        try:
+            return dict(self._decoder(sample))
+        except Exception as error:
+            # Since 0.2.111 WebDataset wraps it in an error that knows the file, and has no text.
+            file = getattr(error, "k", None)
+            cause = error if file is None else error.__cause__
+            shard = shown(str(sample.get("__url__", "")))
+            raise ShardReadError.of(
+                f"{shard}: {'a file' if file is None else f'file {file!r}'} of sample {sample.get('__key__')!r} cannot "
+                f"be decoded: {type(cause).__name__}: {cause}",
+                shard,
+            ) from cause
+
+
+def expand(urls: str | Sequence[str]) -> list[str]:
+    """Return the shards that a string, or each of a list of them, stands for.
+
+    Raises:
+        MissingDependencyError: webdataset is not installed.
+        ArgumentError: There is none.
+    """
+    expand_urls = import_webdataset().shardlists.expand_urls
+    found = [name for url in ([urls] if isinstance(urls, str) else urls) for name in expand_urls(os.fspath(url))]
+    if not found:
+        raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
+    return found
+
+
+def _beside(name: str) -> str:
+    path, mark, query = name.partition("?") if is_remote(name) else (name, "", "")
+    folder = path.rpartition("/")[0]
+    return f"{folder}/index.json{mark}{query}" if folder else "index.json"
+
+
+class _TarReader:
+    """Reads a shard from a sample on; opens nothing before it is called."""
+
+    def __init__(
+        self, entries: Mapping[str, ShardEntry] | None, cache_dir: str | None, select: Callable[[str], bool] | None
+    ) -> None:
+        self._entries, self._cache_dir, self._select = entries, cache_dir, select
+
+    def __call__(self, name: str, skip: int) -> Iterator[Sample]:
+        path = name if self._cache_dir is None or not is_remote(name) else cached(name, self._cache_dir)
+        start, size = 0, None
+        if self._entries is not None:
+            size = self._entries[name].size
+            start, skip = self._entries[name].before(skip)
+        yield from islice(read_tar(path, name, start=start, select=self._select, size=size), skip, None)
