@@ -22,6 +22,9 @@ demos: demo
 	$(RUN) --processes 8 demos/dict_inputs.py
 	$(RUN) --processes 4 demos/gpt.py
 	$(PY) demos/resume.py
+	$(RUN) --processes 2 demos/csv_stream.py
+	$(RUN) --processes 2 demos/webdataset_digits.py
+	$(RUN) --processes 2 demos/equal_steps.py --show-splits --show-open
 
 ## test: all tests, on the newest Paddle and numpy
 test: $(READY)

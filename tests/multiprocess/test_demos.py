@@ -57,3 +57,27 @@ def test_dict_inputs_checks_every_rank(tmp_path):
     text = run_demo("dict_inputs.py", 8, tmp_path)
 
     assert text.count("2 steps, all as expected") == 3
+
+
+def test_csv_stream_delivers_every_row_once_in_each_of_ten_epochs(tmp_path):
+    text = run_demo("csv_stream.py", 2, tmp_path)
+
+    assert text.count("10 epochs of 64 steps, 2 ranks x 4 workers: each of 1024 rows exactly once") == 2
+
+
+def test_webdataset_digits_trains_from_tars_on_disk_and_over_http(tmp_path):
+    text = run_demo("webdataset_digits.py", 2, tmp_path)
+
+    assert "10 tars of 37 to 253 samples, 2 processes x 2 workers: 8 epochs of 45 steps" in text
+    assert "over HTTP the same losses" in text
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_equal_steps_whatever_the_shards(processes, tmp_path):
+    text = run_demo("equal_steps.py", processes, tmp_path)
+
+    # 7 files by turns into 4 parts: 36, 8, 20 and 7 samples, of which a step takes 2 each.
+    assert "tail='pad': 18 steps on every rank, 71 samples: 0 left out, 0 read again" in text
+    assert "tail='drop': 3 steps on every rank, 24 samples: 47 left out, 0 read again" in text
+    assert "tail='repeat': 18 steps on every rank, 144 samples: 0 left out" in text
+    assert "tail='error': UnequalEndsError on every rank, after 3 steps" in text
