@@ -14,6 +14,7 @@ from paddle_shard.plan import Blocks, MeshLayout, ShardPlan
 __version__ = "0.1.0"
 
 _LAZY = {
+    "ArrayDataset": "paddle_shard.sources.arrays",
     "Balanced": "paddle_shard.place.field",
     "Foreign": "paddle_shard.sources.foreign",
     "ShardDataloader": "paddle_shard.loader.loader",

@@ -122,15 +122,16 @@ class ChunkReader:
             at.update(what="looking for a sample that stands in for missing rows", index=None)
             filler = self._filler or self._first_of_any(request)
             columns = [column + filler * (size - len(column)) for column in columns]
-        elif not all(real):
-            return [], real, fresh
         order = [
             (part, micro * request.stripe + row)
             for micro in range(request.accumulation)
             for part in range(len(columns))
             for row in range(request.stripe)
         ]
-        return [columns[p][r] for p, r in order], [real[p * size + r] for p, r in order], fresh
+        real = [real[p * size + r] for p, r in order]
+        if not (all(real) or request.pad):
+            return [], real, fresh
+        return [columns[p][r] for p, r in order], real, fresh
 
     def _first_of_any(self, request: ChunkRequest) -> list[Any]:
         """Return the first sample that any part has: every reader can open every part."""

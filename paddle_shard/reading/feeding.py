@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from paddle_shard.plan.opening import Stage
@@ -35,7 +36,7 @@ def fed(requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequen
         asked = []
         for request in step:
             samples: Fed = {}
-            part, at = request.opening.parts[0], request.position
+            part = at = 0
             if failure is None:
                 try:
                     with kept(generators):
@@ -45,12 +46,10 @@ def fed(requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequen
                             opened = in_rounds(stage, opening, None if request.repeat else 1)
                             parts = dict(zip(mine, opened, strict=True))
                         for part in request.opening.parts:
-                            samples[part] = []
-                            for at in range(request.position, request.position + request.samples_per_part):
-                                found = next(parts[part], None)
-                                if found is None:
-                                    break
+                            samples[part], at = [], request.position
+                            for found in islice(parts[part], request.samples_per_part):
                                 samples[part].append(found)
+                                at = request.position + len(samples[part])
                 except Exception as error:
                     what = f"reading sample {at} of part {part}"
                     failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)

@@ -15,7 +15,11 @@ from paddle_shard.samplers.randomness import Generator
 
 
 class BatchReader:
-    """Reads a request's samples from a data set: the same bytes in every process that is asked."""
+    """Reads a request's samples from a data set: the same bytes in every process that is asked.
+
+    A data set with `__getitems__` is asked for all of them at once: a list is one sample for each index, as in
+    torch, and is collated; anything else is the batch already.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,11 @@ class BatchReader:
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._generators = generators
+        self._read_many = getattr(dataset, "__getitems__", None)
+
+    def _seed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.seed(seed)
 
     def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
         """Return the batch of a request, or its failure.
@@ -41,14 +50,24 @@ class BatchReader:
         """
         what, index = "reading", None
         try:
-            samples = []
-            for index in request.indices:
-                what = f"reading sample {index!r}"
-                seed = request.sample_seed(index)
-                for generator in self._generators:
-                    generator.seed(seed)
-                samples.append(self.dataset[index])
-            index = None
+            samples: Any = []
+            if self._read_many is not None and not request.item_is_batch:
+                what = f"reading {len(request.indices)} samples at once"
+                self._seed(request.sample_seed(request.indices[0]))
+                samples = self._read_many(request.indices)
+                if not isinstance(samples, list):
+                    return samples if self._collate_fn is None else self._collate_fn(samples)
+                if len(samples) != len(request.indices):
+                    raise ValueError(
+                        f"__getitems__ returned {len(samples)} samples for {len(request.indices)} indices; return one "
+                        "for each, or a batch that is no list."
+                    )
+            else:
+                for index in request.indices:
+                    what = f"reading sample {index!r}"
+                    self._seed(request.sample_seed(index))
+                    samples.append(self.dataset[index])
+                index = None
             what = f"collating {len(samples)} samples"
             if request.item_is_batch:
                 return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])

@@ -12,8 +12,8 @@ from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.round_robin import RoundRobin

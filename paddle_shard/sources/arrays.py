@@ -1,0 +1,101 @@
+"""How are arrays read a batch at a time?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+
+
+class ArrayDataset:
+    """Arrays whose rows are the samples: numpy's, memory maps, or what is indexed like them (Zarr, HDF5, Arrow).
+
+    A batch is gathered with one index for each array, in the main process or in a worker, and consecutive rows as
+    one slice; so it needs no collating. Give it to a `paddle.io.DataLoader`.
+
+    Examples:
+        >>> dataset = ArrayDataset(images=np.zeros((10, 2)), labels=np.arange(10))
+        >>> dataset[3]
+        {'images': array([0., 0.]), 'labels': 3}
+        >>> dataset.__getitems__([7, 2])["labels"]
+        array([7, 2])
+    """
+
+    def __init__(self, *arrays: Any, block_size: int | None = None, **named: Any) -> None:
+        """Take note of the arrays; nothing is read.
+
+        Args:
+            arrays: At least one, of the same length. One alone: samples are its rows; several: tuples of them.
+            block_size: Rows that lie together on disk, for `shuffle="blocks"`. None: that of the first array's
+                `chunks`, if it has any.
+            named: Instead of `arrays`: samples are dicts.
+
+        Raises:
+            ArgumentError: None, both kinds, or different lengths.
+            ArgumentTypeError: One has no length or cannot be indexed.
+        """
+        if bool(arrays) == bool(named):
+            raise ArgumentError("ArrayDataset takes arrays, by position or by name, and at least one.")
+        columns: dict[Any, Any] = dict(named or enumerate(arrays))
+        for name, array in columns.items():
+            if not (hasattr(array, "__len__") and hasattr(array, "__getitem__")) or isinstance(array, str | Mapping):
+                raise ArgumentTypeError(f"array {name!r} must have a length and be indexed by rows, got {type(array)}.")
+        lengths = {name: len(array) for name, array in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
+        self._columns, self._named, self._alone = columns, bool(named), len(arrays) == 1
+        self._length = next(iter(lengths.values()))
+        chunks = getattr(next(iter(columns.values())), "chunks", None)
+        found = block_size if block_size is not None else chunks[0] if chunks else None
+        if found is not None:
+            self.block_size = int(found)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample."""
+        return self._shaped({name: array[index] for name, array in self._columns.items()})
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Return some rows of each array, in the structure of a sample: a batch."""
+        rows = as_rows(indices)
+        return self._shaped({name: _taken(array, rows) for name, array in self._columns.items()})
+
+    def _shaped(self, found: dict[Any, Any]) -> Any:
+        if self._named:
+            return found
+        return found[0] if self._alone else tuple(found.values())
+
+
+def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:
+    """Return a slice where indices follow each other, else an array.
+
+    Examples:
+        >>> as_rows([4, 5, 6]), as_rows([4, 6])
+        (slice(4, 7, None), array([4, 6]))
+    """
+    rows = np.asarray(indices, np.int64)
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
+
+
+def _taken(array: Any, rows: slice | np.ndarray[Any, Any]) -> Any:
+    if isinstance(array, np.ndarray):
+        # A slice of a memory map is read now, not when it is first looked at.
+        return np.array(array[rows]) if isinstance(rows, slice) else np.asarray(array.take(rows, axis=0))
+    if isinstance(array, list | tuple):
+        picked = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+        return np.stack([np.asarray(array[row]) for row in picked])
+    if isinstance(rows, slice):
+        return np.asarray(array[rows])
+    if hasattr(array, "take"):  # Arrow
+        return np.asarray(array.take(rows))
+    if hasattr(array, "oindex"):  # Zarr
+        return np.asarray(array.oindex[rows])
+    ordered, back = np.unique(rows, return_inverse=True)  # HDF5 takes ascending rows only
+    return np.asarray(array[ordered])[back]
