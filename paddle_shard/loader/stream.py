@@ -11,7 +11,9 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.parts import check_count
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
+from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import csv_source, lines_source
 from paddle_shard.sources.webdataset import decode, webdataset_source
 from paddle_shard.stages import Batch, Filter, Map, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
@@ -75,6 +77,24 @@ class Stream(paddle.io.IterableDataset):
             MissingDependencyError: webdataset is not installed; the text names the extra.
         """
         return cls(webdataset_source(urls, **options))
+
+    @classmethod
+    def parquet(cls, paths: Any, **options: Any) -> Stream:
+        """Return a stream of the rows of Parquet files; the options are those of `sources.parquet.parquet_source`.
+
+        Raises:
+            MissingDependencyError: pyarrow is not installed; the text names the extra.
+        """
+        return cls(parquet_source(paths, **options))
+
+    @classmethod
+    def huggingface(cls, dataset: Any) -> Stream:
+        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.huggingface_source`.
+
+        Raises:
+            MissingDependencyError: datasets is not installed; the text names the extra.
+        """
+        return cls(huggingface_source(dataset))
 
     def decode(self, *handlers: Any, **options: Any) -> Stream:
         """Return the stream with raw WebDataset samples decoded; see `sources.webdataset.decode`."""

@@ -121,7 +121,8 @@ class PartsPlan:
         """Return the steps of an epoch whose parts have these lengths, as the tail has it.
 
         Raises:
-            ArgumentError: With "error", where the parts do not end together; with "repeat" or `num_batches`, for an empty part.
+            ArgumentError: With "error", where the parts do not end together; with "repeat" or `num_batches`, for an
+                empty part.
         """
         if self.repeats and 0 in lengths:
             raise ArgumentError(

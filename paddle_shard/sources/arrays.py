@@ -18,8 +18,8 @@ class ArrayDataset:
 
     Examples:
         >>> dataset = ArrayDataset(images=np.zeros((10, 2)), labels=np.arange(10))
-        >>> dataset[3]
-        {'images': array([0., 0.]), 'labels': 3}
+        >>> dataset[3]["images"]
+        array([0., 0.])
         >>> dataset.__getitems__([7, 2])["labels"]
         array([7, 2])
     """
