@@ -16,8 +16,9 @@ from paddle_shard.loader.generators import generators
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.blocks import Blocks, num_parts
 from paddle_shard.plan.order import PADDLE, SHUFFLES, Shuffle
+from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import MAX_PARTS
-from paddle_shard.plan.shard_plan import TAILS, ShardPlan, check_batch_size
+from paddle_shard.plan.shard_plan import TAILS, ShardPlan
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
 
 if TYPE_CHECKING:

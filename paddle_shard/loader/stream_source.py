@@ -25,7 +25,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.samplers.stream_batches import StreamBatches
 from paddle_shard.sources.foreign import Foreign, ForeignSource
-from paddle_shard.stages import Stripe
+from paddle_shard.stages import Repeat, Stripe
 
 _UNREAD = {"shard": None, "rows": 0, "library": None}
 
@@ -133,7 +133,7 @@ class StreamSetup:
                     stride=readers,
                     stripe=1,
                     pad=batches.tail == "pad" and not batches.repeats,
-                    repeat=batches.repeats,
+                    repeat=batches.repeats and local is not None,
                     whole_items=True,
                     local_rows=None if local is None else local["rows"],
                 )
@@ -210,8 +210,8 @@ def read_stream(
     elif num_parts is not None:
         raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
     else:
-        stage = stream.stage() if foreign else Stripe(stream.whole())
-        if not is_dataset_splitted and chosen in ("pad", "error"):
+        stage = stream.stage() if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
+        if not is_dataset_splitted:
             chosen = "drop"  # all ranks read the same batches, which end together
     batches = StreamBatches(
         stage=stage,
@@ -228,6 +228,8 @@ def read_stream(
     elif foreign and own.on_mesh:
         parts = (own.data_rank,)
     num_workers = dataloader.num_workers
+    if plan is None and is_dataset_splitted and batches.repeats:
+        num_workers = min(1, num_workers)  # several would repeat each its own batches
     _say_how_often_it_is_read(stream, own, num_workers, plan, split=is_dataset_splitted)
     setup = StreamSetup(
         batches=batches,
@@ -245,6 +247,12 @@ def read_stream(
         tail=chosen,
         stream=setup,
     )
+
+
+def _uncut(stream: Stream, num_batches: int | None, *, split: bool) -> Stage:
+    """Return the stream of whole batches, which is repeated before it is dealt to the workers."""
+    whole = stream.whole()
+    return whole if num_batches is None or split else Repeat(whole)
 
 
 def _say_how_often_it_is_read(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.errors import BatchSizeError
+
 Rows = npt.NDArray[np.int64]
 
 
@@ -72,3 +74,20 @@ def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
     """
     below = number // unit * unit
     return tuple(size for size in (below, below + unit) if size)
+
+
+def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1) -> None:
+    """Refuse a global batch that cannot be cut into equal slices.
+
+    Raises:
+        BatchSizeError: Names both numbers and the nearest sizes that work.
+    """
+    unit = num_data_ranks * accumulation
+    if batch_size % unit:
+        over = f"{num_data_ranks} data ranks"
+        if accumulation > 1:
+            over += f" times {accumulation} accumulation steps"
+        raise BatchSizeError(
+            f"batch_size: a global batch of {batch_size} cannot be split evenly over {over}. "
+            f"Nearest sizes that can: {' or '.join(map(str, nearest_multiples(batch_size, unit)))}."
+        )

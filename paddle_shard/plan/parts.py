@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError, BatchSizeError
-from paddle_shard.plan.partition import Rows, nearest_multiples
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.partition import Rows, check_batch_size
 
 STREAM_TAILS = ("pad", "drop", "repeat", "error")
 MAX_PARTS = 64
@@ -56,22 +56,15 @@ class PartsPlan:
             raise ArgumentError(
                 f"tail must be one of {', '.join(map(repr, STREAM_TAILS))} for a stream, got {self.tail!r}."
             )
-        if self.batch_size % self.accumulation or self.micro_rows % self.num_parts:
-            raise BatchSizeError(
+        check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
+        works = [p for p in _divisors(self.micro_rows) if p % self.num_data_ranks == 0]
+        if self.micro_rows % self.num_parts:
+            raise ArgumentError(
                 f"num_parts={self.num_parts} must divide the {self.micro_rows} rows of "
-                f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. Parts that do: "
-                f"{_listed(_divisors(self.micro_rows))}."
+                f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. num_parts that do, for "
+                f"{self.num_data_ranks} data ranks: {_listed(works)}."
             )
         if self.num_parts % self.num_data_ranks:
-            works = [p for p in _divisors(self.micro_rows) if p % self.num_data_ranks == 0]
-            if not works:
-                sizes = nearest_multiples(self.micro_rows, self.num_data_ranks)
-                raise BatchSizeError(
-                    f"batch_size: a global batch of {self.batch_size} cannot be split evenly over "
-                    f"{self.num_data_ranks} data ranks"
-                    + (f" in {self.accumulation} micro-batches" if self.accumulation > 1 else "")
-                    + f". Nearest sizes that can: {' or '.join(str(s * self.accumulation) for s in sizes)}."
-                )
             raise ArgumentError(
                 f"num_parts={self.num_parts}: the stream's parts cannot be held by {self.num_data_ranks} data ranks, "
                 f"which do not divide them. num_parts that can be, with this batch: {_listed(works)}."
@@ -104,7 +97,7 @@ class PartsPlan:
             data_rank: In `range(num_data_ranks)`.
             num_data_ranks: Of a field that is split over fewer; None: the plan's.
         """
-        held = self.num_parts // (num_data_ranks or self.num_data_ranks)
+        held = self.num_parts // (self.num_data_ranks if num_data_ranks is None else num_data_ranks)
         return tuple(range(data_rank * held, (data_rank + 1) * held))
 
     def rows_of(self, parts: Sequence[int]) -> Rows:
@@ -168,7 +161,7 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
         >>> choose_num_parts(256), choose_num_parts(96), choose_num_parts(64, num_shards=10)
         (64, 48, 8)
     """
-    limit = min(MAX_PARTS, num_shards or MAX_PARTS)
+    limit = MAX_PARTS if num_shards is None else min(MAX_PARTS, max(1, num_shards))
     return max(d for d in _divisors(micro_rows) if d <= limit)
 
 

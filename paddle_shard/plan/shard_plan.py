@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, BatchSizeError
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.coverage import Coverage, coverage
 from paddle_shard.plan.order import PADDLE, SHUFFLES, Order, Shuffle, order_of
-from paddle_shard.plan.partition import Rows, nearest_multiples, place_of_row, slice_rows
+from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_row, slice_rows
 from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices
 
 TAILS = ("pad", "fill", "drop", "error")
@@ -304,23 +304,6 @@ class ShardPlan:
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.num_steps:
             raise ArgumentError(f"step must be in range({self.num_steps}), got {step}.")
-
-
-def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1) -> None:
-    """Refuse a global batch that cannot be cut into equal slices.
-
-    Raises:
-        BatchSizeError: Names both numbers and the nearest sizes that work.
-    """
-    unit = num_data_ranks * accumulation
-    if batch_size % unit:
-        over = f"{num_data_ranks} data ranks"
-        if accumulation > 1:
-            over += f" times {accumulation} accumulation steps"
-        raise BatchSizeError(
-            f"batch_size: a global batch of {batch_size} cannot be split evenly over {over}. "
-            f"Nearest sizes that can: {_either(nearest_multiples(batch_size, unit))}."
-        )
 
 
 def _either(numbers: tuple[int, ...]) -> str:

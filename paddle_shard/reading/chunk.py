@@ -156,6 +156,12 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: 
             first, {key: take_rows(c, sizes, rows, gather, f"{path}[{key!r}]") for key, c in columns.items()}
         )
     if hasattr(first, "shape"):
+        if [batch.shape[0] if len(batch.shape) else None for batch in batches] != list(sizes):
+            raise ValueError(
+                f"what different workers collated cannot be joined{f' at field {path}' if path else ''}: shapes "
+                f"{[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn must make one row a "
+                "sample; add what is the same for all samples in the training loop."
+            )
         _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", path)
         if isinstance(first, np.ndarray):  # of objects, which no tensor can hold
             return np.concatenate(batches)[rows]
@@ -179,5 +185,7 @@ def _check_alike(found: Sequence[Any], what: str, path: str) -> None:
         )
 
 
-def _holds_tensors(values: Sequence[Any]) -> bool:
-    return any(hasattr(value, "shape") or isinstance(value, Mapping) or is_sequence(value) for value in values)
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(child) for child in value.values())
+    return hasattr(value, "shape") or (is_sequence(value) and any(_holds_tensors(child) for child in value))

@@ -16,6 +16,7 @@ from paddle_shard.reading.reader import collate_rows
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.repeat import in_rounds
 from paddle_shard.stages.round_robin import RoundRobin
+from paddle_shard.stages.stripe import FAILED_AT
 
 
 class ChunkReader:
@@ -68,12 +69,16 @@ class ChunkReader:
             if not (all(real) or request.pad) or not samples:
                 return Chunk(None, bytes(real), fresh)
             at.update(what=f"collating {len(samples)} samples", index=None)
+            self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
             if request.local_rows is not None:
                 return self._local(self._collated(samples, request), request, fresh, there=real[0])
             return Chunk(self._collated(samples, request), bytes(real), fresh)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
+            index = getattr(error, FAILED_AT, None)
+            if index is not None:  # it was read on the way to this reader's own
+                at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
             return ReadFailure.of(error, worker=worker, **at)
 
     def close(self) -> None:
@@ -86,7 +91,7 @@ class ChunkReader:
 
     def _begin(self, request: ChunkRequest) -> None:
         opening = replace(request.opening, seed_generators=self._seed)
-        self._number, self._next_step, self._filler = request.number, request.first_step, []
+        self._number, self._next_step, self._parts, self._filler = request.number, request.first_step, [], []
         self._state, self._local_rows = request.opening.state, request.local_rows or 0
         if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
@@ -138,7 +143,13 @@ class ChunkReader:
         num_parts = request.opening.num_parts
         for part in sorted(range(num_parts), key=lambda part: (part not in request.opening.parts, part)):
             one: Opening = replace(request.opening, parts=(part,), skip=0, seed_generators=self._seed)
-            found = islice(self._stage.open(one)[0], 1)
+            try:
+                found = list(islice(self._stage.open(one)[0], 1))
+            except Exception as error:
+                raise ArgumentError(
+                    f"tail='pad': this rank has no sample that could stand in for missing rows, and the stream cannot "
+                    f"be opened again to look for one ({error}). Use tail='drop', or a stream that can be opened again."
+                ) from error
             self._filler = [s.sample if isinstance(s, Stated) else s for s in found]
             if self._filler:
                 return self._filler

@@ -12,6 +12,7 @@ from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.repeat import in_rounds
+from paddle_shard.stages.stripe import FAILED_AT
 
 Fed = dict[int, list[tuple[int, Any]]]
 """For each part: (round, sample)."""
@@ -51,6 +52,7 @@ def fed(requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequen
                                 samples[part].append(found)
                                 at = request.position + len(samples[part])
                 except Exception as error:
+                    part, at = getattr(error, FAILED_AT, (part, at))
                     what = f"reading sample {at} of part {part}"
                     failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
             asked.append(replace(request, fed=samples, failure=failure))

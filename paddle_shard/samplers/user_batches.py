@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
-from paddle_shard.plan.partition import Rows
+from paddle_shard.plan.partition import Rows, check_batch_size
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.shard_plan import check_batch_size
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -39,7 +39,8 @@ class IterableSource(Stage):
 
     @property
     def _indexed(self) -> bool:
-        return hasattr(self._iterable, "__getitem__") and hasattr(self._iterable, "__len__")
+        found = self._iterable
+        return hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, Mapping)
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the whole stream: part 0 of 1."""
@@ -71,7 +72,7 @@ class IterableSource(Stage):
 
     def _begin(self) -> Iterator[Any]:
         if not self._one_shot:
-            return iter(self._iterable() if callable(self._iterable) else self._iterable)
+            return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
         if self._used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import count, islice
 from typing import Any
 
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.seeding import mix
 
 
 class Batch(Stage):
@@ -48,7 +49,10 @@ class Unbatch(Stage):
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the items of the parts' samples."""
         opened = self._upstream.open(replace(opening, skip=0))
-        return [islice(chain.from_iterable(items), opening.skip, None) for items in opened]
+        return [
+            islice(self._items(items, part, opening), opening.skip, None)
+            for part, items in zip(opening.parts, opened, strict=True)
+        ]
 
     def lengths(self, opening: Opening) -> None:
         """Not known."""
@@ -57,3 +61,19 @@ class Unbatch(Stage):
     def fingerprint(self) -> list[Any]:
         """Say so."""
         return [*self._upstream.fingerprint(), ["unbatch"]]
+
+    def _items(self, groups: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+        key, seed = opening.key(part, "unbatch", self.depth), opening.seed_generators
+        number = count()
+        for group in groups:
+            if isinstance(group, Sequence):
+                yield from group
+                continue
+            items = iter(group)  # may be a generator, which runs the user's code for each item
+            while True:
+                seed(mix(key, next(number)))
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                yield item

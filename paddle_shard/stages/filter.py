@@ -30,6 +30,10 @@ class Filter(Stage):
         """Not known."""
         return
 
+    def fingerprint(self) -> list[Any]:
+        """Say so."""
+        return [*self._upstream.fingerprint(), ["filter"]]
+
     def _kept(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         key, predicate, seed = opening.key(part, "filter", self.depth), self._predicate, opening.seed_generators
         for number in count():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
@@ -64,6 +64,8 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterato
     Returns:
         For each part, pairs of the round, from 0, and the sample.
     """
+    if times == 1:
+        return [zip(repeat(0), items, strict=False) for items in stage.open(opening)]
     opened: dict[int, dict[int, Iterator[Any]]] = {}
 
     def of_round(number: int, part: int) -> Iterator[Any]:

@@ -32,6 +32,14 @@ class Shuffle(Stage):
         check_count("window", window)
         self.upstream, self.depth = upstream, upstream.depth + 1
         self._upstream, self._window = upstream, window
+        # Shuffles before it: stages that leave the order alone can be added to a run.
+        self.number: int = getattr(self._before(), "number", -1) + 1
+
+    def _before(self) -> Stage | None:
+        stage = self.upstream
+        while stage is not None and not isinstance(stage, Shuffle):
+            stage = stage.upstream
+        return stage
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the parts' samples, shuffled."""
@@ -51,7 +59,7 @@ class Shuffle(Stage):
             held: list[Any] = list(islice(items, self._window))
             if not held:
                 return
-            key = derive_key(opening.key(part, "window", self.depth), window, size=64)
+            key = derive_key(opening.key(part, "window", self.number), window, size=64)
             order = Permutation(len(held), key)(np.arange(len(held), dtype=np.int64)).tolist()
             for number in order:
                 item, held[number] = held[number], None  # let go of what is delivered

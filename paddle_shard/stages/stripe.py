@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from paddle_shard.plan.opening import Opening, Stage
+
+FAILED_AT = "_paddle_shard_failed_at"
+"""Attribute of an exception: (part, position) of the sample that failed before the cut, whoever was to get it."""
 
 
 class Stripe(Stage):
@@ -57,6 +61,12 @@ class _Turns:
         self._stripe, self._num_parts = opening.stripe, opening.num_parts
         self._waiting: dict[int, deque[Any]] = {part: deque() for part in opening.parts}
 
+    def _owner(self) -> tuple[int, int]:
+        """(part, position in it) of the next sample."""
+        stripe, within = divmod(self._at, self._stripe)
+        turn, part = divmod(stripe, self._num_parts)
+        return part, turn * self._stripe + within
+
     def of(self, part: int) -> Iterator[Any]:
         mine = self._waiting[part]
         while True:
@@ -65,7 +75,11 @@ class _Turns:
                     item = next(self._items)
                 except StopIteration:
                     return
-                owner = self._at // self._stripe % self._num_parts
+                except Exception as error:
+                    with contextlib.suppress(Exception):  # one that takes no attributes
+                        setattr(error, FAILED_AT, self._owner())
+                    raise
+                owner, _ = self._owner()
                 self._at += 1
                 if owner in self._waiting:
                     self._waiting[owner].append(item)

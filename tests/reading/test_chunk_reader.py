@@ -1,0 +1,684 @@
+"""The global batches of a stream are the same for every number of data ranks and workers, and after a resume."""
+
+import random
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.parts import PartsPlan, chunks_of
+from paddle_shard.reading.chunk import Chunk, ChunkRequest, Joiner
+from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
+from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
+
+GENERATORS = (NumpyGenerator(), PythonGenerator())
+MISSING = "missing"
+WORKERS = range(6)
+
+
+class Parts(Stage):
+    """A source whose parts are given lists, with or without saying how long they are."""
+
+    cuts = True
+
+    def __init__(self, parts, says_lengths=True):
+        self.parts, self.says_lengths = parts, says_lengths
+
+    def open(self, opening):
+        assert opening.num_parts == len(self.parts)
+        return [iter(self.parts[part][opening.skip :]) for part in opening.parts]
+
+    def lengths(self, opening):
+        return [len(self.parts[part]) for part in opening.parts] if self.says_lengths else None
+
+
+# The oracle: one process, plain lists
+
+
+def oracle(plan, contents):
+    """Every global batch as its rows, taken one by one from each part in turn; no more than 60 batches.
+
+    Args:
+        plan: Only its numbers and its tail are looked at.
+        contents: (part, round) -> list.
+    """
+
+    def rounds(part):
+        for number in count() if plan.repeats else range(1):
+            for sample in contents(part, number):
+                yield number, sample
+        while True:
+            yield None, MISSING
+
+    parts, batches = [rounds(part) for part in range(plan.num_parts)], []
+    while len(batches) < 60:
+        rows = [
+            next(part) for _ in range(plan.accumulation) for part in parts for _ in range(plan.micro_rows // len(parts))
+        ]
+        missing, fresh = [number is None for number, _ in rows], any(number == 0 for number, _ in rows)
+        over = {"pad": all(missing), "drop": any(missing), "repeat": not fresh, "error": any(missing)}[plan.tail]
+        if (over and plan.num_batches is None) or len(batches) == plan.num_batches:
+            break
+        batches.append([sample for _, sample in rows])
+    return batches
+
+
+# The simulation: data ranks x workers that run ahead of each other
+
+
+def divisors(number):
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def request(plan, parts, step, start=0, number=0, **opening):
+    """What a loader asks of the reader of some parts."""
+    return ChunkRequest(
+        number=number,
+        opening=Opening(
+            parts=parts,
+            num_parts=plan.num_parts,
+            stripe=plan.stripe,
+            skip=start * plan.samples_per_part,
+            **opening,
+        ),
+        step=step,
+        first_step=start,
+        stripe=plan.stripe,
+        accumulation=plan.accumulation,
+        pad=plan.tail == "pad" and not plan.repeats,
+        repeat=plan.repeats,
+    )
+
+
+def gather(values, order):
+    """What the loader does to tensors: join them and take rows."""
+    return np.concatenate([value.numpy for value in values])[order]
+
+
+def collated(samples):
+    """Rows as a dict of an array, a list of strings and a nested pair."""
+    return {
+        "x": np.array([sample[0] for sample in samples]),
+        "names": list(map(repr, samples)),
+        "pair": [np.array([[len(sample), 7] for sample in samples]), "constant"],
+    }
+
+
+def served(stage, plan, num_data_ranks, num_workers, turns, *, start=0, upto, readers=None, number=0, **opening):
+    """Return the slices of each data rank: [data rank][step]; workers read up to 4 steps ahead of delivery."""
+    found = []
+    for rank in range(num_data_ranks):
+        parts = plan.parts_of(rank, num_data_ranks)
+        chunks = chunks_of(parts, num_workers)
+        own = readers or [ChunkReader(stage(), None, collated, GENERATORS) for _ in chunks]
+        rows = plan.rows_of(parts)
+        joiner = Joiner([np.searchsorted(rows, plan.rows_of(held)) for held in chunks], gather)
+        depth, ahead, slices = turns.randint(1, 4), [[] for _ in chunks], []
+        asked = [start] * len(chunks)
+        while len(slices) < upto - start:
+            delivered = start + len(slices)
+            able = [w for w in range(len(chunks)) if asked[w] < min(upto, delivered + depth)]
+            if able and not (all(ahead) and turns.random() < 0.5):
+                worker = turns.choice(able)
+                chunk = own[worker].read(request(plan, chunks[worker], asked[worker], start, number, **opening), worker)
+                assert isinstance(chunk, Chunk), chunk
+                ahead[worker].append(chunk)
+                asked[worker] += 1
+            elif all(ahead):
+                slices.append(joiner.join([chunks_.pop(0) for chunks_ in ahead]))
+        found.append(slices)
+    return found
+
+
+def put_together(plan, slices):
+    """Return the global batches up to the end that the tail defines, of what all data ranks have together."""
+    batches = []
+    for step, of_ranks in enumerate(zip(*slices, strict=True)):
+        whole, empty = all(one.whole for one in of_ranks), all(one.empty for one in of_ranks)
+        fresh = any(one.fresh for one in of_ranks)
+        over = {"pad": empty, "drop": not whole, "repeat": not fresh, "error": not whole}[plan.tail]
+        if over and plan.num_batches is None:
+            break
+        rows = [None] * plan.batch_size
+        for rank, one in enumerate(of_ranks):
+            places = plan.rows_of(plan.parts_of(rank, len(slices))).tolist()
+            assert len(one.real) == len(one.batch["x"]) == len(one.batch["names"]) == len(places)
+            for place, real, x, name in zip(
+                places, one.real.tolist(), one.batch["x"].tolist(), one.batch["names"], strict=True
+            ):
+                assert name.startswith(f"({x},")  # fields of one row stay together
+                rows[place] = name if real else MISSING
+            assert one.batch["pair"][0].tolist() == [[len(eval(name)), 7] for name in one.batch["names"]]
+            assert one.batch["pair"][1] == "constant"
+        batches.append(rows)
+        assert plan.num_batches is None or step < plan.num_batches
+    return batches
+
+
+def named(batches):
+    return [[sample if sample is MISSING else repr(sample) for sample in rows] for rows in batches]
+
+
+@st.composite
+def plans_of(draw, num_parts, tails=("drop", "pad", "repeat", "num_batches")):
+    tail = draw(st.sampled_from(tails))
+    accumulation = draw(st.integers(1, 2))
+    return PartsPlan(
+        batch_size=num_parts * draw(st.integers(1, 3)) * accumulation,
+        num_parts=num_parts,
+        num_data_ranks=num_parts,
+        accumulation=accumulation,
+        tail=draw(st.sampled_from(["pad", "drop", "repeat"])) if tail == "num_batches" else tail,
+        num_batches=draw(st.integers(1, 7)) if tail == "num_batches" else None,
+    )
+
+
+def liked(number):
+    return number % 3 == 0 or number % 100 == 0
+
+
+def paired(number):
+    return (number, "f")
+
+
+def drawn(sample):
+    return (sample, int(np.random.randint(1 << 30)), random.randrange(1 << 30))
+
+
+def stages_of(draw, plan):
+    """A stage maker, and the oracle's (part, round) -> list of it."""
+    low = 1 if plan.repeats else 0
+    kind = draw(st.sampled_from(["plain", "plain", "striped", "striped function", "shuffled", "filtered"]))
+    if kind.startswith("striped"):  # dealt by hand
+        length = draw(st.integers(plan.num_parts * plan.stripe * low, 9 * plan.num_parts))
+        samples = [(n, "s") for n in range(length)]
+        dealt = [[] for _ in range(plan.num_parts)]
+        for n, sample in enumerate(samples):
+            dealt[n // plan.stripe % plan.num_parts].append(sample)
+        source = samples if kind == "striped" else lambda: iter(samples)
+        return lambda: Stripe(IterableSource(source)), lambda part, number: dealt[part]
+    lengths = draw(st.lists(st.integers(low, 14), min_size=plan.num_parts, max_size=plan.num_parts))
+    parts = [[100 * part + n for n in range(length)] for part, length in enumerate(lengths)]
+    says = draw(st.booleans())
+    if kind == "plain":
+        pairs = [[(x, "p") for x in part] for part in parts]
+        return lambda: Parts(pairs, says), lambda part, number: pairs[part]
+    if kind == "filtered":
+        return lambda: Map(Filter(Parts(parts, says), liked), paired), lambda part, number: [
+            (x, "f") for x in parts[part] if x % 3 == 0 or x % 100 == 0
+        ]
+
+    def stage():
+        return Map(Unbatch(Batch(Shuffle(Parts(parts, says), 5), 2)), drawn)
+
+    def alone(part, number):
+        return list(stage().open(plain_opening(plan, part, number))[0])
+
+    return stage, alone
+
+
+def seed_all(seed):
+    for generator in GENERATORS:
+        generator.seed(seed)
+
+
+def plain_opening(plan, part, number, **options):
+    return Opening(
+        parts=(part,), num_parts=plan.num_parts, stripe=plan.stripe, round=number, seed_generators=seed_all, **options
+    )
+
+
+P = pytest.mark.parametrize("num_parts", [1, 4, 6, 8])
+
+
+@P
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1 << 30))
+def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_workers(num_parts, data, seed):
+    plan = data.draw(plans_of(num_parts))
+    stage, contents = stages_of(data.draw, plan)
+    expected, turns = named(oracle(plan, contents)), random.Random(seed)
+    assume(expected)
+    upto = len(expected) if plan.num_batches is not None else len(expected) + 2
+
+    for ranks in divisors(num_parts):
+        for workers in WORKERS if num_parts // ranks > 1 else (0, 2):
+            slices = served(stage, plan, ranks, workers, turns, upto=upto)
+            assert put_together(plan, slices) == expected, (ranks, workers)
+
+
+@P
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1 << 30))
+def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would_have(num_parts, data, seed):
+    plan = data.draw(plans_of(num_parts))
+    stage, contents = stages_of(data.draw, plan)
+    expected, turns = named(oracle(plan, contents)), random.Random(seed)
+    assume(expected)
+    upto = len(expected) if plan.num_batches is not None else len(expected) + 1
+
+    for start in range(upto):
+        ranks, workers = turns.choice(divisors(num_parts)), turns.choice(WORKERS)
+        slices = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
+        assert put_together(plan, slices) == expected[start:], (start, ranks, workers)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_parts=st.sampled_from([1, 4, 6, 8]))
+def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
+    plan = data.draw(plans_of(num_parts))
+    low = 1 if plan.repeats else 0
+    lengths = data.draw(st.lists(st.integers(low, 12), min_size=num_parts, max_size=num_parts))
+    assume(any(lengths))
+    ranks, turns = data.draw(st.sampled_from(divisors(num_parts))), random.Random(0)
+    parts = [[(100 * part + n, "p") for n in range(length)] for part, length in enumerate(lengths)]
+    steps = plan.num_steps(lengths)
+    slices = served(lambda: Parts(parts), plan, ranks, 2, turns, upto=max(1, steps + (plan.num_batches is None)))
+    batches = put_together(plan, slices)
+
+    assert len(batches) == steps
+    for part in range(num_parts):
+        delivered = [rows[row] for rows in batches for row in plan.rows_of((part,)).tolist()]
+        own = [repr(sample) for sample in parts[part]]
+        if plan.repeats:  # round after round
+            assert delivered == (own * len(delivered))[: len(delivered)]
+            assert plan.num_batches is not None or delivered[: len(own)] == own
+        elif plan.tail == "drop":  # the beginning, and every part as far as the shortest allows
+            assert delivered == own[: len(delivered)]
+            assert len(delivered) <= min(lengths) < len(delivered) + plan.samples_per_part
+        else:  # all, and what is missing stands at the end
+            assert delivered[: len(own)] == own
+            assert set(delivered[len(own) :]) <= {MISSING}
+
+
+def test_a_reader_serves_one_pass_after_another_and_each_begins_where_it_says():
+    plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1, tail="drop")
+    stage = Map(Shuffle(Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9), drawn)
+    readers = [ChunkReader(stage, None, collated, GENERATORS) for _ in range(2)]
+    turns = random.Random(0)
+
+    def epoch(number, epoch, **where):
+        return put_together(
+            plan, served(None, plan, 1, 2, turns, readers=readers, number=number, epoch=epoch, upto=9, **where)
+        )
+
+    first = epoch(1, 0)
+    served(None, plan, 1, 2, turns, readers=readers, number=2, epoch=0, upto=4)  # left in the middle
+    assert epoch(3, 0) == first
+    second = epoch(4, 1)
+    assert epoch(5, 0, start=5) == first[5:]
+    assert epoch(6, 1) == second
+
+    assert first != second
+    ids = [sorted(eval(name)[0] for rows in batches for name in rows) for batches in (first, second)]
+    assert ids[0] == ids[1]
+    for reader in readers:
+        reader.close()
+    assert epoch(6, 0) == first  # closed, it knows no pass
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
+    plan = PartsPlan(batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2, tail=tail)
+    chunk = ChunkReader(Parts([[1, 2, 3], [4]]), None, None, ()).read(request(plan, (0, 1), 0), None)
+
+    # Rows of the micro-batches: parts 0, 0, 1, 1 and again; part 0 has three samples, part 1 one.
+    assert list(chunk.real) == [1, 1, 1, 0, 1, 0, 0, 0]
+    assert chunk.batch is None if tail == "drop" else chunk.batch[[0, 1, 2, 4]].tolist() == [1, 2, 4, 3]
+
+
+# Empty parts
+
+
+def test_a_part_that_is_empty_is_all_padding_on_whatever_reader():
+    plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=4, tail="pad")
+    parts = [[(1, "a"), (2, "b")], [], [(3, "c")], []]
+    for ranks in (1, 2, 4):
+        slices = served(lambda: Parts(parts), plan, ranks, 1, random.Random(0), upto=3)
+        assert put_together(plan, slices) == [
+            [repr((1, "a")), MISSING, repr((3, "c")), MISSING],
+            [repr((2, "b")), MISSING, MISSING, MISSING],
+        ]
+
+
+@pytest.mark.parametrize("says", [False, True])
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_part_that_is_empty_cannot_be_repeated(says, start):
+    plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1, tail="repeat")
+    failure = ChunkReader(Parts([[1, 2], []], says), None, None, ()).read(request(plan, (0, 1), start, start), 3)
+
+    assert (failure.cause_type, failure.index, failure.worker) == ("ArgumentError", (1, 2 * start), 3)
+    assert "part 1 of 2 has no sample that could be repeated" in failure.cause
+    assert "num_parts=" in failure.cause
+
+
+def test_a_stream_without_a_sample_is_an_error_where_rows_are_to_be_made_up():
+    plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
+    failure = ChunkReader(Parts([[], []]), None, None, ()).read(request(plan, (0, 1), 0), None)
+
+    assert "the stream is empty: no part of it has a sample" in failure.cause
+
+
+# Failures
+
+
+class Broken(Exception):
+    pass
+
+
+def raising(value, error):
+    def function(sample):
+        if sample == value:
+            raise error
+        return sample
+
+    return function
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_parts=st.sampled_from([1, 4, 6]),
+    stripe=st.integers(1, 3),
+    accumulation=st.integers(1, 2),
+    workers=st.integers(0, 5),
+    data=st.data(),
+)
+def test_a_sample_that_fails_is_named_with_part_and_position_at_its_step_only(
+    num_parts, stripe, accumulation, workers, data
+):
+    plan = PartsPlan(
+        batch_size=num_parts * stripe * accumulation,
+        num_parts=num_parts,
+        num_data_ranks=data.draw(st.sampled_from(divisors(num_parts))),
+        accumulation=accumulation,
+        tail="drop",
+    )
+    part, position = data.draw(st.integers(0, num_parts - 1)), data.draw(st.integers(0, 23))
+    at = position // plan.samples_per_part
+    start = data.draw(st.integers(0, at))
+    parts = [list(range(100 * p, 100 * p + 24)) for p in range(num_parts)]
+    stage = Map(Parts(parts, data.draw(st.booleans())), raising(100 * part + position, Broken("it is")))
+
+    for rank in range(plan.num_data_ranks):
+        for worker, held in enumerate(chunks_of(plan.parts_of(rank), workers)):
+            reader = ChunkReader(stage, None, None, ())
+            for step in range(start, at + 1):
+                found = reader.read(request(plan, held, step, start), worker)
+                if part not in held or step < at:
+                    assert isinstance(found, Chunk)
+                    continue
+                assert isinstance(found, ReadFailure)
+                assert (found.index, found.worker) == ((part, position), worker)
+                assert found.what == f"reading sample {position} of part {part}"
+                assert (found.cause_type, found.cause) == ("Broken", "it is")
+                assert "raise error" in found.traceback
+
+
+@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(3), GeneratorExit(), MemoryError("x")])
+def test_no_kind_of_exception_ends_a_part_in_silence(error):
+    plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
+    stage = Map(Parts([[0, 1], [2, 3]]), raising(2, error))
+    failure = ChunkReader(stage, None, None, ()).read(request(plan, (0, 1), 0), None)
+
+    assert isinstance(failure, ReadFailure)
+    assert failure.index == (1, 0)
+    assert type(error).__name__ in failure.traceback
+
+
+def test_what_fails_while_collating_is_no_single_samples_fault():
+    def collate(samples):
+        raise Broken(f"{samples}")
+
+    plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
+    failure = ChunkReader(Parts([[0, 1], [2, 3]]), None, collate, ()).read(request(plan, (0, 1), 0), 1)
+
+    assert (failure.what, failure.index, failure.cause) == ("collating 4 samples", None, "[0, 1, 2, 3]")
+
+
+def test_steps_out_of_turn_are_refused_and_not_served_from_somewhere_else():
+    plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
+    reader = ChunkReader(Parts([[0, 1, 2], [3, 4, 5]]), None, None, ())
+    assert reader.read(request(plan, (0, 1), 0), None).batch.tolist() == [0, 3]
+
+    failure = reader.read(request(plan, (0, 1), 2), None)
+    assert "step 2 was asked for, but step 1 is next" in failure.cause
+    assert reader.read(request(plan, (0, 1), 1), None).batch.tolist() == [1, 4]
+
+
+def test_a_sample_that_fails_before_the_cut_is_named_as_what_it_is():
+    plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=2)
+    reader = ChunkReader(Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, ())
+    found = [reader.read(request(plan, (0,), step), None) for step in range(3)]
+
+    (failure,) = (one for one in found if isinstance(one, ReadFailure))
+    assert failure.index != (0, 2)  # which is sample 4 of the stream; 3 failed: (1, 1)
+
+
+# Collating
+
+
+def test_samples_are_stacked_without_a_collate_fn_and_the_users_sees_them_in_the_order_of_the_rows():
+    plan = PartsPlan(batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2)
+    parts = [[0, 1, 2, 3], [10, 11, 12, 13]]
+    expected = [0, 1, 10, 11, 2, 3, 12, 13]
+
+    assert ChunkReader(Parts(parts), None, None, ()).read(request(plan, (0, 1), 0), None).batch.tolist() == expected
+    assert ChunkReader(Parts(parts), None, list, ()).read(request(plan, (0, 1), 0), None).batch == expected
+
+
+def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
+    plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
+    found = []
+    for outside in (1, 2):
+        seed_all(outside)
+        reader = ChunkReader(Parts([[1], [2]]), None, lambda samples: np.random.rand(len(samples)), GENERATORS)
+        found.append(reader.read(request(plan, (0, 1), 0), None).batch.tolist())
+
+    assert found[0] == found[1]
+
+
+# Joining
+
+
+class Tensor:
+    """What stands for a framework's tensor: has a shape and a dtype, and is joined by `gather` alone."""
+
+    def __init__(self, values):
+        self.numpy = np.array(values)
+        self.shape, self.dtype = self.numpy.shape, self.numpy.dtype
+
+
+def join(*batches, places=((0, 2), (1, 3))):
+    chunks = [Chunk(batch, bytes([1] * len(place)), True) for batch, place in zip(batches, places, strict=True)]
+    return Joiner([np.array(place) for place in places], gather).join(chunks)
+
+
+def test_tensors_are_joined_by_the_given_function_and_strings_as_rows():
+    joined = join(
+        {"x": Tensor([0, 2]), "s": ["0", "2"], "pair": [Tensor([[0], [2]]), b"c"], "o": np.array(["0", "2"], object)},
+        {"x": Tensor([1, 3]), "s": ["1", "3"], "pair": [Tensor([[1], [3]]), b"c"], "o": np.array(["1", "3"], object)},
+    )
+
+    assert joined.batch["x"].tolist() == [0, 1, 2, 3]
+    assert joined.batch["pair"][0].tolist() == [[0], [1], [2], [3]]
+    assert joined.batch["s"] == joined.batch["o"].tolist() == ["0", "1", "2", "3"]
+    assert joined.batch["pair"][1] == b"c"
+
+
+@given(data=st.data(), rows=st.integers(1, 12), readers=st.integers(1, 5))
+def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(data, rows, readers):
+    dealt = data.draw(st.lists(st.integers(0, readers - 1), min_size=rows, max_size=rows))
+    places = [[row for row, reader in enumerate(dealt) if reader == own] for own in sorted(set(dealt))]
+    real = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    fresh = data.draw(st.lists(st.booleans(), min_size=len(places), max_size=len(places)))
+    chunks = [Chunk(np.array(p), bytes(real[row] for row in p), f) for p, f in zip(places, fresh, strict=True)]
+    found = Joiner([np.array(place) for place in places], gather).join(chunks)
+
+    assert (found.batch.tolist(), found.real.tolist(), found.fresh) == (list(range(rows)), real, any(fresh))
+    assert (found.whole, found.empty) == (all(real), not any(real))
+
+
+def test_a_slice_of_which_a_chunk_is_missing_has_no_batch_but_says_which_rows_are_there():
+    chunks = [Chunk(np.array([0, 2]), b"\1\1", True), Chunk(None, b"\1\0", False)]
+    found = Joiner([np.array([0, 2]), np.array([1, 3])], gather).join(chunks)
+
+    assert (found.batch, found.real.tolist(), found.fresh) == (None, [True, True, True, False], True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ({"x": Tensor([0, 2])}, {"y": Tensor([1, 3])}, r"differ in keys: \['x'\], \['y'\]"),
+        ([Tensor([[0], [2]])], [Tensor([[1, 1], [3, 3]])], r"at field \[0\].* row shape and dtype: .*\[1\].*\[2\]"),
+        ({"x": Tensor([0, 2])}, {"x": Tensor([1.0, 3.0])}, r"at field \['x'\].*int64.*float64"),
+        ([Tensor([0, 2]), 1], [Tensor([1, 3])], "differ in number of fields: 2, 1"),
+    ],
+)
+def test_chunks_that_do_not_fit_together_are_refused_by_field(one, other, text):
+    with pytest.raises(ValueError, match=text):
+        join(one, other)
+
+
+def test_an_array_that_has_no_row_for_each_sample_is_refused():
+    constant = np.arange(5)
+    with pytest.raises(ValueError, match="rows"):
+        join({"x": np.array([0, 2]), "mask": constant}, {"x": np.array([1, 3]), "mask": constant})
+
+
+def test_a_list_with_a_dict_for_each_row_keeps_its_rows_or_is_refused():
+    plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
+    reader = [
+        ChunkReader(Parts([[0, 1], [2, 3]]), None, lambda samples: [{"id": s} for s in samples], ()) for _ in range(2)
+    ]
+    one = reader[0].read(request(plan, (0, 1), 0, number=1), None).batch
+    chunks = [reader[part].read(request(plan, (part,), 0), None) for part in range(2)]
+    try:
+        two = Joiner([np.array([0, 1]), np.array([2, 3])], gather).join(chunks).batch
+    except ValueError:
+        return
+
+    assert two == one
+
+
+# What a resume costs, and what it can be done with
+
+
+def test_parts_that_are_opened_at_a_position_share_a_reading():
+    called = []
+    stage = Stripe(Map(IterableSource(list(range(40))), lambda sample: called.append(sample) or sample))
+    plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1)
+    reader = ChunkReader(stage, None, None, ())
+    for step in range(1, 10):
+        reader.read(request(plan, (0, 1, 2, 3), step, start=1), None)
+
+    assert called == list(range(4, 40))
+
+
+def test_what_is_skipped_at_a_resume_costs_no_call_of_a_map_where_lengths_are_not_known():
+    called = []
+    stage = Map(Parts([list(range(10))], says_lengths=False), lambda sample: called.append(sample) or sample)
+    plan = PartsPlan(batch_size=2, num_parts=1, num_data_ranks=1)
+    ChunkReader(stage, None, None, ()).read(request(plan, (0,), 4, start=4), None)
+
+    assert called == [8, 9]
+
+
+def test_a_stream_that_can_be_read_once_cannot_be_padded_on_a_reader_without_a_sample():
+    plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=2)
+    failure = ChunkReader(Stripe(IterableSource(iter(range(6)))), None, None, ()).read(
+        request(plan, (2, 3), 1, start=1), None
+    )
+
+    assert "tail='pad': this rank has no sample" in failure.cause
+    assert "Use tail='drop'" in failure.cause
+
+
+# Whole batches as items
+
+
+def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=None, repeat=False):
+    """What a loader of whole items gets: reader after reader, by turns."""
+    width = max(1, num_workers)
+    readers = [ChunkReader(stage, None, collate_fn, GENERATORS) for _ in range(width)]
+    found = []
+    for step in range(start, start + steps):
+        first = start + (step - start) % width
+        chunk = readers[first - start].read(
+            ChunkRequest(
+                number=0,
+                opening=Opening(parts=(first % width,), num_parts=width, skip=first // width),
+                step=step,
+                first_step=first,
+                stride=width,
+                stripe=1,
+                pad=tail == "pad",
+                repeat=repeat,
+                whole_items=True,
+            ),
+            first - start,
+        )
+        assert isinstance(chunk, Chunk), chunk
+        found.append(Joiner([np.arange(1)], gather).join([chunk]))
+    return found
+
+
+@given(length=st.integers(1, 25), workers=st.sampled_from(WORKERS), data=st.data())
+def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_any_step(length, workers, data):
+    start = data.draw(st.integers(0, length))
+    items = [{"x": np.array([n])} for n in range(length)]
+    found = items_served(Stripe(Map(IterableSource(items), lambda x: x)), workers, length - start + 7, start=start)
+
+    assert [one.batch["x"].tolist() for one in found if one.whole] == [[n] for n in range(start, length)]
+    assert [one.whole for one in found] == [True] * (length - start) + [False] * 7
+    assert all(one.empty and one.batch is None for one in found[length - start :])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(workers):
+    found = items_served(
+        Stripe(IterableSource(range(3))), workers, 7, tail="pad", collate_fn=lambda n: np.array([n, n])
+    )
+
+    assert [one.real.tolist() for one in found] == [[True]] * 3 + [[False]] * 4
+    assert [one.batch.tolist() for one in found[:3]] == [[0, 0], [1, 1], [2, 2]]
+    assert all(one.batch.shape == (2,) for one in found[3:])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_whole_items_are_repeated_in_their_order_by_workers_that_divide_them(workers):
+    found = items_served(Stripe(IterableSource(range(6))), workers, 14, repeat=True)
+
+    assert [one.batch for one in found] == [n % 6 for n in range(14)]
+    assert [one.fresh for one in found] == [True] * 6 + [False] * 8
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_whole_items_are_repeated_in_their_order_by_any_number_of_workers(workers):
+    found = items_served(Stripe(Repeat(IterableSource(range(5)))), workers, 14)
+
+    assert [one.batch for one in found] == [n % 5 for n in range(14)]
+
+
+def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
+    stage = Map(Stripe(IterableSource(range(20))), raising(7, Broken()))  # item 1 * 4 + 3
+    asked = ChunkRequest(
+        number=0,
+        opening=Opening(parts=(3,), num_parts=4),
+        step=3,
+        first_step=3,
+        stride=4,
+        stripe=1,
+        whole_items=True,
+    )
+    reader = ChunkReader(stage, None, None, ())
+
+    assert reader.read(asked, 2).batch == 3
+    failure = reader.read(replace(asked, step=7), 2)
+    assert (failure.index, failure.worker) == ((3, 1), 2)
