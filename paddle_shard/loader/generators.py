@@ -24,6 +24,13 @@ class PaddleGenerator:
         """Put states back."""
         paddle.set_rng_state(state)
 
+    def mark(self) -> Any:
+        """Not known."""
+        return None
+
+    def settle(self, state: Any) -> None:
+        """Nothing is drawn ahead."""
+
 
 def generators(*, with_paddle: bool) -> tuple[Generator, ...]:
     """Return numpy's and Python's generators, and Paddle's where asked for."""

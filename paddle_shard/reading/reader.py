@@ -38,44 +38,89 @@ class BatchReader:
         self._collate_fn = collate_fn
         self._generators = generators
         self._read_many = getattr(dataset, "__getitems__", None)
-
-    def _seed(self, seed: int) -> None:
-        for generator in self._generators:
-            generator.seed(seed)
+        self._draws: bool | None = None
+        """Whether reading draws from the generators, as far as is known; None: no batch was read yet."""
 
     def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
         """Return the batch of a request, or its failure.
 
         The global generators are left where the last sample put them: callers in a user's process keep them.
         """
-        what, index = "reading", None
+        at: dict[str, Any] = {"what": "reading", "index": None}
         try:
-            samples: Any = []
-            if self._read_many is not None and not request.item_is_batch:
-                what = f"reading {len(request.indices)} samples at once"
-                self._seed(request.sample_seed(request.indices[0]))
-                samples = self._read_many(request.indices)
-                if not isinstance(samples, list):
-                    return samples if self._collate_fn is None else self._collate_fn(samples)
-                if len(samples) != len(request.indices):
-                    raise ValueError(
-                        f"__getitems__ returned {len(samples)} samples for {len(request.indices)} indices; return one "
-                        "for each, or a batch that is no list."
-                    )
-            else:
-                for index in request.indices:
-                    what = f"reading sample {index!r}"
-                    self._seed(request.sample_seed(index))
-                    samples.append(self.dataset[index])
-                index = None
-            what = f"collating {len(samples)} samples"
-            if request.item_is_batch:
-                return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
-            return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+            if self._draws is False:
+                # Seeding costs more than many a sample. Should something draw after all, the batch is read again.
+                before = self._marks()
+                batch = self._batch(request, at, lambda index: None)
+                if self._marks() == before:
+                    return batch
+                self._draws = True
+            if self._draws:
+                return self._batch(request, at, lambda index: self._seed(request, index))
+            watch = _Watch(self._marks)
+            batch = self._batch(request, at, lambda index: watch.around(self._seed, request, index))
+            self._draws = watch.changed()
+            return batch
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
-            return ReadFailure.of(error, what=what, index=index, worker=worker)
+            return ReadFailure.of(error, worker=worker, **at)
+
+    def _seed(self, request: ReadRequest, index: Any) -> None:
+        seed = request.sample_seed(index)
+        for generator in self._generators:
+            generator.seed(seed)
+
+    def _marks(self) -> list[Any]:
+        return [generator.mark() for generator in self._generators]
+
+    def _batch(self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None]) -> Any:
+        """Read and collate; `at` says what is being done."""
+        indices = request.indices
+        if self._read_many is not None and not request.item_is_batch:
+            at.update(what=f"reading {len(indices)} samples at once", index=None)
+            seed(indices[0])
+            samples = self._read_many(indices)
+            if not isinstance(samples, list):
+                return samples if self._collate_fn is None else self._collate_fn(samples)
+            if len(samples) != len(indices):
+                raise ValueError(
+                    f"__getitems__ returned {len(samples)} samples for {len(indices)} indices; return one for each, or "
+                    "a batch that is no list."
+                )
+        else:
+            samples = []
+            try:
+                for index in indices:
+                    seed(index)
+                    samples.append(self.dataset[index])
+            except BaseException:
+                at.update(what=f"reading sample {index!r}", index=index)
+                raise
+        at.update(what=f"collating {len(samples)} samples", index=None)
+        if request.item_is_batch:
+            return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
+        return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+
+
+class _Watch:
+    """Finds out whether anything is drawn between seeds."""
+
+    def __init__(self, marks: Callable[[], list[Any]]) -> None:
+        self._marks = marks
+        self._seeded: list[Any] | None = None
+        self._changed = False
+
+    def around(self, seed: Callable[..., None], *args: Any) -> None:
+        self._changed = self.changed()
+        seed(*args)
+        self._seeded = self._marks()
+
+    def changed(self) -> bool:
+        """Return whether anything was drawn so far, or cannot be told."""
+        if self._seeded is None:
+            return self._changed
+        return self._changed or None in self._seeded or self._marks() != self._seeded
 
 
 def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None, *, rows_are_split: bool) -> Any:

@@ -269,3 +269,28 @@ def test_worker_functions_find_their_own_data_set():
     got = [batch._local_value().numpy().tolist() for batch in sharded(Opens(None), 2, worker_init_fn=init)]
 
     assert got == [[0, 0], [1, 1]] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first", [0, 3, 9, 17])
+def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, workers):
+    class Sometimes(Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            return index, np.random.randn() if index >= first else 0.0
+
+    def numbers(batch_size, workers):
+        loader = paddle.io.DataLoader(Sometimes(), batch_size=batch_size, num_workers=workers)
+        sharded = paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0]), shard_dims=0)
+        return np.concatenate([noise.numpy() for _, noise in sharded]).tolist()
+
+    np.random.seed(2)
+    np.random.randn()
+    expected = np.random.get_state()
+    found = numbers(4, workers)
+
+    assert found == numbers(6, 0)
+    assert sum(noise != 0 for noise in found) == 24 - first
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), expected, strict=True))
