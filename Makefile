@@ -4,9 +4,10 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 OLDEST := .venv-oldest
+ADAPTERS ?= torchdata mds dali ffcv
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test test-oldest bench lint clean
+.PHONY: help demo demos test test-oldest test-adapters bench lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -34,6 +35,10 @@ test: $(READY)
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest
 
+## test-adapters: other data libraries and their demos, each in its own environment (ADAPTERS="mds dali": only these)
+test-adapters: $(ADAPTERS:%=.venv-%/.ready)
+	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
+
 ## bench: ratios against peers, about two minutes; benchmarks/README.md says how to read them
 bench: $(READY)
 	$(PY) benchmarks/order.py
@@ -46,7 +51,7 @@ lint: $(READY)
 
 ## clean: remove what the others made
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 $(READY): setup.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -56,4 +61,21 @@ $(READY): setup.py
 $(OLDEST)/.ready: setup.py
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.0.0 -e '.[test]'
+	touch $@
+
+# torch first and pinned, or a CUDA build of another version may come with the library.
+FIRST_torchdata := torch==2.13.0
+FIRST_mds := torch==2.13.0 'numpy<2.2'
+FIRST_ffcv := torch==2.13.0 setuptools wheel
+# FFCV is compiled: Debian's libopencv-dev, libturbojpeg0-dev, pkg-config and g++; it looks for opencv4 as "opencv".
+BEFORE_ffcv := mkdir -p .venv-ffcv/pkgconfig && \
+	ln -sf "$$(pkg-config --variable=pcfiledir opencv4)/opencv4.pc" .venv-ffcv/pkgconfig/opencv.pc
+WITH_ffcv := PKG_CONFIG_PATH=$(CURDIR)/.venv-ffcv/pkgconfig
+PIP_ffcv := --no-build-isolation
+
+$(patsubst %,.venv-%/.ready,torchdata mds dali ffcv): .venv-%/.ready: setup.py
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.3.1 pytest scikit-learn $(FIRST_$*)
+	$(BEFORE_$*)
+	$(WITH_$*) .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_$*) -e '.[$*]'
 	touch $@

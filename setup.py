@@ -10,6 +10,17 @@ VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "paddle_shard/__init__.py"
 
 DEMO = ["scikit-learn", "tqdm"]
 WEBDATASET = ["webdataset>=0.2.90", "fsspec"]
+PARQUET = ["pyarrow>=14", "fsspec[http]"]
+HUGGINGFACE = ["datasets>=5.2"]
+GRAIN = ["grain>=0.2.18"]
+S3 = ["s3fs"]
+# Not among the tests' own: `make test-adapters` gives each an environment.
+ADAPTERS = {
+    "torchdata": ["torchdata>=0.11", "torch"],
+    "mds": ["mosaicml-streaming==0.13.*", "filelock==3.16.1", "numpy<2.2"],
+    "dali": ["nvidia-dali-cuda130>=2.4"],
+    "ffcv": ["ffcv==1.0.2", "torch"],
+}
 
 setup(
     name="paddle_shard",
@@ -27,10 +38,20 @@ setup(
         "gpu": ["paddlepaddle-gpu>=3.0"],
         "demo": DEMO,
         "webdataset": WEBDATASET,
+        "parquet": PARQUET,
+        "huggingface": HUGGINGFACE,
+        "grain": GRAIN,
+        "s3": S3,
+        **ADAPTERS,
         "test": [
             *DEMO,
             *WEBDATASET,
+            *PARQUET,
+            *HUGGINGFACE,
+            *GRAIN,
+            *S3,
             "hypothesis>=6",
+            "moto[server]",
             "mypy>=1.10",
             "pytest>=8",
             "pyyaml",

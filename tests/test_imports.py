@@ -11,6 +11,7 @@ import paddle_shard
 
 PACKAGE = Path(paddle_shard.__file__).parent
 PURE = {"errors", "plan"}
+ADAPTED = {"torch", "torchdata", "streaming", "nvidia", "ffcv"}  # by sources/adapters, inside functions
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
     "plan": ({"errors"}, {"numpy"}),
@@ -18,7 +19,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "agree": ({"errors"}, {"numpy"}),
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
-    "sources": (PURE, {"numpy", "webdataset", "fsspec"}),
+    "sources": (PURE, {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED),
     "reading": (PURE | {"collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle.io"}),
     "place": ({"errors", "plan", "agree", "collate"}, {"numpy", "paddle"}),
     "replicas": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),

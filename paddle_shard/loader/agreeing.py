@@ -9,29 +9,42 @@ from functools import cache
 import paddle.distributed as dist
 
 from paddle_shard.agree import Agreement, Coordinator
-from paddle_shard.replicas.star_group import world_group
+from paddle_shard.replicas.star_group import group_of
 
 PREFETCH = 8
-"""Steps of a stream that are read ahead of the one that is delivered; half of them is the window that is agreed on."""
+"""Steps that workers have read ahead of the one that is delivered; half of them is the window that is agreed on."""
+PREFETCH_ALONE = 2
+"""The same where the training thread reads."""
 
 
-def open_agreement(*, tail: str, label: str) -> Agreement:
+def ranks_of_run() -> tuple[int, ...]:
+    """Return the global ranks of this run; a single one where `paddle.distributed` is not initialized."""
+    return tuple(range(dist.get_world_size())) if dist.is_initialized() else (dist.get_rank(),)
+
+
+def open_agreement(
+    ranks: Sequence[int], *, workers: bool, ends_must_agree: bool, label: str, timeout: float
+) -> Agreement:
     """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
 
     Args:
-        tail: Where a stream's parts end at different times.
+        ranks: Who takes part, this process among them.
+        workers: Whether worker processes read.
+        ends_must_agree: Whether it is an error that the data of some ends before that of others.
         label: What is read; the same on every rank.
+        timeout: Seconds for which a rank may be silent.
     """
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    return _coordinator(size, os.getpid()).open(PREFETCH, ends_must_agree=tail == "error", label=label)
+    coordinator = _coordinator(tuple(ranks), timeout, os.getpid())
+    return coordinator.open(PREFETCH if workers else PREFETCH_ALONE, ends_must_agree=ends_must_agree, label=label)
 
 
 @cache
-def _coordinator(world_size: int, process: int) -> Coordinator:
-    """Return this process's only coordinator; a forked process has one of its own."""
-    if world_size == 1:
-        return Coordinator(_Alone())
-    return Coordinator(world_group("loaders"))
+def _coordinator(ranks: tuple[int, ...], timeout: float, process: int) -> Coordinator:
+    """Return this process's coordinator with some ranks; a forked process has one of its own."""
+    if len(ranks) == 1:
+        return Coordinator(_Alone(), timeout=timeout)
+    key = f"loaders of {','.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'} {timeout:g}"
+    return Coordinator(group_of(ranks, key, timeout), timeout=timeout)
 
 
 class _Alone:

@@ -31,6 +31,8 @@ def shard_dataloader(
     num_parts: int | None = None,
     placements: Any = None,
     seed_paddle: bool = False,
+    agree: bool = True,
+    timeout: float = 1800.0,
 ) -> ShardDataloader:
     """Split a DataLoader's batches along axes of the mesh and yield them as distributed tensors.
 
@@ -70,6 +72,10 @@ def shard_dataloader(
             `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention.
         seed_paddle: Seed Paddle's random generator before each sample too, not only numpy's and Python's
             (about 6 us a sample), for data sets and transforms that draw from it.
+        agree: Let all ranks fail at the same step, when a read fails on one, and name a rank that is lost. For it
+            the ranks of the meshes must iterate alike: a rank that iterates alone waits for the others, up to
+            `timeout`. A stream whose end is not known needs it; it is asked for ahead, in the background.
+        timeout: Seconds for which another rank may be silent while this one waits for it.
 
     Returns:
         A `ShardDataloader`, which `dist.to_static` takes too.
@@ -91,6 +97,8 @@ def shard_dataloader(
         num_parts=num_parts,
         placements=placements,
         seed_paddle=seed_paddle,
+        agree=agree,
+        timeout=timeout,
     )
 
 

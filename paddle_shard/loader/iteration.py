@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
-from paddle_shard.errors import ArgumentError, BatchStructureError, PaddleShardError
+from paddle_shard.agree import Agreement
+from paddle_shard.errors import ArgumentError, BatchStructureError, PaddleShardError, SplitError, UnequalEndsError
 from paddle_shard.loader.agreeing import open_agreement
 from paddle_shard.loader.compat import asked_by_to_static
-from paddle_shard.loader.stream_pass import AgreedPass
+from paddle_shard.loader.stream_pass import AgreedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows
 from paddle_shard.plan.seeding import derive_key, derive_seed
@@ -60,6 +61,9 @@ class ShardIterator:
         batches = (source.untouched() if look else source).epoch(start.epoch, start)
         requests = _requests(loader, start, islice(batches, 1) if look else batches, self._pending)
         self._pass = loader._reading.start(requests)
+        ranks = loader._agreeing_ranks
+        if not look and len(ranks) > 1:
+            self._pass = AgreedPass(self._pass, _agreement(loader, ranks, ends_must_agree=True))
 
     @property
     def step(self) -> int:
@@ -85,6 +89,9 @@ class ShardIterator:
             self.close()
             self._loader._run.finished(self._progress)
             raise
+        except UnequalEndsError as error:
+            self.close()
+            raise _unequal(self._loader, error) from None
         except BatchStructureError as error:
             self.close()
             raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
@@ -211,8 +218,8 @@ class _StreamFeed:
         num_steps = loader._run.num_steps_or_none()
         self._pass = AgreedPass(
             _reading(loader, source.stream, start),
-            open_agreement(tail=source.tail, label=repr(loader)),
-            tail=source.tail,
+            _agreement(loader, loader._agreeing_ranks, ends_must_agree=source.tail == "error"),
+            outlook=stream_outlook(source.tail, num_steps),
             num_steps=None if num_steps is None else num_steps - start.steps,
         )
 
@@ -236,6 +243,32 @@ class _StreamFeed:
         )
         self._pending.append(_Pending(batch, None if items else self._rows, True, []))
         return found.batch
+
+
+def _unequal(loader: ShardDataloader, error: UnequalEndsError) -> Exception:
+    """Return the error for data with an index, whose ranks have not the same number of batches."""
+    if loader._source.stream is not None:
+        return error
+    where = f"at step {error.step} the data of global ranks {list(error.ended)} has ended and that of "
+    where += f"{list(error.went_on)} has not"
+    if loader._source.split:
+        return SplitError(
+            f"is_dataset_splitted=True, but {where}: ranks would part. Give every data rank as many rows, or leave "
+            "is_dataset_splitted at False to have this loader split the data."
+        )
+    sampler = type(loader._source.custom_sampler).__name__
+    error.args = (f"{where}: the loader's {sampler} is not the same on all ranks. Seed it alike on all of them.",)
+    return error
+
+
+def _agreement(loader: ShardDataloader, ranks: Sequence[int], *, ends_must_agree: bool) -> Agreement:
+    return open_agreement(
+        ranks,
+        workers=loader._given.num_workers > 0,
+        ends_must_agree=ends_must_agree,
+        label=repr(loader),
+        timeout=loader.timeout,
+    )
 
 
 def _reading(loader: ShardDataloader, stream: StreamSetup, start: LoaderState) -> Any:

@@ -13,6 +13,7 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
 from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.loader.agreeing import ranks_of_run
 from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import LoaderCall, ShardIterator
@@ -21,6 +22,7 @@ from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.place.assignment import assignment
+from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchPlacer, BatchRows, tensors
 from paddle_shard.plan.coverage import Certificate
 from paddle_shard.plan.order import Shuffle
@@ -45,6 +47,7 @@ class ShardDataloader(PaddleShardDataloader):
             batches differ in size.
         batch_sampler: This rank's batches of indices, with `set_epoch`.
         seed: Of the order and of the samples' random numbers.
+        timeout: Seconds for which another rank may be silent.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class ShardDataloader(PaddleShardDataloader):
         num_parts: int | None = None,
         placements: Any = None,
         seed_paddle: bool = False,
+        agree: bool = True,
+        timeout: float = 1800.0,
     ) -> None:
         """See `shard_dataloader`."""
         # Paddle's constructor is not called: it is what this class puts right.
@@ -72,6 +77,8 @@ class ShardDataloader(PaddleShardDataloader):
             )
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ArgumentError(f"seed must be an int, got {seed!r}.")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
         _check_dense_tensor_idx(dense_tensor_idx)
         auto_dp = in_auto_dp_mode()
         assigned = assignment(meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp)
@@ -93,12 +100,18 @@ class ShardDataloader(PaddleShardDataloader):
                 num_parts=num_parts,
                 num_batches=num_batches,
             )
+            if not agree and not self._source.batches.knows_length:
+                raise ArgumentError(
+                    "agree=False: nobody knows when this stream ends, so its ranks must agree on it. Give "
+                    "num_batches=, or a source that is counted."
+                )
         else:
             _check_no_stream_options(dataloader, num_batches, num_parts)
             self._source = read_source(
                 dataloader, layouts, is_dataset_splitted=split, shuffle=shuffle, seed=seed, tail=tail
             )
-        self.seed = seed
+        self.seed, self.timeout = seed, timeout
+        self._agreeing_ranks = self._who_agrees(layouts) if agree else (dist.get_rank(),)
         self._given = dataloader
         self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
         self.dense_tensor_idx = dense_tensor_idx
@@ -136,6 +149,14 @@ class ShardDataloader(PaddleShardDataloader):
             self.batch_size = size // self._source.accumulation // ranks
         self.batch_sampler = ShardBatchSampler(self)
         self._dataloader.batch_sampler = self.batch_sampler
+
+    def _who_agrees(self, layouts: Sequence[FieldLayout]) -> Sequence[int]:
+        """Return the ranks that keep in step: those of the meshes, for a stream all of the run."""
+        run = ranks_of_run()
+        if self._source.stream is not None or len(run) == 1:
+            return run
+        ranks = sorted({rank for layout in layouts for rank in layout.layout.process_ids})
+        return ranks if dist.get_rank() in ranks else (dist.get_rank(),)
 
     @property
     def dataset(self) -> Any:

@@ -1,52 +1,71 @@
-"""How does a pass over a stream keep in step with all other ranks?"""
+"""How does a pass keep in step with all other ranks?"""
 
 from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, UnequalEndsError
 from paddle_shard.reading.chunk import Slice
-from paddle_shard.reading.stream_pass import StreamPass
 
+
+class Outlook(Enum):
+    """What can be done with what was read for a step."""
+
+    OK = "deliver it"
+    EXHAUSTED = "deliver it, but it holds nothing new, and nothing new will come"
+    END = "end before it"
+    UNEQUAL = "fail: the ends do not agree"
+
+
+OK, EXHAUSTED, END, UNEQUAL = Outlook
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
 
 
 class AgreedPass:
-    """The slices of one pass: all ranks deliver the same steps, and fail at the same one.
+    """What one pass has read, step by step: all ranks deliver the same steps, and fail at the same one.
 
-    Slices are read ahead on the caller's thread, or by workers; what all ranks can serve is agreed on in the
-    background, ahead of delivery.
+    It is read ahead on the caller's thread, or by workers; what all ranks can serve is agreed on in the background,
+    ahead of delivery.
     """
 
-    def __init__(self, reading: StreamPass, agreement: Agreement, *, tail: str, num_steps: int | None) -> None:
+    def __init__(
+        self,
+        reading: Any,
+        agreement: Agreement,
+        *,
+        outlook: Callable[[Any], Outlook] = lambda found: OK,
+        num_steps: int | None = None,
+    ) -> None:
         """Start the pass.
 
         Args:
-            reading: Yields this rank's slices, without an end of its own.
+            reading: An iterator over this rank's steps, with a `close`.
             agreement: Of this pass.
-            tail: Where a stream's parts end at different times.
+            outlook: Says of what was read whether it can be delivered.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
         """
         self._reading, self._agreement = reading, agreement
-        self._tail, self._num_steps = tail, num_steps
-        self._ready: deque[Slice] = deque()
+        self._outlook, self._num_steps = outlook, num_steps
+        self._ready: deque[Any] = deque()
         self._announced = self._delivered = self._read = 0
-        self._failure: DataReadError | None = None
+        self._failure: BaseException | None = None
         self._over = False
         """Nothing more is to be read."""
 
     def __iter__(self) -> AgreedPass:
         return self
 
-    def __next__(self) -> Slice:
-        """Return the next slice.
+    def __next__(self) -> Any:
+        """Return what was read for the next step.
 
         Raises:
             DataReadError: Reading it failed, on this rank or another; on every rank.
-            UnequalEndsError: With "error", where the ranks do not end together; on every rank.
+            UnequalEndsError: The ranks do not end together, and that is not to be; on every rank.
             PeerLostError: Another rank died or is silent.
         """
         step = self._delivered
@@ -62,17 +81,17 @@ class AgreedPass:
         self._delivered += 1
         return self._ready.popleft()
 
-    def peek(self) -> Slice:
-        """Return the first slice without delivering it, for its structure; nothing is agreed on.
+    def peek(self) -> Any:
+        """Return what was read first without delivering it; nothing is agreed on.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: There is nothing.
         """
         if not self._ready and not self._over:
             self._read_one()
         if self._failure is not None:
             raise self._failure
-        if not self._ready or self._ready[0].batch is None:
+        if not self._ready or self._outlook(self._ready[0]) in (END, UNEQUAL):
             raise StopIteration
         return self._ready[0]
 
@@ -86,47 +105,58 @@ class AgreedPass:
         self._read += 1
         try:
             self._ready.append(next(self._reading))
-        except DataReadError as failure:
+        except StopIteration:
+            self._num_steps = self._read - 1
+        except Exception as failure:  # raised at its own step, on all ranks
             self._failure = failure
 
     def _announce(self) -> None:
         """Read the next step if that has not been done, and say what can be served of it."""
         step, say = self._announced, self._agreement
         self._announced += 1
-        if self._num_steps is not None and step >= self._num_steps:
-            self._over = True
-            say.announce_end()
-            return
-        if self._read <= step:
+        if self._read <= step and (self._num_steps is None or step < self._num_steps):
             self._read_one()
         if self._failure is not None and self._read - 1 == step:
-            self._over = True
-            say.announce_failure(_report(self._failure))
-            return
-        found = self._ready[step - self._delivered]
-        if self._num_steps is not None:
-            say.announce_ok()
-        elif self._tail in ("pad", "repeat"):
-            if found.empty or not found.fresh:
-                say.announce_exhausted()
-            else:
-                say.announce_ok()
-        elif found.whole:
-            say.announce_ok()
-        elif self._tail == "error" and not found.empty:
-            self._over = True
-            self._failure = _not_together(found)
-            say.announce_failure(_report(self._failure))
-        else:
+            self._fail(self._failure)
+        elif self._num_steps is not None and step >= self._num_steps:
             self._over = True
             say.announce_end()
+        elif (found := self._outlook(self._ready[step - self._delivered])) is OK:
+            say.announce_ok()
+        elif found is EXHAUSTED:
+            say.announce_exhausted()
+        elif found is END:
+            self._over = True
+            say.announce_end()
+        else:
+            self._fail(
+                UnequalEndsError(
+                    "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
+                    "'drop' or 'repeat', or num_batches=."
+                )
+            )
+
+    def _fail(self, failure: BaseException) -> None:
+        self._over, self._failure = True, failure
+        self._agreement.announce_failure(_report(failure))
 
 
-def _not_together(found: Slice) -> Any:
-    return UnequalEndsError(
-        f"tail='error': the stream's parts do not end together: of {len(found.real)} rows of the last batch that "
-        f"this rank reads {int(found.real.sum())} are there. Choose tail='pad', 'drop' or 'repeat', or num_batches=."
-    )
+def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outlook]:
+    """Return what says of a stream's slice whether it can be delivered.
+
+    Args:
+        tail: Where the stream's parts end at different times.
+        num_steps: Whether the end is known; then all before it is.
+    """
+
+    def outlook(found: Slice) -> Outlook:
+        if num_steps is not None or (found.whole and found.fresh):
+            return OK
+        if tail in ("pad", "repeat"):
+            return EXHAUSTED if found.empty or not found.fresh else OK
+        return UNEQUAL if tail == "error" and not found.empty else END
+
+    return outlook
 
 
 def _report(failure: Any) -> bytes:
@@ -144,7 +174,7 @@ def _of_another(failure: AgreedFailure) -> Exception:
     text = f"global rank {rank}: {told['text']}"
     if told["kind"] == UnequalEndsError.__name__:
         return UnequalEndsError(text)
-    error = DataReadError(text)
+    error = DataReadError(text if told["kind"] == DataReadError.__name__ else f"{text} ({told['kind']})")
     for name in _TOLD:
         value = told.get(name)
         setattr(error, name, tuple(value) if isinstance(value, list) else value)

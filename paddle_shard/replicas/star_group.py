@@ -23,12 +23,16 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.framework import core
 
+from paddle_shard.agree.group import TwoLevelGroup
 from paddle_shard.errors import PeerLostError
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")
 _FINE, _LOST = b".", b"!"
 _POLL, _GRACE = 0.02, 2.0
+
+MAX_STAR = 64
+"""Most ranks that one rank talks to, where they are on several hosts."""
 
 
 class StarGroup:
@@ -37,7 +41,7 @@ class StarGroup:
     def __init__(
         self, rank: int, names: Sequence[int], connect_store: Callable[[], Any], host: str, key: str, timeout: float
     ) -> None:
-        """Take note of who takes part; `world_group` makes one over all ranks.
+        """Take note of who takes part; `group_of` makes one.
 
         Args:
             rank: Position of this process in the group.
@@ -213,24 +217,45 @@ class StarGroup:
             self.close()
 
 
-def world_group(key: str, timeout: float = 1800.0) -> StarGroup:
-    """Return a group over all ranks of `paddle.distributed`; nothing is sent before its first call.
+def group_of(
+    ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None
+) -> StarGroup | TwoLevelGroup:
+    """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
+
+    Above `MAX_STAR` ranks on several hosts it has two levels: the ranks of a host, and the first of each host.
 
     Args:
-        key: A name that is the same on all ranks and is used once in a job.
+        ranks: Global ranks, ascending; this process's is among them.
+        key: A name that is the same on all of them and is used once in a job.
         timeout: Seconds to wait in one call for the others.
+        hosts: Of each global rank; None: as the launcher says.
     """
-    size = dist.get_world_size()
+    size, me = dist.get_world_size(), dist.get_rank()
     host, _, port = os.environ.get("PADDLE_MASTER", "").rpartition(":")
     if not host:
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
     host = host.strip("[]")
+    if hosts is None:
+        ends = [end.rpartition(":")[0] for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
+        hosts = ends if len(ends) == size and all(ends) else [host] * size
 
     def connect_store() -> Any:
         # A client of its own: a wait through one blocks every other thread's use of it.
         return core.TCPStore(host, int(port), False, size, max(1, int(timeout)))
 
-    return StarGroup(dist.get_rank(), range(size), connect_store, host, f"paddle_shard/agree/{key}", timeout)
+    def star(members: Sequence[int], name: str) -> StarGroup:
+        # The store's host is known to be reachable; others are as the launcher names them.
+        where = host if members[0] == 0 else hosts[members[0]]
+        return StarGroup(members.index(me), members, connect_store, where, f"paddle_shard/agree/{key}/{name}", timeout)
+
+    together: dict[str, list[int]] = {}
+    for rank in ranks:
+        together.setdefault(hosts[rank], []).append(rank)
+    if len(ranks) <= MAX_STAR or len(together) == 1:
+        return star(ranks, "all")
+    mine = together[hosts[me]]
+    across = star([members[0] for members in together.values()], "across") if me == mine[0] else None
+    return TwoLevelGroup(star(mine, f"on {hosts[me]}"), across, rank=ranks.index(me), names=ranks)
 
 
 def _send(peer: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:

@@ -12,7 +12,7 @@ import paddle.distributed as dist
 
 from paddle_shard.agree import Coordinator
 from paddle_shard.errors import AgreedFailure, PeerLostError
-from paddle_shard.replicas.star_group import world_group
+from paddle_shard.replicas.star_group import group_of
 from paddle_shard.testing import report
 
 PREFETCH, TIMEOUT = 8, float(os.environ.get("AGREEMENT_TIMEOUT", "60"))
@@ -22,7 +22,7 @@ class Job:
     def __init__(self):
         dist.init_parallel_env()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.coordinator = Coordinator(world_group("test", TIMEOUT), timeout=TIMEOUT)
+        self.coordinator = Coordinator(group_of(range(dist.get_world_size()), "test", TIMEOUT), timeout=TIMEOUT)
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""

@@ -1,0 +1,174 @@
+"""How is an NVIDIA DALI pipeline, on the CPU or on a GPU, a source?"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
+from paddle_shard.sources.adapters.common import check_share, local_rows, needs, opened, sealed, seed_of
+from paddle_shard.sources.foreign import Foreign, Share
+
+NAME = "dali"
+_OURS = ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint")
+
+
+def dali_pipeline(
+    build_pipeline: Callable[..., Any],
+    *,
+    batch_size: int,
+    fields: Sequence[str] | None = None,
+    **options: Any,
+) -> Foreign:
+    """Return a pipeline that each process builds for its data rank, and that reads each sample exactly once.
+
+    A pass has a pipeline of its own, with a seed of its own for each epoch and data rank, and stops when the
+    reader has read its shard: `pad_last_batch` and `stick_to_shard` may be as one likes, and what `shuffle_after_epoch`
+    asks for never happens (use `random_shuffle`). A resumed pass goes on by DALI's checkpoint. Outputs on the
+    CPU come as arrays that view DALI's memory; those on a GPU stay there and go over by DLPack, all but the short
+    last batch, which goes through the CPU.
+
+    Args:
+        build_pipeline: Called with `shard_id`, `num_shards`, `batch_size`, `seed`, `enable_checkpointing`,
+            `checkpoint` and the options; returns the pipeline. A function under `@pipeline_def` that takes
+            `shard_id` and `num_shards` does. It must give both to each of its readers.
+        batch_size: The global batch; the data ranks divide it.
+        fields: Names of the pipeline's outputs, where batches are to be dicts; None: they are lists.
+        options: Of the pipeline: `num_threads`, `device_id` (None: on the CPU only), and arguments of the function.
+
+    Raises:
+        MissingDependencyError: DALI is not installed.
+        ArgumentError: An option that is not the user's to choose here.
+
+    Examples:
+        >>> @pipeline_def  # doctest: +SKIP
+        ... def images(shard_id, num_shards):
+        ...     jpegs, labels = fn.readers.file(file_root=root, shard_id=shard_id, num_shards=num_shards,
+        ...                                     random_shuffle=True)
+        ...     return fn.resize(fn.decoders.image(jpegs), size=(224, 224)), labels
+        >>> source = dali_pipeline(images, batch_size=256, num_threads=4, device_id=None)  # doctest: +SKIP
+    """
+    for name in _OURS:
+        if name in options:
+            raise ArgumentError(f"dali_pipeline: leave {name} out: it is given for each data rank and epoch.")
+    with needs("dali"):
+        import nvidia.dali  # noqa: F401
+
+    def build(share: Share) -> _Pass:
+        return _Pass(build_pipeline, share, batch_size, None if fields is None else list(fields), options)
+
+    return Foreign(build, name=NAME, save=_Pass.state)
+
+
+class _Pass:
+    """One pass over a share."""
+
+    def __init__(
+        self,
+        build_pipeline: Callable[..., Any],
+        share: Share,
+        batch_size: int,
+        fields: list[str] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._fields, self._rows = fields, local_rows(batch_size, share)
+        self._same: dict[str, Any] = {"batch_size": batch_size}
+        self._delivered, checkpoint = 0, None
+        if share.state is not None:
+            state = opened(share.state, NAME, **self._same)
+            self._delivered, checkpoint = state["delivered"], base64.b64decode(state["checkpoint"])
+        self._pipeline = build_pipeline(
+            shard_id=share.shard,
+            num_shards=share.num_shards,
+            batch_size=self._rows,
+            seed=seed_of(share, share.shard),
+            enable_checkpointing=True,
+            checkpoint=checkpoint,
+            **options,
+        )
+        self._length = _checked(self._pipeline, share, self._rows)
+        self._same["samples"] = self._length
+        if share.state is not None:
+            opened(share.state, NAME, **self._same)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._delivered < self._length:
+            rows = min(self._rows, self._length - self._delivered)
+            outputs = [self._array(output, rows) for output in self._pipeline.run()]
+            self._delivered += rows
+            yield self._named(outputs)
+
+    def _array(self, output: Any, rows: int) -> Any:
+        """Return the first rows of an output."""
+        if not output.is_dense_tensor():
+            raise ArgumentTypeError(
+                f"dali_pipeline: an output's samples differ in shape ({output.shape()[:3]} ..), and a tensor cannot "
+                "hold them. Make them equal in the pipeline, for instance with fn.resize, fn.crop or fn.pad."
+            )
+        if type(output).__name__ == "TensorListGPU":
+            if not self._pipeline.exec_dynamic:
+                raise ArgumentError(
+                    "dali_pipeline: with exec_dynamic=False DALI uses an output's GPU memory again while the batch is "
+                    "in use. Leave it at True."
+                )
+            if rows == self._rows:
+                return output.as_tensor()
+            output = output.as_cpu()
+        array = np.from_dlpack(output.as_tensor())
+        if not self._pipeline.exec_dynamic:  # whose buffers are used again
+            array = array.copy()
+        return array[:rows]
+
+    def _named(self, outputs: list[Any]) -> Any:
+        if self._fields is None:
+            return outputs
+        if len(self._fields) != len(outputs):
+            raise ArgumentError(
+                f"dali_pipeline: fields={self._fields} names {len(self._fields)} outputs, but the pipeline has "
+                f"{len(outputs)}. Name each, in the order in which it returns them."
+            )
+        return dict(zip(self._fields, outputs, strict=True))
+
+    def state(self) -> dict[str, Any]:
+        """Return where it stands, behind the batch that was taken last."""
+        checkpoint = base64.b64encode(self._pipeline.checkpoint()).decode()
+        return sealed(NAME, delivered=self._delivered, checkpoint=checkpoint, **self._same)
+
+
+def _checked(pipeline: Any, share: Share, rows: int) -> int:
+    """Build the pipeline and return how many samples its readers have for this data rank.
+
+    Raises:
+        ArgumentTypeError: It is no pipeline.
+        SplitError: It was not made as it was told, or a reader reads another shard.
+    """
+    from nvidia.dali import Pipeline
+
+    if not isinstance(pipeline, Pipeline):
+        raise ArgumentTypeError(f"dali_pipeline: build_pipeline must return a Pipeline, got {type(pipeline).__name__}.")
+    if pipeline.max_batch_size != rows:
+        raise SplitError(
+            f"dali_pipeline: the pipeline has batch_size={pipeline.max_batch_size}, but this data rank's is {rows}. "
+            "Give the pipeline the batch_size that build_pipeline is called with."
+        )
+    if not pipeline._enable_checkpointing:
+        raise ArgumentError("dali_pipeline: give the pipeline the enable_checkpointing= and checkpoint= of the call.")
+    readers = pipeline.reader_meta()
+    if not readers:
+        raise ArgumentError(
+            "dali_pipeline: the pipeline has no reader, so that neither its split nor its end can be known. (An "
+            "external source loses a short last batch.) Use a reader of fn.readers."
+        )
+    for name, meta in readers.items():
+        found = {"shard_id": meta["shard_id"], "num_shards": meta["number_of_shards"]}
+        fix = "Give the reader the shard_id and num_shards that build_pipeline is called with."
+        check_share(found, share, f"{NAME}: the reader {name!r}", fix)
+    sizes = {name: meta["epoch_size"] for name, meta in readers.items()}
+    if len(set(sizes.values())) > 1:
+        raise ArgumentError(f"dali_pipeline: the readers differ in their number of samples: {sizes}.")
+    # As DALI cuts: [size * shard // shards, size * (shard + 1) // shards).
+    size = next(iter(sizes.values()))
+    return int(size * (share.shard + 1) // share.num_shards - size * share.shard // share.num_shards)

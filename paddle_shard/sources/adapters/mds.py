@@ -1,0 +1,279 @@
+"""How is a MosaicML StreamingDataset, in MDS format, a source?"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import sys
+import tempfile
+import weakref
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
+from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.sources.adapters.common import environment, local_rows, needs, opened, sealed, stacked
+from paddle_shard.sources.foreign import Foreign, Share
+
+NAME = "mds"
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+_OURS = {
+    "batching_method": "other methods than 'random' leave samples out",
+    "num_canonical_nodes": "it must be a multiple of the data ranks, which are known only later",
+    "replication": "replicas of a data rank read the same anyway",
+    "shuffle_seed": "it is the seed of shard_dataloader",
+    "streams": "only a single stream is supported",
+}
+_numbers = count()
+_open_ones: dict[int, tuple[int, Any, Any]] = {}
+"""Number -> (process, dataset, the lock on its directory)."""
+_USED = ("_parallel_rank_world", "_get_work", "_shm_prefix_int", "_locals_shm", "_shared_barrier", "_next_epoch")
+
+
+def mds_stream(
+    *,
+    local: str | os.PathLike[str],
+    remote: str | None = None,
+    batch_size: int,
+    shuffle: bool = False,
+    transform: Callable[[Mapping[str, Any]], Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    **options: Any,
+) -> Foreign:
+    """Return a StreamingDataset that is told the data rank, and reads each sample exactly once.
+
+    Each process has a StreamingDataset of its own, which takes itself for the only one of its host: none waits
+    for another, and `torch.distributed` is not started. The order is the library's own, with one canonical node
+    for each data rank, so that a data rank reads its own shards. The samples that the library repeats to make
+    ranks equal are left out. A resumed pass goes on by the library's own state.
+
+    Args:
+        local: Directory of the data; where there is a `remote`, of the cache, in which each process has a
+            directory of its own.
+        remote: Where shards are downloaded from.
+        batch_size: The global batch; the data ranks divide it.
+        shuffle: As the library shuffles, in each epoch in another order.
+        transform: Makes a sample of the dict of decoded columns, in this process.
+        collate_fn: Makes a batch of a list of samples; None: arrays and numbers are stacked.
+        options: Of StreamingDataset: `cache_limit`, `predownload`, `shuffle_algo`, `shuffle_block_size`, ...
+
+    Raises:
+        MissingDependencyError: mosaicml-streaming is not installed.
+        ArgumentError: An option that is not the user's to choose here.
+
+    Examples:
+        >>> source = mds_stream(local="/data/mds", batch_size=256, shuffle=True)  # doctest: +SKIP
+        >>> loader = shard_dataloader(source, mesh, shard_dims="dp")  # doctest: +SKIP
+    """
+    for name, reason in _OURS.items():
+        if name in options:
+            raise ArgumentError(f"mds_stream: leave {name} out: {reason}.")
+    import_streaming()
+    settings = {"local": os.path.abspath(os.fspath(local)), "remote": remote, "shuffle": shuffle, **options}
+
+    def build(share: Share) -> _Pass:
+        return _Pass(share, settings, batch_size, transform or dict, collate_fn or stacked)
+
+    return Foreign(build, name=NAME, save=_Pass.state)
+
+
+class _Pass:
+    """One pass over a share."""
+
+    def __init__(
+        self,
+        share: Share,
+        settings: Mapping[str, Any],
+        batch_size: int,
+        transform: Callable[[Mapping[str, Any]], Any],
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        self._share, self._transform, self._collate_fn = share, transform, collate_fn
+        self._rows = local_rows(batch_size, share)
+        self._number, self._dataset = _open(share, settings, self._rows)
+        # In a thread of its own: the garbage collector may run it in any thread and under any lock.
+        weakref.finalize(self, start_new_thread, _close, (self._number,)).atexit = False
+        self._same = {"samples": self._dataset.num_samples, "batch_size": batch_size}
+        self._delivered = 0
+        if share.state is None:
+            self._dataset.next_epoch = share.epoch
+        else:
+            state = opened(share.state, NAME, **self._same)
+            self._delivered = state["delivered"]
+            self._dataset.load_state_dict(state["library"])
+
+    def __iter__(self) -> Iterator[Any]:
+        samples: list[Any] = []
+        for sample in self._dataset:
+            samples.append(self._transform(sample))
+            if len(samples) == self._rows:
+                yield self._batch(samples)
+                samples = []
+        if samples:
+            yield self._batch(samples)
+        _close(self._number)
+
+    def _batch(self, samples: list[Any]) -> Any:
+        self._delivered += len(samples)
+        return self._collate_fn(samples)
+
+    def state(self) -> dict[str, Any]:
+        """Return where it stands, behind the batch that was taken last."""
+        # The library counts the samples of all ranks.
+        seen = self._delivered * self._share.num_shards
+        library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
+        return sealed(NAME, delivered=self._delivered, library=library, **self._same)
+
+
+def _open(share: Share, settings: Mapping[str, Any], rows: int) -> tuple[int, Any]:
+    """Return the number of an open StreamingDataset, for `_close`, and itself, which reads a share."""
+    streaming = import_streaming()
+    from streaming.base.batching import generate_work
+    from streaming.base.world import World
+
+    torch_distributed = sys.modules["torch"].distributed
+    if torch_distributed.is_available() and torch_distributed.is_initialized():
+        raise SplitError(
+            "mds_stream: torch.distributed runs in this process, and StreamingDataset would wait for its ranks, not "
+            "for those of the mesh. Do not initialize it, or destroy its process group first."
+        )
+    settings, lane = dict(settings), None
+    if settings["remote"] is not None:
+        settings["local"], lane = _claim(settings["local"], share)
+    seed = derive_seed("mds", share.seed) >> 34  # to which the library adds the epoch
+    # Alone on its "host", so that no rank waits for another; told below which part is its own.
+    with _one_at_a_time(), environment(_ALONE):
+        dataset = streaming.StreamingDataset(batch_size=rows, shuffle_seed=seed, **settings)
+    missing = [name for name in _USED if not hasattr(dataset, name)]
+    if missing:
+        raise MissingDependencyError(
+            f"mosaicml-streaming {streaming.__version__} has no {', '.join(missing)}, by which it is told the data "
+            "rank. Install the version that this was written for: pip install 'paddle_shard[mds]'."
+        )
+    world = dataset._parallel_rank_world = World(
+        num_nodes=share.num_shards, ranks_per_node=1, workers_per_rank=1, worker=share.shard
+    )
+
+    def work(epoch: int, sample_in_epoch: int) -> npt.NDArray[np.int64]:
+        """Stand in for `_get_work`: this data rank's sample ids, from where all ranks have seen so many."""
+        # [data rank, 0, 0, batch, row]
+        ids = generate_work(dataset.batching_method, dataset, world, epoch, 0)
+        wanted = np.bincount(dataset.resample_streams(epoch)[1], minlength=dataset.num_samples)
+        kept: npt.NDArray[np.int64] = _as_often_as(wanted, ids[:, 0, 0])[share.shard]
+        return kept[kept >= 0][sample_in_epoch // share.num_shards :]
+
+    dataset._get_work = work
+    number = next(_numbers)
+    _open_ones[number] = os.getpid(), dataset, lane
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+    return number, dataset
+
+
+def _as_often_as(wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return each data rank's sample ids with -1 for those that came as often as wanted already.
+
+    Args:
+        wanted: How often each sample is in the epoch.
+        ids: [data rank, batch, row], -1 for none.
+
+    Returns:
+        [data rank, position]
+    """
+    num_ranks = ids.shape[0]
+    # [position, data rank], in the order of delivery
+    ids = ids.reshape(num_ranks, -1).T
+    flat = ids.flatten()
+    order = np.argsort(flat, kind="stable")
+    found = flat[order]
+    # How often the same id came before.
+    before = np.arange(len(found)) - np.searchsorted(found, found)
+    surplus = order[(found >= 0) & (before >= wanted[found])]
+    flat[surplus] = -1
+    return flat.reshape(ids.shape).T
+
+
+def _claim(local: str, share: Share) -> tuple[str, Any]:
+    """Return a directory for downloads that no other process uses, and the lock on it.
+
+    The library forbids two datasets on one directory. The first of a host's replicas takes the first directory, in
+    each pass the same, so that what was downloaded is found again.
+    """
+    folder = os.path.join(local, f"data-rank-{share.shard}-of-{share.num_shards}")
+    os.makedirs(folder, exist_ok=True)
+    for number in count():
+        lock = open(os.path.join(folder, f"{number}.lock"), "w")  # noqa: SIM115 - it is held
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+        else:
+            return os.path.join(folder, str(number)), lock
+    raise AssertionError
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Let one process of the host at a time look for free names of shared memory, which the library does not."""
+    path = os.path.join(tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock")
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _close_all() -> None:
+    """Close what is still open when the process ends."""
+    for number in list(_open_ones):
+        _close(number)
+
+
+def _close(number: int) -> None:
+    """End a dataset's threads, remove its shared memory and lock files, and give up its directory; once."""
+    process, dataset, lane = _open_ones.pop(number, (0, None, None))
+    if process != os.getpid():  # closed already, or a parent's
+        return
+    if hasattr(dataset, "_iterator"):
+        dataset._iterator.non_blocking_exit()
+    if hasattr(dataset, "_executor"):
+        dataset._executor.shutdown(wait=True, cancel_futures=True)
+    held = [dataset._locals_shm, dataset._shared_barrier._arr.shm, dataset._shard_states.shm]
+    held += [dataset._next_epoch.arr.shm, dataset._cache_usage.arr.shm, dataset._shard_access_times.shm]
+    held += [dataset._resume_shm] if hasattr(dataset, "_resume_shm") else []
+    for memory in held:
+        atexit.unregister(memory.cleanup)
+        memory.cleanup()
+    for path in (dataset._shared_barrier.filelock_path, dataset._cache_filelock_path):
+        with suppress(OSError):
+            os.unlink(path)
+    if lane is not None:
+        lane.close()
+
+
+def import_streaming() -> Any:
+    """Return the module, also where torchvision, which only its vision data sets need, cannot be imported.
+
+    The registry's torchvision is a CUDA build, whose import fails beside torch for CPUs.
+    """
+    with needs("mds"):
+        import torch  # noqa: F401
+
+        try:
+            import streaming
+        except (ImportError, RuntimeError) as error:
+            if "torchvision" not in str(error):
+                raise
+            name = "streaming.vision"
+            sys.modules[name] = ModuleType(name)
+            try:
+                import streaming
+            finally:
+                del sys.modules[name]  # so that importing it says what is missing
+        return streaming

@@ -1,0 +1,204 @@
+"""How are torchdata's loaders a source: `torchdata.nodes` and `StatefulDataLoader`?"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.sources.adapters.common import (
+    build_watched,
+    check_share,
+    local_rows,
+    needs,
+    opened,
+    sealed,
+    seed_of,
+)
+from paddle_shard.sources.adapters.state_json import from_json, to_json
+from paddle_shard.sources.foreign import Foreign, Share
+
+NAME = "torchdata"
+
+
+def torchdata_loader(build: Callable[[Share], Any]) -> Foreign:
+    """Return a loader that `build` makes in each process: nodes, or a `StatefulDataLoader`.
+
+    It goes on exactly where it stood, by the library's own state. torch's generator is seeded for each batch
+    that this process makes and put back behind it, so that replicas agree; what torch's workers draw is seeded
+    when they start, and their generators do not stand in the library's state.
+
+    Args:
+        build: Given the share, returns a `torchdata.nodes.BaseNode` or `Loader`, or a `StatefulDataLoader`, whose
+            items are this data rank's own batches, of arrays or tensors with as many rows in each but the last.
+            It must read `share.shard` and `share.num_shards`, and take its order from `share.seed` and
+            `share.epoch`: it is called for each pass. A sampler or node that has a rank must have the share's
+            (`DistributedSampler(num_replicas=share.num_shards, rank=share.shard)`, which repeats samples to make
+            shares equal; `MultiNodeWeightedSampler(rank=, world_size=)`).
+
+    Raises:
+        MissingDependencyError: torchdata is not installed.
+
+    Examples:
+        >>> def build(share):  # doctest: +SKIP
+        ...     mine = range(share.shard, len(images), share.num_shards)
+        ...     return Batcher(Mapper(SamplerWrapper(mine), images.__getitem__), batch_size=32)
+        >>> shard_dataloader(torchdata_loader(build), mesh, shard_dims="dp")  # doctest: +SKIP
+    """
+    _import()
+
+    def build_pass(share: Share) -> _Pass:
+        return _Pass(build_watched(build, share, NAME), share)
+
+    return Foreign(build_pass, name=NAME, save=_Pass.state)
+
+
+def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> Foreign:
+    """Return a `StatefulDataLoader` over a map-style data set, split here: each sample is read exactly once.
+
+    A global batch holds the same samples for every number of data ranks.
+
+    Args:
+        dataset: Has a length and an index; the same in every process.
+        batch_size: The global batch; the data ranks divide it.
+        shuffle: Permute the samples, in each epoch in another order.
+        options: Of `StatefulDataLoader`: `num_workers`, `collate_fn`, `drop_last`, ...
+
+    Raises:
+        MissingDependencyError: torchdata is not installed.
+        ArgumentError: An option would split or order the data in another way.
+    """
+    _import()
+    ordering = sorted({"sampler", "batch_sampler", "generator"} & set(options))
+    if ordering:
+        raise ArgumentError(
+            f"stateful_dataloader: {', '.join(ordering)} would order the data in another way than by the data rank. "
+            "Leave it out, or make the loader yourself and give it to torchdata_loader."
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ArgumentError(
+            f"stateful_dataloader: a {type(dataset).__name__} has no length and index to be split by. Split it "
+            "yourself, in a function that torchdata_loader is given."
+        )
+
+    def build_pass(share: Share) -> _Pass:
+        import torch
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        length = len(dataset)
+        order = np.random.default_rng(seed_of(share, "order", bits=63)).permutation(length) if shuffle else None
+        # Every data rank takes its turn, so that shares differ by one sample at most.
+        mine = (np.arange(length) if order is None else order)[share.shard :: share.num_shards]
+        loader = StatefulDataLoader(
+            dataset,
+            batch_size=local_rows(batch_size, share),
+            sampler=mine.tolist(),
+            generator=torch.Generator().manual_seed(seed_of(share, "workers", share.shard, bits=63)),
+            **options,
+        )
+        return _Pass(loader, share, samples=length, batch_size=batch_size)
+
+    return Foreign(build_pass, name=f"{NAME} StatefulDataLoader", save=_Pass.state)
+
+
+def _import() -> None:
+    with needs("torchdata"):
+        import torchdata.nodes
+        import torchdata.stateful_dataloader  # noqa: F401
+
+
+class _Pass:
+    """One pass over a share."""
+
+    def __init__(self, built: Any, share: Share, **same: Any) -> None:
+        """Set up the pass.
+
+        Args:
+            built: What the user's function returned.
+            share: Which it was built for.
+            same: What must be as it was, for a state to be gone on from.
+        """
+        from torchdata.nodes import BaseNode, Loader
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        if not isinstance(built, BaseNode | Loader | StatefulDataLoader):
+            raise ArgumentTypeError(
+                "torchdata_loader: build must return a torchdata.nodes.BaseNode or Loader, or a StatefulDataLoader, "
+                f"got {type(built).__name__}."
+            )
+        _check_ranks(built, share)
+        if isinstance(built, Loader):
+            built = built.root
+        # A Loader by default begins again where a state stands at the end.
+        self._loader = Loader(built, restart_on_stop_iteration=False) if isinstance(built, BaseNode) else built
+        self._key, self._same, self._start = derive_seed("torch", share.seed, share.epoch, share.shard), same, 0
+        if share.state is not None:
+            state = opened(share.state, NAME, kind=self._kind, **same)
+            self._start = state["batches"]
+            self._loader.load_state_dict(from_json(state["library"]))
+        self._batches = self._start
+
+    @property
+    def _kind(self) -> str:
+        return type(self._loader).__name__
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._key)
+            items = iter(self._loader)
+        # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
+        signal.siginterrupt(signal.SIGCHLD, False)
+        for number in count(self._start):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(mix(self._key, number))
+                try:
+                    batch = next(items)
+                except StopIteration:
+                    return
+            self._batches = number + 1
+            yield batch
+
+    def state(self) -> dict[str, Any]:
+        """Return where it stands, behind the batch that was taken last."""
+        library = to_json(self._loader.state_dict())
+        return sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
+
+
+def _check_ranks(loader: Any, share: Share) -> None:
+    """Look at every sampler and node of a loader that has a rank.
+
+    Raises:
+        SplitError: One has another than the share's.
+    """
+    todo, seen = [loader], set()
+    while todo:
+        found = todo.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        name = type(found).__name__
+        for count_name in ("num_replicas", "world_size"):
+            if hasattr(found, "rank") and hasattr(found, count_name):
+                has = {"rank": found.rank, count_name: getattr(found, count_name)}
+                fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
+                check_share(has, share, f"{NAME}: the {name}", fix)
+        todo += _inside(found)
+
+
+def _inside(found: Any) -> list[Any]:
+    """Return the samplers and nodes that an object of torch or torchdata holds."""
+    from torch.utils.data import DataLoader, IterableDataset, Sampler
+    from torchdata.nodes import BaseNode, Loader
+
+    if not isinstance(found, BaseNode | Loader | DataLoader | Sampler):
+        return []
+    held = list(vars(found).values())
+    held += [item for value in held if isinstance(value, dict) for item in value.values()]
+    return [value for value in held if isinstance(value, BaseNode | Loader | DataLoader | Sampler | IterableDataset)]

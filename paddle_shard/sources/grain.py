@@ -1,0 +1,120 @@
+"""How are Grain's data sets read?"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
+from paddle_shard.sources.adapters.common import build_watched, needs
+from paddle_shard.sources.foreign import Foreign, Share
+
+
+def grain_dataset(map_dataset: Any) -> GrainDataset:
+    """Return a `grain.MapDataset` as a data set for a `paddle.io.DataLoader`: of one length, with all its elements.
+
+    The order is the loader's, and a run is resumed exactly. Grain's own `shuffle` and `random_map` are those of its
+    first epoch, whenever they are read: shuffle by `shard_dataloader(..., shuffle=True)`, or have Grain lay its
+    epochs end to end (`.shuffle(seed).repeat(n)`) and leave the loader's shuffle out.
+
+    Args:
+        map_dataset: Neither endless, nor cut for a rank.
+
+    Raises:
+        MissingDependencyError: grain is not installed.
+        ArgumentTypeError: It is not a MapDataset.
+        ArgumentError: It is repeated without an end.
+        SplitError: It has a slice with a step, as one cuts shards (`ds[rank::ranks]`).
+    """
+    return GrainDataset(map_dataset)
+
+
+class GrainDataset:
+    """A `grain.MapDataset` with an end; see `grain_dataset`."""
+
+    def __init__(self, map_dataset: Any) -> None:
+        with needs("grain"):
+            import grain  # type: ignore[import-untyped]
+        if not isinstance(map_dataset, grain.MapDataset):
+            raise ArgumentTypeError(
+                f"map_dataset must be a grain.MapDataset, got {type(map_dataset).__name__}. An IterDataset has no "
+                "index: give a function that builds it to grain_loader."
+            )
+        for node in _nodes(map_dataset):
+            step = getattr(node, "_step", 1)
+            if type(node).__name__ == "SliceMapDataset" and step != 1:
+                raise SplitError(
+                    f"map_dataset is cut already, by a slice with step {step} ({node}): each rank would read only its "
+                    "share of that again. Give it uncut; the loader cuts it for the mesh."
+                )
+        if len(map_dataset) >= sys.maxsize:
+            raise ArgumentError(
+                "map_dataset is repeated without an end. Leave repeat() out (each pass over the loader is an epoch), "
+                "or give it a number."
+            )
+        self._dataset, self._length = map_dataset, len(map_dataset)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return an element.
+
+        Raises:
+            IndexError: There is none; Grain would begin again.
+            ArgumentError: Grain has left it out.
+        """
+        number = operator.index(index)
+        if not 0 <= number < self._length:
+            raise IndexError(f"index {number} is not in range({self._length})")
+        element = self._dataset[number]
+        if element is None:
+            raise ArgumentError(
+                f"element {number} of the MapDataset is None, which is how Grain leaves out what a filter drops. "
+                "Filter a stream instead: paddle_shard.Stream.of(range(len(ds))).sharding_filter().map(ds.__getitem__)"
+                ".filter(lambda element: element is not None)."
+            )
+        return element
+
+
+def grain_loader(build: Callable[[Share], Any]) -> Foreign:
+    """Return a loader of a `grain.IterDataset` of batches, which each process builds for its share.
+
+    It goes on exactly where it stood, by Grain's own state.
+
+    Args:
+        build: Given the share, returns an IterDataset of this data rank's own batches. It must read `share.shard`
+            and `share.num_shards`, and take its order from `share.seed` and `share.epoch`: it is called for each
+            pass, in the main process.
+
+    Raises:
+        MissingDependencyError: grain is not installed.
+
+    Examples:
+        >>> def build(share):  # doctest: +SKIP
+        ...     mine = images.seed(share.seed + share.epoch).shuffle()[share.shard :: share.num_shards]
+        ...     return mine.to_iter_dataset().batch(32)
+        >>> shard_dataloader(grain_loader(build), mesh, shard_dims="dp")  # doctest: +SKIP
+    """
+    with needs("grain"):
+        import grain
+
+    def iterator(share: Share) -> Any:
+        dataset = build_watched(build, share, "grain")
+        if not isinstance(dataset, grain.IterDataset):
+            raise ArgumentTypeError(f"grain: build must return a grain.IterDataset, got {type(dataset).__name__}.")
+        batches = iter(dataset)
+        if share.state is not None:
+            batches.set_state(copy.deepcopy(share.state))
+        return batches
+
+    return Foreign(iterator, name="grain", save=lambda batches: copy.deepcopy(batches.get_state()))
+
+
+def _nodes(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for parent in dataset.parents:
+        yield from _nodes(parent)

@@ -1,0 +1,150 @@
+"""How is a streamed data set of Hugging Face `datasets` a source?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.seeding import derive_key, mix
+from paddle_shard.sources.adapters.common import needs
+
+_ROUND = 1 << 20
+"""Epochs between the first and the second reading within an epoch."""
+_SEEDS = 1 << 64
+"""Seeds from here on are drawn by the operating system, another in each process."""
+
+
+class HuggingFaceSource(Stage):
+    """A `datasets.IterableDataset`: part p of P is its `.shard(num_shards=P, index=p)`.
+
+    The part is told the epoch, so that its own `shuffle` gives each another order; that order depends on the
+    library's version and on its own seed, not on the loader's. A resumed run reads again what was delivered and
+    drops it: the library's own state leaves out what its shuffle buffer held.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Set up the source; see `huggingface_source`."""
+        with needs("huggingface"):
+            import datasets  # type: ignore[import-untyped]
+        if not isinstance(dataset, datasets.IterableDataset):
+            raise ArgumentTypeError(
+                f"dataset must be a datasets.IterableDataset, got {type(dataset).__name__}. "
+                + (
+                    "A datasets.Dataset has an index: give it to paddle.io.DataLoader as it is."
+                    if isinstance(dataset, datasets.Dataset)
+                    else "Choose a split: load_dataset(..., split='train', streaming=True)."
+                )
+            )
+        split = dataset._distributed
+        if split is not None:
+            raise SplitError(
+                f"dataset was split by split_dataset_by_node (rank {split.rank} of {split.world_size}) already, so "
+                "most of it would be missing. Give it unsplit: it is cut into parts here."
+            )
+        if dataset._starting_state_dict is not None:
+            raise ArgumentError(
+                "dataset has a state (load_state_dict), which would be lost. Give a fresh one; the loader's own "
+                "state_dict says where the run goes on."
+            )
+        self._generators = [_state(generator) for generator in _generators(dataset._ex_iterable)]
+        self._dataset = dataset
+
+    @property
+    def num_shards(self) -> int:
+        """The number of files, or pieces, that the library can tell apart."""
+        return int(self._dataset.num_shards)
+
+    @property
+    def cuts(self) -> bool:
+        """The library opens a part without reading the others."""
+        return True
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return an iterator over each part.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts.
+        """
+        self._check(opening)
+        return [self._items(part, opening) for part in opening.parts]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return None: lengths show at the end."""
+        self._check(opening)  # before any batch, where the loader asks
+        return None
+
+    def fingerprint(self) -> list[Any]:
+        """Return the number of shards, and a digest of the library's own shuffles."""
+        return [["huggingface", self.num_shards, derive_key(self._generators, size=16).hex()]]
+
+    def _check(self, opening: Opening) -> None:
+        shards, parts = self.num_shards, opening.num_parts
+        if shards < parts:
+            raise ArgumentError(
+                f"num_parts={parts}: a data set of {shards} shards cannot be cut into {parts} parts, which need one "
+                f"each. Ways that work: num_parts= at most {shards}; more shards (dataset.reshard(), or "
+                "to_iterable_dataset(num_shards=)); or a stream that is cut by turns, of which every reader reads "
+                "all: Stream.of(dataset)."
+            )
+
+    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
+        key, seed = opening.key(part, "source"), opening.seed_generators
+        seed(key)
+        mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy: the epoch is its own
+        mine.set_epoch(opening.epoch + opening.round * _ROUND)
+        items = iter(mine)
+        for number in count():
+            seed(mix(key, number))
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            if number >= opening.skip:
+                yield item
+
+
+def huggingface_source(dataset: Any) -> HuggingFaceSource:
+    """Return the source of the samples of a `datasets.IterableDataset`.
+
+    `with_format("numpy")` makes arrays of its lists; without a format a list is a structure of single numbers.
+
+    The library's own `shuffle` reads in threads, so a random `map` belongs behind it; and of Parquet files it sleeps
+    5 s where it ends (its way round a bug of Arrow), for one part of a reader after the other. A stream's own
+    `shuffle(window)` does neither, and goes by the loader's seed.
+
+    Args:
+        dataset: Streamed (`load_dataset(..., split=, streaming=True)`, `to_iterable_dataset(num_shards=)`), mapped,
+            filtered and shuffled as you like. A `shuffle` needs a seed. It is not changed.
+
+    Raises:
+        MissingDependencyError: datasets is not installed.
+        ArgumentTypeError: It is something else.
+        SplitError: It was split by node already.
+        ArgumentError: It is shuffled without a seed, or has a state.
+    """
+    return HuggingFaceSource(dataset)
+
+
+def _generators(node: Any) -> Iterator[np.random.Generator]:
+    """Yield the generators of a data set's steps, the last first."""
+    for value in vars(node).values():
+        for found in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(found, np.random.Generator):
+                yield found
+            elif type(found).__module__.startswith("datasets.iterable_dataset"):
+                yield from _generators(found)
+
+
+def _state(generator: np.random.Generator) -> str:
+    entropy = getattr(generator.bit_generator.seed_seq, "entropy", None)
+    if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
+        raise ArgumentError(
+            "dataset is shuffled without a seed, so each rank would have another order, with samples twice and samples "
+            "missing. Give one below 2**64: dataset.shuffle(seed=0)."
+        )
+    return repr(generator.bit_generator.state)

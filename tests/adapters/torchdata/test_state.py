@@ -1,0 +1,80 @@
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
+from paddle_shard.sources.adapters.common import build_watched, environment, opened, sealed, stacked
+from paddle_shard.sources.adapters.state_json import from_json, to_json
+from paddle_shard.sources.foreign import Share
+
+SHARE = Share(shard=1, num_shards=3, seed=0, epoch=0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"a": [1, 2.5, True, "x"], "b": {}},
+        (1, (2, b"\x00\xff")),
+        {1: "a", (2, 3): b""},
+        {"$": "a key that is also the mark"},
+    ],
+)
+def test_a_state_comes_back_from_json(value):
+    assert from_json(json.loads(json.dumps(to_json(value)))) == value
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "float32", "bool"])
+def test_arrays_and_tensors_come_back_from_json(dtype):
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    for value in (array, torch.from_numpy(array), array[:, 1:], array[0, 0]):
+        back = from_json(json.loads(json.dumps(to_json({"at": value}))))["at"]
+        assert type(back) is (type(value) if not isinstance(value, np.generic) else type(value.item()))
+        assert np.array_equal(np.asarray(back), np.asarray(value))
+
+
+def test_what_json_cannot_hold_is_named():
+    with pytest.raises(ArgumentTypeError, match=r"state\['a'\]\[1\] is a object"):
+        to_json({"a": [0, object()]})
+    with pytest.raises(StateError, match="'pickle' is no kind"):
+        from_json({"$": ["pickle", "<u1", [0], ""]})
+
+
+def test_a_state_of_another_adapter_version_or_data_is_refused():
+    state = sealed("mds", samples=5)
+    assert opened(state, "mds", samples=5)["samples"] == 5
+    for wrong in (None, {}, {**state, "version": 2}, sealed("ffcv", samples=5)):
+        with pytest.raises(StateError, match="no state of the mds adapter"):
+            opened(wrong, "mds")
+    with pytest.raises(StateError, match="samples was 5 when it was saved, and is 6 now"):
+        opened(state, "mds", samples=6)
+
+
+def test_a_share_that_is_not_read_is_refused():
+    assert build_watched(lambda share: (share.shard, share.num_shards), SHARE, "x") == (1, 3)
+    for build in (lambda share: 0, lambda share: share.shard, lambda share: share.epoch):
+        with pytest.raises(SplitError, match="each of the 3 data ranks would read all"):
+            build_watched(build, SHARE, "x")
+    assert build_watched(lambda share: 0, Share(shard=0, num_shards=1, seed=0, epoch=0), "x") == 0
+
+
+def test_the_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(KeyError), environment({"RANK": "0", "WORLD_SIZE": "1"}):
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+        raise KeyError
+    assert os.environ["RANK"] == "7"
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_samples_are_stacked_and_other_leaves_listed():
+    batch = stacked([{"x": np.zeros(2), "y": (i, "t"), "z": b"b"} for i in range(3)])
+
+    assert batch["x"].shape == (3, 2)
+    assert batch["y"][0].tolist() == [0, 1, 2]
+    assert batch["y"][1] == ["t"] * 3
+    assert batch["z"] == [b"b"] * 3

@@ -1,0 +1,27 @@
+from pathlib import Path
+
+import pytest
+
+from paddle_shard.testing import run_ranks
+from tests.adapters.claims import check
+
+WORKER = Path(__file__).parent / "torchdata_worker.py"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_torchdata_keeps_every_claim(num_ranks, tmp_path):
+    reports = run_ranks(WORKER, num_ranks, tmp_path, timeout=300)
+
+    check(reports, "plain", range(23), shuffled=False)
+    check(reports, "shuffled", range(23), shuffled=True)
+    check(reports, "workers", range(23), shuffled=True)
+    check(reports, "nodes", range(23), shuffled=True)
+    for report in reports:
+        refused = report["refused"]
+        assert "neither share.shard nor share.num_shards" in refused["share not read"]
+        assert "num_replicas=4, but this process is data rank" in refused["world's ranks"]
+        assert "the MultiNodeWeightedSampler has rank=0 and world_size=1" in refused["fallback"]
+        assert "got list" in refused["not a loader"]
+        assert "2 data ranks do not divide" in refused["batch size"]
+        assert refused["sampler"].startswith("ArgumentError: stateful_dataloader: sampler")
+        assert refused["iterable"].startswith("ArgumentError")

@@ -1,0 +1,26 @@
+import json
+import sys
+from pathlib import Path
+
+import paddle.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from paddle_shard.testing import report
+from tests.sources.library_laws import make, resumed, steps_of
+
+dist.init_parallel_env()
+num_ranks, found = dist.get_world_size(), {}
+for source, folder, stops in json.loads(sys.argv[1]):
+    name, mesh = f"{source} {folder}", range(num_ranks)
+    for workers in (0, 2):
+        loader = make(source, folder, workers, mesh)
+        found[f"{name} workers={workers}"] = [steps_of(loader, collective=True), steps_of(loader)]
+    again = make(source, folder, 2, mesh)
+    again.set_epoch(1)
+    found[f"{name} again"] = steps_of(again)
+    for stop in stops:
+        workers = stop % 2 * 2
+        found[f"{name} resumed at {stop}"] = resumed(stop, 2 - workers, source, folder, workers, mesh)
+report(found)
+if num_ranks > 1:
+    dist.barrier()

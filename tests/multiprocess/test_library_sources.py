@@ -1,0 +1,46 @@
+"""Data of other libraries, on files and over S3, read by real ranks; the oracle is one process without workers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paddle_shard.testing import run_ranks
+from tests.sources.library_laws import SOURCES, TOTAL, files, ids_of, joined, make, steps_of
+from tests.sources.s3_server import BUCKET, serving_s3
+
+pytestmark = pytest.mark.multiprocess
+STOPS = (1, 3, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2])
+def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_ranks, tmp_path):
+    local = tmp_path / "files"
+    local.mkdir()
+    content = files()
+    for name, data in content.items():
+        (local / name).write_bytes(data)
+    cases = [(source, str(local), STOPS) for source in SOURCES]
+    cases += [(source, f"s3://{BUCKET}", [3]) for source in ("parquet", "webdataset")]
+
+    with serving_s3(content) as environment:
+        args = [json.dumps(cases)]
+        worker = Path(__file__).with_name("library_worker.py")
+        reports = run_ranks(worker, num_ranks, tmp_path / "run", args=args, env=environment, timeout=200)
+
+    def of_run(name, *epoch):
+        of_ranks = [report[name][epoch[0]] if epoch else report[name] for report in reports]
+        assert len({len(steps) for steps in of_ranks}) == 1, f"equal steps: {name}"
+        return joined(of_ranks)
+
+    for source, folder, stops in cases:
+        loader = make(source, str(local), 0)
+        alone = [steps_of(loader) for _ in range(2)]
+        for epoch in range(2):
+            assert sorted(ids_of(alone[epoch])) == list(range(TOTAL)), f"each sample exactly once: {source} {folder}"
+            for workers in (0, 2):
+                assert of_run(f"{source} {folder} workers={workers}", epoch) == alone[epoch], (source, folder)
+        assert alone[0] != alone[1], "two epochs differ"
+        assert of_run(f"{source} {folder} again") == alone[1], "the same seed and epoch repeat"
+        for stop in stops:
+            assert of_run(f"{source} {folder} resumed at {stop}") == alone[0], f"{source} {folder} resumed at {stop}"

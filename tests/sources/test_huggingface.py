@@ -1,0 +1,133 @@
+import datasets
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from datasets.distributed import split_dataset_by_node
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, SplitError
+from paddle_shard.plan.opening import Opening
+from paddle_shard.sources.huggingface import huggingface_source
+from tests.sources.library_laws import check_laws, steps_of
+
+
+def streamed(length=24, num_shards=4):
+    return datasets.Dataset.from_dict({"id": list(range(length))}).to_iterable_dataset(num_shards=num_shards)
+
+
+def read_all(source, num_parts=1, **what):
+    opening = Opening(parts=tuple(range(num_parts)), num_parts=num_parts, **what)
+    return [[sample["id"] for sample in items] for items in source.open(opening)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("source", ["huggingface", "huggingface shuffled", "huggingface indexed"])
+def test_the_laws_hold(source, workers):
+    check_laws(source, None, workers)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 4])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_parts_together_are_every_sample_once_whenever_they_are_opened(num_parts, shuffled):
+    dataset = streamed().shuffle(seed=1, buffer_size=3) if shuffled else streamed()
+    source = huggingface_source(dataset)
+    epochs = [read_all(source, num_parts, epoch=epoch) for epoch in range(3)]
+
+    assert all(sorted(i for part in epoch for i in part) == list(range(24)) for epoch in epochs)
+    assert read_all(source, num_parts, epoch=1, skip=2) == [part[2:] for part in epochs[1]]
+    assert len({str(epoch) for epoch in epochs}) == 3 or not shuffled
+    assert dataset.epoch == 0, "the user's data set is not changed"
+
+
+def test_a_data_set_with_an_index_is_read_in_batches_or_one_by_one_alike():
+    class OneByOne(paddle.io.Dataset):
+        def __init__(self, dataset):
+            self.dataset = dataset
+
+        def __len__(self):
+            return len(self.dataset)
+
+        def __getitem__(self, index):
+            return self.dataset[index]
+
+    dataset = datasets.Dataset.from_dict({"id": list(range(20)), "x": [[i, i] for i in range(20)]})
+    dataset = dataset.with_format("numpy")
+
+    def batches(dataset, workers):
+        given = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers)
+        loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0, shuffle=True)
+        return [{k: v._local_value().numpy().tolist() for k, v in batch.items()} for batch in loader]
+
+    found = batches(dataset, 0)
+    assert sorted(i for batch in found for i in batch["id"]) == sorted([*range(20)])
+    assert all(x == [i, i] for batch in found for i, x in zip(batch["id"], batch["x"], strict=True))
+    assert batches(dataset, 2) == batches(OneByOne(dataset), 0) == found
+
+
+def test_a_format_makes_arrays_of_lists():
+    dataset = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]]}).to_iterable_dataset().with_format("numpy")
+
+    [items] = huggingface_source(dataset).open(Opening(parts=(0,), num_parts=1))
+
+    assert [item["x"].tolist() for item in items] == [[1, 2], [3, 4]]
+
+
+def test_random_numbers_of_its_own_map_depend_on_part_and_sample_alone():
+    source = huggingface_source(streamed().map(lambda sample: {"noise": np.random.rand()}))
+
+    def read(seed):
+        opening = Opening(parts=(0, 1), num_parts=2, seed=seed, seed_generators=lambda s: np.random.seed(s % 2**32))
+        return [[sample["noise"] for sample in items] for items in source.open(opening)]
+
+    assert read(1) == read(1) != read(2)
+
+
+def test_fewer_shards_than_parts_are_refused_with_what_works():
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+    loader = paddle.io.DataLoader(Stream.huggingface(streamed(num_shards=3)), batch_size=8)
+
+    with pytest.raises(ArgumentError, match=r"num_parts=4: .* 3 shards .* at most 3; .*reshard.*; .*Stream\.of"):
+        for _ in paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", num_parts=4):
+            pass
+    fitting = paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp")
+    assert fitting.state_dict()["fingerprint"]["num_parts"] == 2
+
+
+def test_an_uncut_stream_of_one_shard_is_the_way_out():
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+    stream = Stream.of(streamed(num_shards=1)).map(lambda sample: (sample["id"], 0.0))
+    loader = paddle.io.DataLoader(stream, batch_size=8, num_workers=2)
+
+    steps = steps_of(paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", num_parts=4))
+
+    assert [[i for i, _ in step] for step in steps] == [list(range(0, 8)), list(range(8, 16)), list(range(16, 24))]
+
+
+def test_what_would_lose_or_repeat_samples_is_refused():
+    with pytest.raises(SplitError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
+        huggingface_source(split_dataset_by_node(streamed(), rank=1, world_size=2))
+    with pytest.raises(ArgumentError, match="shuffled without a seed"):
+        huggingface_source(streamed().shuffle(buffer_size=3).map(lambda sample: sample))
+    with pytest.raises(ArgumentTypeError, match=r"got Dataset. A datasets.Dataset has an index: give it to paddle.io"):
+        huggingface_source(datasets.Dataset.from_dict({"id": [1]}))
+    with pytest.raises(ArgumentTypeError, match="got IterableDatasetDict. Choose a split"):
+        huggingface_source(datasets.IterableDatasetDict({"train": streamed()}))
+    begun = streamed()
+    begun.load_state_dict(begun.state_dict())
+    with pytest.raises(ArgumentError, match="has a state"):
+        huggingface_source(begun)
+
+
+def test_another_seed_of_its_own_shuffle_is_another_stream():
+    prints = [huggingface_source(streamed().shuffle(seed=seed)).fingerprint() for seed in (1, 1, 2)]
+
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+
+    with pytest.raises(MissingDependencyError, match=r"paddle_shard\[huggingface\]"):
+        huggingface_source(None)

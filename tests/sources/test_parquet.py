@@ -1,0 +1,253 @@
+import datetime
+import decimal
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
+from paddle_shard.plan.opening import Opening
+from paddle_shard.sources.parquet import parquet_source
+from tests.sources.library_laws import LENGTHS, TOTAL, check_laws, files, names, pieces
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parquet")
+    for name, content in files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def opening(num_parts=1, **what):
+    return Opening(parts=tuple(range(num_parts)), num_parts=num_parts, **what)
+
+
+def read_all(source, num_parts=1, **what):
+    return [list(items) for items in source.open(opening(num_parts, **what))]
+
+
+def write(path, columns, **options):
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_laws_hold(folder, workers):
+    check_laws("parquet", folder, workers)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 8, 60])
+def test_parts_are_cut_in_mid_row_group_and_are_equal(folder, num_parts):
+    source = parquet_source(names(folder, "parquet"))
+    parts = read_all(source, num_parts, epoch=2)
+
+    assert sorted(row["id"] for part in parts for row in part) == list(range(TOTAL))
+    assert {len(part) for part in parts} <= {TOTAL // num_parts, TOTAL // num_parts + 1}
+    assert source.lengths(opening(num_parts)) == [len(part) for part in parts]
+    assert source.num_shards == sum(-(-length // 5) for length in LENGTHS)
+
+
+def test_opening_after_s_rows_equals_dropping_s(folder):
+    source = parquet_source(names(folder, "parquet"), columns=["id"])
+    straight = read_all(source, 3)
+
+    for skip in range(19):
+        assert read_all(source, 3, skip=skip) == [part[skip:] for part in straight]
+
+
+def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(tmp_path, monkeypatch):
+    fetched, opened = [], []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer):
+            fetched.append(found := super().readinto(buffer))
+            return found
+
+        def read(self, size=-1):
+            fetched.append(len(found := super().read(size)))
+            return found
+
+    rng = np.random.default_rng(0)
+    path = write(
+        tmp_path / "a.parquet",
+        {"wide": [rng.bytes(2000) for _ in range(1000)], "narrow": np.arange(1000)},
+        row_group_size=100,
+        use_dictionary=False,
+    )
+    source = parquet_source(path, columns=["narrow"], shuffle_shards=False)
+
+    def counting(name):
+        opened.append(Counting(name))
+        return opened[-1]
+
+    monkeypatch.setattr("paddle_shard.sources.parquet.local_path", counting)
+
+    assert [row["narrow"] for row in read_all(source, skip=950)[0]] == list(range(950, 1000))
+    assert 0 < sum(fetched) < 80_000, "of 2 MB: the footer, and a column of a row group"
+    for file in opened:
+        file.close()
+
+
+def test_each_type_becomes_what_is_promised(tmp_path):
+    moment = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    east = moment.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
+    square = pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.int16(), 2), 2))
+    tensor_type = pa.fixed_shape_tensor(pa.float32(), [2, 3])
+    tensor = pa.ExtensionArray.from_storage(
+        tensor_type, pa.array([[0.0, 1, 2, 3, 4, 5]] * 2, pa.list_(pa.float32(), 6))
+    )
+    path = write(
+        tmp_path / "a.parquet",
+        {
+            "int": pa.array([1, 2], pa.uint8()),
+            "float": pa.array([0.5, 1.5], pa.float32()),
+            "half": pa.array(np.array([0.5, 1.5], np.float16)),
+            "bool": [True, False],
+            "date": pa.array([moment.date()] * 2),
+            "time": pa.array([moment.time()] * 2),
+            "timestamp": pa.array([moment] * 2, pa.timestamp("us")),
+            "zoned": pa.array([east] * 2, pa.timestamp("us", tz="+02:00")),
+            "text": ["ü", ""],
+            "bytes": [b"\0", b""],
+            "named": pa.array(["x", "y"]).dictionary_encode(),
+            "decimal": [decimal.Decimal("1.50")] * 2,
+            "list": [[1, 2, 3], []],
+            "pairs": pa.array([[[1, 2], [3, 4]], []], pa.list_(pa.list_(pa.int64(), 2))),
+            "square": square,
+            "tensor": tensor,
+            "texts": [["a", "b"], []],
+            "ragged": [[[1.0], [2.0, 3.0]], [[]]],
+            "struct": [{"a": 1, "b": {"c": [1, 2]}}, {"a": 2, "b": {"c": []}}],
+            "structs": [[{"a": 1}], []],
+            "map": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
+        },
+    )
+
+    [[first, second]] = read_all(parquet_source(path))
+
+    kinds = {name: getattr(value, "dtype", type(value)) for name, value in first.items()}
+    assert kinds == {
+        **{"int": np.uint8, "float": np.float32, "half": np.float16, "bool": np.bool_, "date": np.dtype("<M8[D]")},
+        **{"time": datetime.time, "timestamp": np.dtype("<M8[us]"), "zoned": np.dtype("<M8[us]"), "text": str},
+        **{"bytes": bytes, "named": str, "decimal": decimal.Decimal, "list": np.int64, "pairs": np.int64},
+        **{"square": np.int16, "tensor": np.float32, "texts": list, "ragged": list, "struct": dict},
+        **{"structs": list, "map": list},
+    }
+    assert isinstance(first["int"], np.uint8)
+    assert first["zoned"] == np.datetime64(moment) - np.timedelta64(2, "h")
+    assert (first["list"].tolist(), second["list"].shape) == ([1, 2, 3], (0,))
+    assert (first["pairs"].tolist(), second["pairs"].shape) == ([[1, 2], [3, 4]], (0, 2))
+    assert second["square"].tolist() == [[5, 6], [7, 8]]
+    assert second["tensor"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (first["texts"], second["texts"]) == (["a", "b"], [])
+    assert [row.tolist() for row in first["ragged"]] == [[1.0], [2.0, 3.0]]
+    assert first["struct"]["b"]["c"].tolist() == [1, 2]
+    assert (first["structs"], first["map"]) == ([{"a": 1}], [("k", 1)])
+    for value in (first["square"], first["list"], first["struct"]["b"]["c"]):
+        value += 1  # each sample's own
+    assert second["square"].tolist() == [[5, 6], [7, 8]]
+
+
+def test_columns_come_in_the_order_that_is_asked_for(tmp_path):
+    path = write(tmp_path / "a.parquet", {"a": [1], "b": [2], "c": [3]})
+
+    assert [list(row) for row in read_all(parquet_source(path, columns=["c", "a"]))[0]] == [["c", "a"]]
+
+
+def test_a_null_is_an_error_that_names_column_and_row_or_none_if_allowed(tmp_path):
+    columns = {
+        "id": range(20),
+        "age": [None if i in (13, 17) else i for i in range(20)],
+        "place": [None if i == 12 else {"x": None if i == 15 else i} for i in range(20)],
+    }
+    path = write(tmp_path / "a.parquet", {**columns, "id": list(range(20))}, row_group_size=10)
+
+    with pytest.raises(ShardReadError, match="row group 1 of .*: row 3 of column 'age' is null.*allow_nulls") as caught:
+        read_all(parquet_source(path, columns=["id", "age"]))
+    assert caught.value.offset == 3
+    with pytest.raises(ShardReadError, match="row 2 of column 'place' is null"):
+        read_all(parquet_source(path, columns=["place"], shuffle_shards=False), skip=11)
+    assert len(read_all(parquet_source(path, columns=["id"]))[0]) == 20
+    [rows] = read_all(parquet_source(path, allow_nulls=True, shuffle_shards=False))
+    assert [row["age"] for row in rows] == columns["age"]
+    assert [row["place"] for row in rows] == columns["place"]
+    assert isinstance(rows[0]["age"], np.int64)
+
+
+def test_a_null_inside_a_list_is_always_an_error(tmp_path):
+    path = write(tmp_path / "a.parquet", {"list": [[1], [], None, [2, None]]})
+
+    with pytest.raises(ShardReadError, match=r"row 3 of column 'list' .* a null inside.*\(columns=\)\.$"):
+        read_all(parquet_source(path, allow_nulls=True))
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        (["id", "Age"], r"a.parquet has no 'Age'. It has 'id', 'age'"),
+        ([], "one or more names"),
+        (["id", "id"], "each once"),
+        (None, "column 'age' is int64 in .*a.parquet, but missing in .*b.parquet"),
+        (["id"], "column 'id' is int64 in .*a.parquet, but string in .*c.parquet"),
+    ],
+)
+def test_columns_that_are_not_in_all_files_alike_are_refused(columns, match, tmp_path):
+    first = write(tmp_path / "a.parquet", {"id": [1], "age": [1]})
+    second = write(tmp_path / "b.parquet", {"id": [1]})
+    third = write(tmp_path / "c.parquet", {"id": ["1"]})
+
+    with pytest.raises(ArgumentError, match=match):
+        parquet_source([first, third] if columns == ["id"] else [first, second], columns=columns)
+
+
+def test_arguments_that_cannot_serve_are_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", {"id": [1]})
+
+    with pytest.raises(ArgumentTypeError, match=r"Give \['id'\]"):
+        parquet_source(path, columns="id")
+    with pytest.raises(ArgumentError, match="a file more than once"):
+        parquet_source([path, path])
+    with pytest.raises(ArgumentError, match="no row: "):
+        parquet_source(write(tmp_path / "empty.parquet", {"id": pa.array([], pa.int64())}))
+    with pytest.raises(ArgumentError, match="no file"):
+        parquet_source([])
+    with pytest.raises(ShardReadError, match="missing.parquet: reading its footer failed: FileNotFoundError"):
+        parquet_source(tmp_path / "missing.parquet")
+
+
+def test_a_file_that_changed_or_is_damaged_is_an_error(tmp_path):
+    path = write(tmp_path / "a.parquet", {"id": list(range(50))}, compression="none", use_dictionary=False)
+    source = parquet_source(path)
+    write(path, {"id": list(range(40))})
+    with pytest.raises(ShardReadError, match="has 40 samples, but its count says 50"):
+        read_all(source)
+    content = write(path, {"id": list(range(50))}).read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet"):
+        read_all(source)
+
+
+def test_resampling_draws_row_groups_without_an_end(folder):
+    source = parquet_source(names(folder, "parquet"), columns=["id"], resample=True)
+    [items] = source.open(opening())
+
+    drawn = [next(items)["id"] for _ in range(500)]
+
+    assert set(drawn) == {i for ids in pieces() for i in ids}
+    [items] = source.open(opening(skip=123))
+    assert [next(items)["id"] for _ in range(100)] == drawn[123:223]
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    import sys
+
+    path = write(tmp_path / "a.parquet", {"id": [1]})
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(MissingDependencyError, match=r"paddle_shard\[s3\]"):
+        parquet_source("s3://bucket/a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(MissingDependencyError, match=r"paddle_shard\[parquet\]"):
+        parquet_source(path)

@@ -1,0 +1,56 @@
+"""Sources over a mock S3 server, and over HTTP by fsspec."""
+
+import fsspec
+import pytest
+
+from paddle_shard import Stream
+from paddle_shard.errors import ShardReadError
+from paddle_shard.plan.opening import Opening
+from paddle_shard.sources.parquet import parquet_source
+from tests.sources.library_laws import TOTAL, check_laws, files, names
+from tests.sources.s3_server import BUCKET, serving_s3
+
+FOLDER = f"s3://{BUCKET}"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving_s3(files()) as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield environment["AWS_ENDPOINT_URL"]
+
+
+# The passes that are compared, and those that are resumed, have no workers.
+@pytest.mark.parametrize(("source", "workers"), [("parquet", 0), ("parquet", 2), ("lines", 2), ("webdataset", 2)])
+def test_the_laws_hold_over_s3(server, source, workers):
+    check_laws(source, FOLDER, workers, stops=[3])
+
+
+def test_the_laws_hold_over_http_by_fsspec(server):
+    check_laws("parquet", f"{server}/{BUCKET}", 2, stops=[3])
+
+
+def test_workers_are_left_no_connection_of_their_parent(server):
+    class_ = fsspec.get_filesystem_class("s3")
+    class_.clear_instance_cache()
+
+    stream = Stream.parquet(names(FOLDER, "parquet"))
+
+    assert len(list(stream)) == TOTAL
+    assert not class_._cache
+
+
+def test_a_file_that_is_missing_or_replaced_is_an_error(server):
+    with pytest.raises(ShardReadError, match=r"s3://bucket/nine.parquet: reading its footer failed: FileNotFoundError"):
+        parquet_source(f"{FOLDER}/nine.parquet")
+    source = parquet_source(names(FOLDER, "parquet"))
+    with fsspec.open(f"{FOLDER}/0.parquet", "rb", skip_instance_cache=True) as file:
+        content = file.read()
+    system, path = fsspec.core.url_to_fs(f"{FOLDER}/0.parquet", skip_instance_cache=True)
+    system.pipe_file(path, content[:60])
+    try:
+        with pytest.raises(ShardReadError, match=r"row group \d of s3://bucket/0.parquet: reading sample 0 failed"):
+            [list(items) for items in source.open(Opening(parts=(0,), num_parts=1))]
+    finally:
+        system.pipe_file(path, content)
