@@ -36,6 +36,21 @@ def own_batches():
         yield np.arange(4 if k < 2 + RANK else 2) + 100 * RANK + 10 * k
 
 
+class Indexed(paddle.io.Dataset):
+    """One sample cannot be read."""
+
+    def __init__(self, bad, rank):
+        self.bad, self.rank = bad, rank
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        if index == self.bad and self.rank in (None, RANK):
+            raise OSError("no disk")
+        return index
+
+
 def shard(stream, workers, **options):
     loader = paddle.io.DataLoader(stream, batch_size=8, num_workers=workers)
     return paddle_shard.shard_dataloader(loader, MESH, shard_dims="dp", **options)
@@ -70,6 +85,9 @@ for workers in (0, 2):
     for tail in ("pad", "drop", "repeat", "error"):
         found[f"uneven {tail} {workers}"] = outcome(shard(uneven, workers, tail=tail))
     found[f"num_batches {workers}"] = outcome(shard(uneven, workers, num_batches=11))
+    # Sample 8 * 5 + 7 is in the last rank's rows of step 5.
+    found[f"indexed {workers}"] = outcome(shard(Indexed(47, None), workers))
+    found[f"indexed, no agreement {workers}"] = outcome(shard(Indexed(47, None), workers, agree=False))
 for tail in ("pad", "drop", "repeat"):
     found[f"own {tail}"] = local(own_batches, tail=tail)
 try:
