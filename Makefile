@@ -77,5 +77,5 @@ $(patsubst %,.venv-%/.ready,torchdata mds dali ffcv): .venv-%/.ready: setup.py
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.3.1 pytest scikit-learn $(FIRST_$*)
 	$(BEFORE_$*)
-	$(WITH_$*) .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_$*) -e '.[$*]'
+	$(WITH_$*) .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_$*) -e '.[$*]' $(FIRST_$*)
 	touch $@

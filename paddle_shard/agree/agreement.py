@@ -192,8 +192,8 @@ class Agreement:
             unequal.went_on = tuple(rank for rank, o in here if not self._ends_here(o))
             unequal.args = (
                 f"tail='error', but at step {step} the data of global ranks {list(unequal.ended)} has ended and "
-                f"that of {list(unequal.went_on)} has not. Make the data of equal length, or choose tail='drop', 'pad' or "
-                "'repeat', or num_batches=.",
+                f"that of {list(unequal.went_on)} has not. Make the data of equal length, or choose tail='drop', "
+                "'pad' or 'repeat', or num_batches=.",
             )
             return unequal
         left = {rank: o.delivered for rank, o in here if o.kind == CLOSED and o.step == step}

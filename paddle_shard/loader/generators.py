@@ -28,8 +28,9 @@ class PaddleGenerator:
         """Not known."""
         return None
 
-    def settle(self, state: Any) -> None:
+    def settle(self, state: Any) -> bool:
         """Nothing is drawn ahead."""
+        return False
 
 
 def generators(*, with_paddle: bool) -> tuple[Generator, ...]:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
+from paddle.profiler import RecordEvent
 
 from paddle_shard.agree import Agreement
-from paddle_shard.errors import ArgumentError, BatchStructureError, PaddleShardError, SplitError, UnequalEndsError
+from paddle_shard.errors import (
+    ArgumentError,
+    BatchStructureError,
+    DataReadError,
+    PaddleShardError,
+    SplitError,
+    UnequalEndsError,
+)
 from paddle_shard.loader.agreeing import open_agreement
 from paddle_shard.loader.compat import asked_by_to_static
-from paddle_shard.loader.stream_pass import AgreedPass, stream_outlook
+from paddle_shard.loader.stats import PassClock
+from paddle_shard.loader.stream_pass import AgreedPass, PlacedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.placer import BatchRows
+from paddle_shard.place.placer import BatchRows, tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.reading.chunk import Slice
+from paddle_shard.reading.chunk import Slice, take_rows
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers import IndexBatch
@@ -51,19 +60,10 @@ class ShardIterator:
         self.epoch = start.epoch
         self._progress = loader._run.begin(start)
         self._closed = False
-        self._pending: deque[_Pending] = deque()
         self._current: _Pending | None = None
-        # Neither the feed nor the requests refer to this object, so that abandoning it ends its workers at once.
-        if loader._source.stream is not None:
-            self._pass: Any = _StreamFeed(loader, start, self._pending)
-            return
-        source = loader._source.batches
-        batches = (source.untouched() if look else source).epoch(start.epoch, start)
-        requests = _requests(loader, start, islice(batches, 1) if look else batches, self._pending)
-        self._pass = loader._reading.start(requests)
-        ranks = loader._agreeing_ranks
-        if not look and len(ranks) > 1:
-            self._pass = AgreedPass(self._pass, _agreement(loader, ranks, ends_must_agree=True))
+        self._clock = PassClock(loader.stats)
+        # The pass does not refer to this object, so that abandoning it ends its workers at once.
+        self._pass: Any = _stream_pass(loader, start) if loader._source.stream else _index_pass(loader, start, look)
 
     @property
     def step(self) -> int:
@@ -83,10 +83,16 @@ class ShardIterator:
         """
         if self._closed:
             raise StopIteration
+        entered = self._clock.enter()
         try:
-            placed, pending = self._placed(next(self._pass))
+            with RecordEvent("paddle_shard: next batch"):
+                found = next(self._pass)
+            if found is None:
+                raise DataReadError(_NO_STAND_IN.format("it was gone on from behind the end of its parts"))
+            placed, pending = found
         except StopIteration:
             self.close()
+            self._clock.end(entered)
             self._loader._run.finished(self._progress)
             raise
         except UnequalEndsError as error:
@@ -100,23 +106,12 @@ class ShardIterator:
             raise
         self._current = pending
         self._loader._run.delivered(self._progress, pending.batch, pending.own_ids(self._loader._own_layout))
+        self._clock.leave(entered, pending.num_real_rows(), tensors(placed))
         return placed
 
     def peek(self) -> Any:
         """Return the first batch of a stream without delivering it."""
-        return self._placed(self._pass.peek())[0]
-
-    def _placed(self, batch: Any) -> tuple[Any, _Pending]:
-        self._loader._check_split(batch)
-        if not self._pending:
-            raise BatchStructureError(
-                "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
-                "super().__iter__() once, and yield one batch for each of that."
-            )
-        pending = self._pending.popleft()
-        if pending.rows is None:
-            pending.rows = self._loader._item_rows(batch)
-        return self._loader._placer.place(batch, pending.rows, self._loader._input_keys), pending
+        return self._pass.peek()[0]
 
     @property
     def valid(self) -> Any:
@@ -165,6 +160,10 @@ class _Pending:
             return np.ones(len(self.rows.read), bool)
         return self.batch.valid(self.rows.read)
 
+    def num_real_rows(self) -> int:
+        """Return how many of the rows that this process reads are real."""
+        return int(np.count_nonzero(self.valid()))
+
     def own_ids(self, layout: FieldLayout) -> list[Any]:
         """Return the samples of this process's slice, padding left out."""
         if self.rows is None or self.local or len(self.indices) != len(self.rows.read):
@@ -205,44 +204,103 @@ def _requests(
         step += 1
 
 
-class _StreamFeed:
-    """A stream's pass, which notes what each of its batches holds."""
+def _index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
+    """Start reading data that has an index; yields (placed batch, what was requested)."""
+    pending: deque[_Pending] = deque()
+    source = loader._source.batches
+    batches = (source.untouched() if look else source).epoch(start.epoch, start)
+    requests = _requests(loader, start, islice(batches, 1) if look else batches, pending)
 
-    def __init__(self, loader: ShardDataloader, start: LoaderState, pending: deque[_Pending]) -> None:
+    def place(batch: Any) -> tuple[Any, _Pending]:
+        if not pending:
+            raise BatchStructureError(
+                "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
+                "super().__iter__() once, and yield one batch for each of that."
+            )
+        return _placed(loader, batch, pending.popleft())
+
+    reading, ranks = loader._reading.start(requests), loader._agreeing_ranks
+    if look or len(ranks) == 1:
+        return PlacedPass(reading, place)
+    return AgreedPass(reading, _agreement(loader, start, ends_must_agree=True), prepare=place)
+
+
+def _stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
+    """Start reading a stream; yields (placed batch, what it holds)."""
+    source = loader._source
+    assert source.stream is not None
+    num_steps = source.stream.batches.steps_left(start)
+    return AgreedPass(
+        _reading(loader, source.stream, start, num_steps),
+        _agreement(loader, start, ends_must_agree=source.tail == "error"),
+        outlook=stream_outlook(source.tail, num_steps),
+        prepare=_StreamSteps(loader, start),
+        num_steps=num_steps,
+    )
+
+
+class _StreamSteps:
+    """Makes of a slice what is delivered."""
+
+    def __init__(self, loader: ShardDataloader, start: LoaderState) -> None:
         source = loader._source
         assert source.stream is not None
-        self._pending, self._size = pending, source.batch_size
+        self._loader, self._stream, self._size = loader, source.stream, source.batch_size
+        self._new = start.samples == 0
         plan = source.stream.batches.plan
         self._micro_size = 0 if plan is None else plan.micro_rows
         self._rows = None if plan is None else loader._stream_rows()
-        num_steps = loader._run.num_steps_or_none()
-        self._pass = AgreedPass(
-            _reading(loader, source.stream, start),
-            _agreement(loader, loader._agreeing_ranks, ends_must_agree=source.tail == "error"),
-            outlook=stream_outlook(source.tail, num_steps),
-            num_steps=None if num_steps is None else num_steps - start.steps,
-        )
+        self._last: Any = None
 
-    def __next__(self) -> Any:
-        return self._noted(next(self._pass))
-
-    def peek(self) -> Any:
-        return self._noted(self._pass.peek())
-
-    def close(self) -> None:
-        self._pass.close()
-
-    def _noted(self, found: Slice) -> Any:
-        items = self._size is None
+    def __call__(self, found: Slice) -> tuple[Any, _Pending] | None:
+        if found.batch is not None:
+            self._last = found.batch
+        elif self._last is None:  # this rank has nothing, though others may have
+            try:
+                self._last = _stand_in(self._loader, self._stream, len(found.real))
+            except DataReadError:
+                if self._new:
+                    raise
+                return None  # gone on from behind the end, most likely, where there is nothing to deliver
         batch = StreamBatch(
-            num_rows=0 if self._size is None else self._size,
+            num_rows=self._size or 0,
             micro_size=self._micro_size,
             num_real=1 if self._size is None else self._size,
             real=found.real,
             sampler_state=found.state,
         )
-        self._pending.append(_Pending(batch, None if items else self._rows, True, []))
-        return found.batch
+        return _placed(self._loader, self._last, _Pending(batch, self._rows, True, []))
+
+
+def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int) -> Any:
+    """Return rows of a batch for a rank that has not read any: copies of the first sample of any part."""
+    plan, why = stream.batches.plan, "every part is empty"
+    size = 0 if plan is None else plan.samples_per_part
+    for part in range(0 if plan is None else plan.num_parts):
+        reading = loader._reading.start(iter([[stream.first_of(part)]]), [np.arange(size)], 0)
+        try:
+            found = next(reading)
+        except (DataReadError, StopIteration) as error:
+            why = str(error)
+            break
+        finally:
+            reading.close()
+        if found.batch is not None:
+            return take_rows([found.batch], [size], np.zeros(num_rows, np.int64), loader._reading.gather)
+    raise DataReadError(_NO_STAND_IN.format(why))
+
+
+_NO_STAND_IN = (
+    "this rank has read no sample of the stream, so it has none that could stand in for its missing rows (tail='pad'), "
+    "and none could be found ({}). Use tail='drop', or more samples than parts."
+)
+
+
+def _placed(loader: ShardDataloader, batch: Any, pending: _Pending) -> tuple[Any, _Pending]:
+    loader._check_split(batch)
+    if pending.rows is None:
+        pending.rows = loader._item_rows(batch)
+    return loader._placer.place(batch, pending.rows, loader._input_keys), pending
 
 
 def _unequal(loader: ShardDataloader, error: UnequalEndsError) -> Exception:
@@ -261,35 +319,36 @@ def _unequal(loader: ShardDataloader, error: UnequalEndsError) -> Exception:
     return error
 
 
-def _agreement(loader: ShardDataloader, ranks: Sequence[int], *, ends_must_agree: bool) -> Agreement:
+def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: bool) -> Agreement:
+    source = loader._source
+    # What must be the same on all ranks: nothing of this rank's own mesh or data.
+    what = {} if source.split else source.batches.fingerprint()
     return open_agreement(
-        ranks,
+        loader._agreeing_ranks,
         workers=loader._given.num_workers > 0,
         ends_must_agree=ends_must_agree,
-        label=repr(loader),
+        label=f"{type(loader.dataset).__name__} {what}, epoch {start.epoch}, step {start.steps}",
         timeout=loader.timeout,
     )
 
 
-def _reading(loader: ShardDataloader, stream: StreamSetup, start: LoaderState) -> Any:
+def _reading(loader: ShardDataloader, stream: StreamSetup, start: LoaderState, num_steps: int | None) -> Any:
     """Start reading a stream's slices from a position on."""
-    mixed, begin = stream.batches.mixed, start
-    if mixed is not None:  # begin at a window of batches
-        assert stream.batches.plan is not None
-        skip = start.steps % mixed[0]
-        begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
-    reading = loader._reading.start(stream.requests(begin), stream.places(), stream.num_workers)
+    mixed = stream.batches.mixed
     if mixed is None:
-        return reading
+        return loader._reading.start(stream.requests(start), stream.places(), stream.num_workers)
+    assert stream.batches.plan is not None  # it begins at a window of batches
+    skip = start.steps % mixed[0]
+    begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
     own = loader._own_layout
-    rank = own.data_rank if own.on_mesh else 0
     return MixedPass(
-        reading,
+        loader._reading.start(stream.requests(begin), stream.places(), stream.num_workers),
         loader._reading.gather,
         window=mixed[0],
         first_window=begin.steps // mixed[0],
         skip=skip,
-        key=derive_key("local shuffle", loader.seed, start.epoch, rank),
+        num_steps=None if num_steps is None else num_steps + skip,
+        key=derive_key("local shuffle", loader.seed, start.epoch, own.data_rank if own.on_mesh else 0),
     )
 
 

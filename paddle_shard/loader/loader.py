@@ -20,6 +20,7 @@ from paddle_shard.loader.iteration import LoaderCall, ShardIterator
 from paddle_shard.loader.run import Run
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.loader.source import read_source
+from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
@@ -48,6 +49,7 @@ class ShardDataloader(PaddleShardDataloader):
         batch_sampler: This rank's batches of indices, with `set_epoch`.
         seed: Of the order and of the samples' random numbers.
         timeout: Seconds for which another rank may be silent.
+        stats: What was delivered to this rank, and where the time went; see `LoaderStats`.
     """
 
     def __init__(
@@ -118,12 +120,13 @@ class ShardDataloader(PaddleShardDataloader):
         self._run = Run(self._source, self._own_layout)
         own, compared = self._own_layout, hasattr(self._source.custom_sampler, "nranks") or auto_dp
         # Every rank takes a number for every loader that is said to be split, so that the numbers agree.
-        number = next_number() if is_dataset_splitted else 0
+        number = next_number() if self._source.split else 0
         self._split_check: SplitCheck | None = None
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
             self._split_check = SplitCheck(number, own.layout, own.data_axes, own.global_rank)
         self._rows_of_size: dict[tuple[int, int], BatchRows] = {}
         self._call: LoaderCall | None = None
+        self.stats = LoaderStats()
         self._described: ShardIterator | None = None
         place = dataloader.places[0]
 

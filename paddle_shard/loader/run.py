@@ -96,6 +96,9 @@ class Run:
         data_rank = layout.data_rank if layout.on_mesh else None
         plan = self._plan_of(start.epoch)
         num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
+        if self._source.stream is not None:
+            left = self._source.stream.batches.steps_left(start)
+            num_steps = None if left is None else start.steps + left
         return PassProgress(start, self._source.batch_size, data_rank, layout.num_data_ranks, num_steps)
 
     def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any]) -> None:
@@ -147,7 +150,10 @@ class Run:
     def _asked_plan(self, epoch: int, what: str) -> ShardPlan:
         plan = self._plan_of(epoch)
         if plan is None:
-            raise ArgumentError(f"{what}: the order is that of the loader's own {type(self._sampler).__name__}.")
+            own = "a stream, which has no index"
+            if self._source.stream is None:
+                own = f"the loader's own {type(self._sampler).__name__}"
+            raise ArgumentError(f"{what}: the order is that of {own}.")
         return plan
 
     def where(self, sample: int, epoch: int | None) -> Where | None:

@@ -55,7 +55,7 @@ class Stream(paddle.io.IterableDataset):
                 "worker p of P" for part p, and each sample is read once. Otherwise every reader reads all of it.
         """
         if splits_itself:
-            return cls(SelfSplit(iterable() if callable(iterable) else iterable))
+            return cls(SelfSplit(iterable))
         hidden = isinstance(iterable, paddle.io.IterableDataset)
         return cls(IterableSource(AsOneReader(iterable) if hidden else iterable))  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from paddle_shard import errors
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, UnequalEndsError
 from paddle_shard.reading.chunk import Slice
@@ -23,6 +24,8 @@ class Outlook(Enum):
 
 
 OK, EXHAUSTED, END, UNEQUAL = Outlook
+_LONGEST = 10_000
+"""Characters of an error that the other ranks are told."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
 
 
@@ -39,6 +42,7 @@ class AgreedPass:
         agreement: Agreement,
         *,
         outlook: Callable[[Any], Outlook] = lambda found: OK,
+        prepare: Callable[[Any], Any] = lambda found: found,
         num_steps: int | None = None,
     ) -> None:
         """Start the pass.
@@ -47,10 +51,11 @@ class AgreedPass:
             reading: An iterator over this rank's steps, with a `close`.
             agreement: Of this pass.
             outlook: Says of what was read whether it can be delivered.
+            prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
         """
         self._reading, self._agreement = reading, agreement
-        self._outlook, self._num_steps = outlook, num_steps
+        self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
         self._ready: deque[Any] = deque()
         self._announced = self._delivered = self._read = 0
         self._failure: BaseException | None = None
@@ -73,7 +78,7 @@ class AgreedPass:
             self._announce()
         try:
             if not self._agreement.deliver(step):
-                self.close()
+                self._in_order()
                 raise StopIteration
         except AgreedFailure as failure:
             self.close()
@@ -81,8 +86,14 @@ class AgreedPass:
         self._delivered += 1
         return self._ready.popleft()
 
+    def _in_order(self) -> None:
+        """End a pass that all ranks have come to the end of; its workers may serve another."""
+        self._over = True
+        self._agreement.close()
+        getattr(self._reading, "finish", self._reading.close)()
+
     def peek(self) -> Any:
-        """Return what was read first without delivering it; nothing is agreed on.
+        """Return what is to be delivered first, without delivering it; nothing is agreed on.
 
         Raises:
             StopIteration: There is nothing.
@@ -93,7 +104,7 @@ class AgreedPass:
             raise self._failure
         if not self._ready or self._outlook(self._ready[0]) in (END, UNEQUAL):
             raise StopIteration
-        return self._ready[0]
+        return self._prepare(self._ready[0])
 
     def close(self) -> None:
         """End the workers and leave the agreement; safe to call again."""
@@ -121,10 +132,16 @@ class AgreedPass:
         elif self._num_steps is not None and step >= self._num_steps:
             self._over = True
             say.announce_end()
-        elif (found := self._outlook(self._ready[step - self._delivered])) is OK:
-            say.announce_ok()
-        elif found is EXHAUSTED:
-            say.announce_exhausted()
+        elif (found := self._outlook(self._ready[step - self._delivered])) in (OK, EXHAUSTED):
+            try:
+                self._ready[step - self._delivered] = self._prepare(self._ready[step - self._delivered])
+            except Exception as failure:  # a batch that does not fit the meshes
+                self._fail(failure)
+                return
+            if found is OK:
+                say.announce_ok()
+            else:
+                say.announce_exhausted()
         elif found is END:
             self._over = True
             say.announce_end()
@@ -141,6 +158,24 @@ class AgreedPass:
         self._agreement.announce_failure(_report(failure))
 
 
+class PlacedPass:
+    """What one pass has read, without other ranks."""
+
+    def __init__(self, reading: Any, prepare: Callable[[Any], Any]) -> None:
+        self._reading, self._prepare = reading, prepare
+
+    def __iter__(self) -> PlacedPass:
+        return self
+
+    def __next__(self) -> Any:
+        """Return what is delivered next."""
+        return self._prepare(next(self._reading))
+
+    def close(self) -> None:
+        """End the workers; safe to call again."""
+        self._reading.close()
+
+
 def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outlook]:
     """Return what says of a stream's slice whether it can be delivered.
 
@@ -151,7 +186,7 @@ def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outloo
 
     def outlook(found: Slice) -> Outlook:
         if num_steps is not None or (found.whole and found.fresh):
-            return OK
+            return OK if found.batch is not None or not found.empty else EXHAUSTED
         if tail in ("pad", "repeat"):
             return EXHAUSTED if found.empty or not found.fresh else OK
         return UNEQUAL if tail == "error" and not found.empty else END
@@ -161,7 +196,10 @@ def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outloo
 
 def _report(failure: Any) -> bytes:
     told = {name: getattr(failure, name, None) for name in _TOLD}
-    return json.dumps({"kind": type(failure).__name__, "text": str(failure), **told}, default=repr).encode()
+    text = str(failure)
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ... [cut]"
+    return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr).encode()
 
 
 def _of_another(failure: AgreedFailure) -> Exception:
@@ -172,9 +210,11 @@ def _of_another(failure: AgreedFailure) -> Exception:
     except ValueError:  # cut off for its length
         told = {"kind": "DataReadError", "text": report.decode(errors="replace")}
     text = f"global rank {rank}: {told['text']}"
-    if told["kind"] == UnequalEndsError.__name__:
-        return UnequalEndsError(text)
-    error = DataReadError(text if told["kind"] == DataReadError.__name__ else f"{text} ({told['kind']})")
+    kind = getattr(errors, told["kind"], None)
+    if kind is not None and kind is not DataReadError:
+        found: Exception = kind(text)
+        return found
+    error = DataReadError(text if kind is DataReadError else f"{told['kind']}: {text}")
     for name in _TOLD:
         value = told.get(name)
         setattr(error, name, tuple(value) if isinstance(value, list) else value)

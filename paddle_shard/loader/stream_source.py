@@ -30,6 +30,7 @@ from paddle_shard.stages import Repeat, Stripe
 _UNREAD = {"shard": None, "rows": 0, "library": None}
 
 _numbers = count()
+_SAID: set[tuple[Any, ...]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +75,28 @@ class StreamSetup:
         number = next(_numbers)
         return self._items(number, start) if self.batches.plan is None else self._rows(number, start)
 
+    def first_of(self, part: int) -> ChunkRequest:
+        """Return the request for the first samples of a part."""
+        plan = self.batches.plan
+        assert plan is not None
+        opening = Opening(parts=(part,), num_parts=plan.num_parts, stripe=plan.stripe, seed=self.batches.seed)
+        return ChunkRequest(
+            number=next(_numbers),
+            opening=opening,
+            step=0,
+            first_step=0,
+            stripe=plan.stripe,
+            accumulation=plan.accumulation,
+            pad=True,
+        )
+
     def _rows(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
         plan = self.batches.plan
         assert plan is not None
-        # A run that goes on with another batch size keeps the stripes of its epoch.
-        first_size = start.segments[0][1] if start.segments else plan.batch_size
         opening = Opening(
             parts=self.parts,
             num_parts=plan.num_parts,
-            stripe=max(1, first_size // plan.accumulation // plan.num_parts),
+            stripe=self.batches.stripe(start),
             seed=self.batches.seed,
             epoch=start.epoch,
             skip=start.samples // plan.num_parts,
@@ -188,6 +202,8 @@ def read_stream(
         ArgumentError: Something in it cannot be honoured; the text says what can.
     """
     _check_arguments(dataloader, shuffle, tail, num_parts, num_batches)
+    num_parts = None if num_parts is None else int(num_parts)
+    num_batches = None if num_batches is None else int(num_batches)
     dataset = dataloader.dataset
     stream = dataset if isinstance(dataset, Stream) else Stream.of(dataset)
     if stream.whole().endless and num_batches is None:
@@ -200,13 +216,22 @@ def read_stream(
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
     chosen = tail or ("drop" if dataloader.drop_last else "pad")
     size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
+    if size is None and stream.batched is not None:  # a last stage that makes the batches
+        size, stream = (stream.batched or 1) * accumulation, stream.unbatched()
     plan = None
     if size is not None:
         ranks = 1 if is_dataset_splitted else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = _plan(stream, size, accumulation, ranks, chosen, num_parts, num_batches)
         stage = stream.stage()
+        if stream.mixed is not None and any(layout.num_data_ranks != own.num_data_ranks for layout in layouts):
+            raise ArgumentError(
+                "local_shuffle: each rank mixes the rows that it reads, so all fields must be split over the same data "
+                "ranks, but shard_dims splits them differently. Use shuffle(window), or split all fields alike."
+            )
     elif stream.mixed is not None:
         raise ArgumentError("local_shuffle mixes rows: give the DataLoader a batch_size, or the stream a batch stage.")
+    elif stream.is_dealt():
+        raise ArgumentError("round_robin deals samples: give the DataLoader a batch_size, or the stream a batch stage.")
     elif num_parts is not None:
         raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
     else:
@@ -222,12 +247,24 @@ def read_stream(
         split_over=own.num_data_ranks if is_dataset_splitted else None,
         mixed=None if stream.mixed is None else (stream.mixed, own.num_data_ranks),
     )
+    if batches.knows_length and len(batches) == 0:  # asking refuses lengths that the tail forbids, too
+        raise ArgumentError(
+            f"the stream has no batch: it is empty, or too short for tail={chosen!r} and batches of {size}. Check its "
+            "path and filters, or use a smaller batch or tail='pad'."
+        )
     parts: tuple[int, ...] = (0,)
     if plan is not None:
         parts = _held(plan, layouts, split=is_dataset_splitted)
     elif foreign and own.on_mesh:
         parts = (own.data_rank,)
     num_workers = dataloader.num_workers
+    if plan is not None and num_workers > len(parts):
+        say_once(
+            "num_workers=%d: this rank holds %d parts of the stream, each of which is read by one worker; the other "
+            "workers are not started. More parts (num_parts=) or fewer workers use them all.",
+            num_workers,
+            len(parts),
+        )
     if plan is None and is_dataset_splitted and batches.repeats:
         num_workers = min(1, num_workers)  # several would repeat each its own batches
     _say_how_often_it_is_read(stream, own, num_workers, plan, split=is_dataset_splitted)
@@ -266,7 +303,7 @@ def _say_how_often_it_is_read(
         1 if stream.is_dealt() else max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
     )
     if ranks * workers > 1:
-        logging.getLogger("paddle_shard").warning(
+        say_once(
             "this stream has nothing that it could be cut at before it is read, so each of %d data ranks x %d workers "
             "reads all of it and keeps its own samples: %d times the reads. Files (Stream.csv, .lines, .webdataset), "
             "a data set that splits itself (Stream.of(..., splits_itself=True)) or round_robin() read it less often.",
@@ -274,6 +311,13 @@ def _say_how_often_it_is_read(
             workers,
             ranks * workers,
         )
+
+
+def say_once(text: str, *values: Any) -> None:
+    """Log a line, unless this process has logged the same before."""
+    if (text, values) not in _SAID:
+        _SAID.add((text, values))
+        logging.getLogger("paddle_shard").warning(text, *values)
 
 
 def _plan(
@@ -337,5 +381,8 @@ def _check_arguments(dataloader: Any, shuffle: Any, tail: str | None, num_parts:
 
 def gather_tensors(values: Sequence[Any], order: Rows) -> Any:
     """Join tensors by their first dim and take rows of them."""
+    if values[0].dtype == paddle.float16 and values[0].place.is_cpu_place():  # for which there is no such kernel
+        rows = np.concatenate([value.numpy() for value in values])[order]
+        return paddle.to_tensor(rows, place=values[0].place)
     joined = paddle.concat(list(values)) if len(values) > 1 else values[0]
     return paddle.gather(joined, paddle.to_tensor(order, place=joined.place))

@@ -167,7 +167,7 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
 
 def check_count(name: str, value: object) -> None:
     """Refuse what is no int >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ArgumentError(f"{name} must be an int >= 1, got {value!r}.")
 
 

@@ -82,7 +82,14 @@ class LoaderState:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise StateError(f"state is damaged: {name} must be an int >= 0, got {value!r}.")
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
-        differing = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name) and name not in override]
+        different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
+        if "num_parts" in different:  # parts that were cut otherwise hold other samples
+            raise StateError(
+                f"state is of a stream in {then.get('num_parts')} parts, but this one is cut into "
+                f"{now.get('num_parts')}, which hold other samples. Give num_parts={then.get('num_parts')}; it cannot "
+                "be overridden."
+            )
+        differing = [name for name in different if name not in override]
         if differing:
             changes = ", ".join(f"{name}: saved {then.get(name)!r}, now {now.get(name)!r}" for name in differing)
             raise StateError(

@@ -42,8 +42,8 @@ class ChunkRequest:
     """Where a sample is a rank's own batch: the rows of each, 0 if the first one tells. None: it is a global one."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
-    fed: Mapping[int, Sequence[tuple[int, Any]]] | None = None
-    """For each part (round, sample), where the main process has read them; else the reader does."""
+    fed: Mapping[int, Sequence[tuple[int, Any]]] | bytes | None = None
+    """For each part (round, sample), pickled or not, where the main process has read them; else the reader does."""
     failure: Any = None
     """Of reading them."""
 
@@ -127,12 +127,24 @@ class Joiner:
         fresh = any(chunk.fresh for chunk in chunks)
         real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])
         real = real[self._order] if len(real) == len(self._order) else real  # a local batch has rows of its own
-        if any(chunk.batch is None for chunk in chunks):
+        there = [chunk.batch is not None for chunk in chunks]
+        if not any(there) or any(chunk.batch is None and any(chunk.real) for chunk in chunks):
             return Slice(None, real, fresh)
+        if not all(there):  # a reader that has never had a sample: another's row stands in
+            return Slice(self._with_made_up_rows(chunks), real, fresh)
         if len(chunks) == 1 and self._in_order:
             return Slice(chunks[0].batch, real, fresh, chunks[0].state)
         sizes = [len(place) for place in self.places]
         return Slice(take_rows([chunk.batch for chunk in chunks], sizes, self._order, self.gather), real, fresh)
+
+    def _with_made_up_rows(self, chunks: Sequence[Chunk]) -> Any:
+        present = [number for number, chunk in enumerate(chunks) if chunk.batch is not None]
+        sizes, first, rows = [len(self.places[number]) for number in present], 0, []
+        for chunk, place in zip(chunks, self.places, strict=True):
+            rows.append(np.zeros(len(place), np.int64) if chunk.batch is None else first + np.arange(len(place)))
+            first += 0 if chunk.batch is None else len(place)
+        order = np.concatenate(rows)[self._order]
+        return take_rows([chunks[number].batch for number in present], sizes, order, self.gather)
 
 
 def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: Gather, path: str = "") -> Any:
@@ -167,6 +179,11 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: 
             return np.concatenate(batches)[rows]
         return gather(batches, rows)
     if not is_sequence(first):
+        if any(type(batch) is not type(first) or batch != first for batch in batches):
+            raise ValueError(
+                f"what different workers collated cannot be joined{f' at field {path}' if path else ''}: it has no row "
+                f"for each sample, and is not the same: {', '.join(dict.fromkeys(map(repr, batches)))}."
+            )
         return first
     if [len(batch) for batch in batches] == list(sizes) and not any(_holds_tensors(batch) for batch in batches):
         flat = [item for batch in batches for item in batch]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
-from paddle_shard.errors import ArgumentError, BatchStructureError
-from paddle_shard.plan.opening import Opening, Stage, Stated
+from paddle_shard.errors import BatchStructureError
+from paddle_shard.plan.opening import Stage, Stated
 from paddle_shard.reading.chunk import Chunk, ChunkRequest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import filled, num_rows_of
@@ -57,11 +58,14 @@ class ChunkReader:
         if request.failure is not None:
             return request.failure
         try:
+            if isinstance(request.fed, bytes):
+                request = replace(request, fed=pickle.loads(request.fed))
             if request.number != self._number:
                 self._begin(request)
-            for part, pairs in (request.fed or {}).items():
+            if isinstance(request.fed, Mapping):
                 assert self._dealt is not None
-                self._dealt.feed(part, [sample for _, sample in pairs])
+                for part, pairs in request.fed.items():
+                    self._dealt.feed(part, [sample for _, sample in pairs])
             if request.step != self._next_step:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
@@ -101,7 +105,7 @@ class ChunkReader:
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
         """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
         size, fresh = request.samples_per_part, False
-        if request.fed is not None:
+        if isinstance(request.fed, Mapping):
             fresh = any(number == 0 for pairs in request.fed.values() for number, _ in pairs)
         # [part][row of it]
         columns: list[list[Any]] = []
@@ -124,9 +128,9 @@ class ChunkReader:
         if any(real):
             self._filler = [last]
         if request.pad and not all(real):
-            at.update(what="looking for a sample that stands in for missing rows", index=None)
-            filler = self._filler or self._first_of_any(request)
-            columns = [column + filler * (size - len(column)) for column in columns]
+            if not self._filler:  # nothing was read yet: somebody else's rows stand in
+                return [], real, fresh
+            columns = [column + self._filler * (size - len(column)) for column in columns]
         order = [
             (part, micro * request.stripe + row)
             for micro in range(request.accumulation)
@@ -137,23 +141,6 @@ class ChunkReader:
         if not (all(real) or request.pad):
             return [], real, fresh
         return [columns[p][r] for p, r in order], real, fresh
-
-    def _first_of_any(self, request: ChunkRequest) -> list[Any]:
-        """Return the first sample that any part has: every reader can open every part."""
-        num_parts = request.opening.num_parts
-        for part in sorted(range(num_parts), key=lambda part: (part not in request.opening.parts, part)):
-            one: Opening = replace(request.opening, parts=(part,), skip=0, seed_generators=self._seed)
-            try:
-                found = list(islice(self._stage.open(one)[0], 1))
-            except Exception as error:
-                raise ArgumentError(
-                    f"tail='pad': this rank has no sample that could stand in for missing rows, and the stream cannot "
-                    f"be opened again to look for one ({error}). Use tail='drop', or a stream that can be opened again."
-                ) from error
-            self._filler = [s.sample if isinstance(s, Stated) else s for s in found]
-            if self._filler:
-                return self._filler
-        raise ArgumentError("the stream is empty: no part of it has a sample. Check its path and filters.")
 
     def _local(self, batch: Any, request: ChunkRequest, fresh: bool, *, there: bool) -> Chunk:
         """Return a rank's own batch, with as many rows as the ones before it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -18,13 +19,17 @@ Fed = dict[int, list[tuple[int, Any]]]
 """For each part: (round, sample)."""
 
 
-def fed(requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequence[Generator]) -> Iterator[Any]:
+def fed(
+    requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequence[Generator], *, to_workers: bool
+) -> Iterator[Any]:
     """Yield each step's requests with the samples that they are for.
 
     Args:
         requests: Without an end.
         stage: What stands before the dealing; all parts of this rank are opened at once.
         generators: Global generators to seed before each piece of the user's code; they are put back.
+        to_workers: Whether the samples go to other processes. They are pickled here then: what cannot be would be
+            lost in the queue's thread.
     """
 
     def seed(number: int) -> None:
@@ -55,5 +60,12 @@ def fed(requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequen
                     part, at = getattr(error, FAILED_AT, (part, at))
                     what = f"reading sample {at} of part {part}"
                     failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
-            asked.append(replace(request, fed=samples, failure=failure))
+            sent: Any = samples
+            if to_workers and failure is None:
+                try:
+                    sent = pickle.dumps(samples)
+                except Exception as error:
+                    what = f"sending samples of parts {list(request.opening.parts)} to a worker"
+                    failure = ReadFailure.of(error, what=what, index=None, worker=None)
+            asked.append(replace(request, fed=None if failure else sent, failure=failure))
         yield asked

@@ -21,7 +21,15 @@ class MixedPass:
     """
 
     def __init__(
-        self, reading: StreamPass, gather: Gather, *, window: int, first_window: int, skip: int, key: bytes
+        self,
+        reading: StreamPass,
+        gather: Gather,
+        *,
+        window: int,
+        first_window: int,
+        skip: int,
+        num_steps: int | None,
+        key: bytes,
     ) -> None:
         """Start the pass.
 
@@ -31,10 +39,13 @@ class MixedPass:
             window: Batches that are mixed.
             first_window: Its number.
             skip: Batches of it to leave out.
+            num_steps: Batches from the window's first to the end; None: that shows there.
             key: Of this rank's order in the epoch.
         """
         self._reading, self._gather = reading, gather
         self._window, self._number, self._skip, self._key = window, first_window, skip, key
+        self._left = -1 if num_steps is None else num_steps
+        """Batches to read; below 0: no end is known."""
         self._mixed: deque[Slice] = deque()
         self._behind: Slice | None = None
 
@@ -58,21 +69,32 @@ class MixedPass:
         """End its workers."""
         self._reading.close()
 
+    def _next(self) -> Slice:
+        found, self._behind = self._behind, None
+        if found is not None:
+            return found
+        self._left -= 1
+        return next(self._reading)
+
+    def _is_end(self, found: Slice) -> bool:
+        """Whether this batch is one behind the end, if that is not known; those stay as they are."""
+        return found.batch is None or found.empty or (self._left < 0 and not found.fresh)
+
     def _fill(self) -> None:
         held: list[Slice] = []
-        while len(held) < self._window:
-            found = self._behind or next(self._reading)
-            self._behind = None
-            if found.batch is None or found.empty:  # the end, which stays where it is
+        while len(held) < self._window and (self._left != 0 or self._behind is not None):
+            found = self._next()
+            if self._is_end(found):
                 if held:
                     self._behind = found
                 else:
-                    held.append(found)
+                    self._mixed.append(found)
                 break
             held.append(found)
         number, self._number = self._number, self._number + 1
-        if held[0].batch is None or held[0].empty:
-            self._mixed.extend(held)
+        if not held:
+            if not self._mixed:
+                raise StopIteration
             return
         sizes = [len(one.real) for one in held]
         total = sum(sizes)

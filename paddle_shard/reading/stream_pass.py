@@ -55,7 +55,7 @@ class StreamLoader:
         asked: deque[ChunkRequest] = deque()
         core: Pass
         if self._dealt is not None:
-            requests = fed(requests, self._dealt.read, self._generators)
+            requests = fed(requests, self._dealt.read, self._generators, to_workers=num_workers > 0)
         flat = _noted(requests, asked)
         if num_workers == 0:
             core = DirectPass(flat, self._reader(), self._generators, self._to_tensor)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 
+from paddle_shard.errors import ArgumentTypeError
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import mix
 
@@ -63,7 +64,12 @@ class SelfSplit(Stage):
     and the same ones whenever it is opened for an epoch.
     """
 
-    def __init__(self, dataset: Iterable[Any]) -> None:
+    def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        if isinstance(dataset, Iterator) or not (isinstance(dataset, Iterable) or callable(dataset)):
+            raise ArgumentTypeError(
+                "splits_itself=True needs a data set that can be iterated for each part, or a function that returns "
+                f"one, got {type(dataset).__name__}: {dataset!r}."
+            )
         self._dataset = dataset
 
     @property
@@ -80,7 +86,8 @@ class SelfSplit(Stage):
         info = ShownInfo(part, opening.num_parts, self._dataset, key & 0x7FFFFFFF)
         with shown(info):
             seed(key)
-            items = iter(self._dataset)
+            dataset = self._dataset
+            items = iter(dataset if isinstance(dataset, Iterable) else dataset())
         number = 0
         while True:
             with shown(info):

@@ -31,8 +31,8 @@ class Generator(Protocol):
         A draw may go unseen once if the state holds a number that was drawn ahead; see `settle`.
         """
 
-    def settle(self, state: Any) -> None:
-        """Throw away a number that was drawn ahead, as its state, which is given, says."""
+    def settle(self, state: Any) -> bool:
+        """Throw away a number that was drawn ahead, if its state, which is given, says so; return whether."""
 
 
 class PythonGenerator:
@@ -56,8 +56,9 @@ class PythonGenerator:
             return None
         return _PYTHON_WORDS[0].value, _PYTHON_WORDS[1].value, random._inst.gauss_next  # type: ignore[attr-defined]
 
-    def settle(self, state: Any) -> None:
+    def settle(self, state: Any) -> bool:
         """Nothing is unseen."""
+        return False
 
 
 class NumpyGenerator:
@@ -80,10 +81,11 @@ class NumpyGenerator:
         words = _numpy_words(np.random.mtrand._rand._bit_generator)
         return None if words is None else (words[0].value, words[1].value)
 
-    def settle(self, state: Any) -> None:
+    def settle(self, state: Any) -> bool:
         """Forget a Gaussian that was drawn ahead."""
         if state[3]:
             np.random.seed(0)
+        return bool(state[3])
 
 
 Words = tuple[ctypes.c_int, ctypes.c_uint32]
@@ -119,13 +121,12 @@ _PYTHON_WORDS = _python_words()
 def kept(generators: Sequence[Generator]) -> Iterator[None]:
     """Put the generators' states back at the end, whatever was drawn inside."""
     outer = [(generator, generator.get_state(), generator.mark()) for generator in generators]
-    for generator, state, _ in outer:
-        generator.settle(state)
+    settled = [generator.settle(state) for generator, state, _ in outer]
     try:
         yield
     finally:
-        for generator, state, mark in outer:
-            if mark is None or generator.mark() != mark:
+        for (generator, state, mark), changed in zip(outer, settled, strict=True):
+            if changed or mark is None or generator.mark() != mark:
                 generator.set_state(state)
 
 

@@ -77,17 +77,40 @@ class StreamBatches:
         return steps
 
     def _num_steps(self) -> int | None:
+        return self.steps_left(LoaderState())
+
+    def steps_left(self, start: LoaderState) -> int | None:
+        """Return how many steps an epoch has from a position on, the same on every rank; None if nobody knows yet."""
         if self.num_batches is not None:
-            return self.num_batches
-        if self.split_over is not None or (self.tail == "repeat" and self.plan is None):
+            return max(0, self.num_batches - start.steps)
+        if self.split_over is not None:
             return None
-        num_parts = 1 if self.plan is None else self.plan.num_parts
-        stripe = 1 if self.plan is None else self.plan.stripe
-        opening = Opening(parts=tuple(range(num_parts)), num_parts=num_parts, stripe=stripe, seed=self.seed)
+        plan, num_parts = self.plan, 1 if self.plan is None else self.plan.num_parts
+        opening = Opening(
+            parts=tuple(range(num_parts)),
+            num_parts=num_parts,
+            stripe=self.stripe(start),
+            seed=self.seed,
+            epoch=start.epoch,
+        )
         lengths = self.stage.lengths(opening)
         if lengths is None:
             return None
-        return lengths[0] if self.plan is None else self.plan.num_steps(lengths)
+        if plan is None:
+            return max(0, lengths[0] - start.samples)
+        whole = plan.num_steps(lengths)  # also checks what the tail demands
+        if not start.samples:
+            return whole
+        left = [max(0, length - start.samples // num_parts) for length in lengths]
+        size = plan.samples_per_part
+        return min(left) // size if plan.tail == "drop" else -(-max(left) // size)
+
+    def stripe(self, start: LoaderState) -> int:
+        """Return the rows of a micro-batch that come from one part: of the epoch's first, which its cut keeps."""
+        if self.plan is None:
+            return 1
+        first_size = start.segments[0][1] if start.segments else self.plan.batch_size
+        return max(1, first_size // self.plan.accumulation // self.plan.num_parts)
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[StreamBatch]:
         """A stream is read, not indexed."""

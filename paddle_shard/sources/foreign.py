@@ -80,22 +80,23 @@ class ForeignSource(Stage):
             num_shards=opening.num_parts,
             seed=opening.seed,
             epoch=opening.epoch + opening.round * (1 << 20),
-            state=opening.state,
+            state=None if opening.state is None else opening.state["saved"],
         )
         opening.seed_generators(key)
         loader = foreign.build(share)
         if not hasattr(loader, "__iter__"):
             raise ArgumentError(f"{foreign.name}: build returned {type(loader).__name__}, which cannot be iterated.")
         batches = iter(loader)
-        for number in count():
+        begun = 0 if opening.state is None else opening.state["at"]
+        for number in count(begun):
             opening.seed_generators(mix(key, number))
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            if number < opening.skip:
+            if number < begun + opening.skip:
                 continue
             if foreign.save is None:
                 yield batch
             else:
-                yield Stated(batch, foreign.save(loader))
+                yield Stated(batch, {"at": number + 1, "saved": foreign.save(loader)})

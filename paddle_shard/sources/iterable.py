@@ -52,6 +52,10 @@ class IterableSource(Stage):
         """Return the length of a list."""
         return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
 
+    def fingerprint(self) -> list[Any]:
+        """Return the length of a list."""
+        return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]
+
     def _items(self, opening: Opening) -> Iterator[Any]:
         key, seed = opening.key(0, "source"), opening.seed_generators
         if self._indexed:
@@ -75,8 +79,9 @@ class IterableSource(Stage):
             return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
         if self._used:
             raise ArgumentError(
-                f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give "
-                "the function that makes it, without calling it, so that each epoch can begin anew."
+                f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
+                "function that makes it, without calling it, so that each epoch can begin anew. (Describing the inputs "
+                "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
             )
         self._used = True
         return iter(self._iterable)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,7 @@ class ShardSource(Stage):
         self._total = 0 if self._counts is None else int(self._counts.sum())
         if resample and self._counts is not None and not self._counts.any():
             raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
+        self._digest: str | None = None
         self._read, self._shuffle, self._resample, self._spread = read, bool(shuffle_shards), bool(resample), spread
 
     @property
@@ -109,9 +111,11 @@ class ShardSource(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return a digest of names and counts, and what the order depends on."""
-        counts = None if self._counts is None else self._counts.tolist()
-        digest = derive_key([shown(name) for name in self._names], counts, size=16).hex()
-        return [["shards", len(self._names), digest, self._shuffle, self._resample]]
+        if self._digest is None:
+            # Files that are not counted are known by their sizes, where those cost nothing to ask for.
+            known = map(_size, self._names) if self._counts is None else self._counts.tolist()
+            self._digest = derive_key([shown(name) for name in self._names], list(known), size=16).hex()
+        return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
 
     def _check(self, opening: Opening) -> None:
         shards, parts = len(self._names), opening.num_parts
@@ -225,6 +229,13 @@ class ShardSource(Stage):
                 items.close()
         if end is not None:
             raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
+
+
+def _size(name: str) -> int | None:
+    try:
+        return os.path.getsize(name)
+    except OSError:  # no local file
+        return None
 
 
 def shown(name: str) -> str:

@@ -1,0 +1,103 @@
+"""Is the training waiting for its data?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was delivered to this rank over some time, and where the time went."""
+
+    batches: int = 0
+    samples: int = 0
+    """Real rows of this rank's slices."""
+    bytes: int = 0
+    """Of this rank's tensors."""
+    wait_seconds: float = 0.0
+    """Spent in the loader: reading, if there are no workers, placing, and waiting for what is not there yet."""
+    step_seconds: float = 0.0
+    """Spent by the user between two batches."""
+
+    @property
+    def starved(self) -> float:
+        """The share of the time that was spent in the loader, from 0 to 1; 0.1 is a lot."""
+        total = self.wait_seconds + self.step_seconds
+        return self.wait_seconds / total if total else 0.0
+
+    def add(self, other: Counts) -> None:
+        """Count another time, too."""
+        self.batches += other.batches
+        self.samples += other.samples
+        self.bytes += other.bytes
+        self.wait_seconds += other.wait_seconds
+        self.step_seconds += other.step_seconds
+
+
+class LoaderStats:
+    """What a loader has delivered to this rank: over the run, and in the newest pass.
+
+    Examples:
+        >>> stats = LoaderStats()
+        >>> stats.total.batches, stats.scalars()["data/starved"]
+        (0, 0.0)
+    """
+
+    def __init__(self) -> None:
+        self.total, self.epoch = Counts(), Counts()
+
+    def begin(self) -> Counts:
+        """Return what a new pass is counted in."""
+        self.epoch = Counts()
+        return self.epoch
+
+    def scalars(self, prefix: str = "data/") -> dict[str, float]:
+        """Return the counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard."""
+        found = {f"{prefix}{name}": float(value) for name, value in asdict(self.epoch).items()}
+        busy = self.epoch.wait_seconds + self.epoch.step_seconds
+        found[f"{prefix}starved"] = self.epoch.starved
+        found[f"{prefix}samples_per_second"] = self.epoch.samples / busy if busy else 0.0
+        return found
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{name}: {c.batches} batches, {c.samples} samples, {c.bytes / 1e6:.1f} MB, {c.wait_seconds:.2f} s waiting "
+            f"for data, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
+            for name, c in (("newest pass", self.epoch), ("all", self.total))
+        ]
+        return "\n".join(lines)
+
+
+class PassClock:
+    """Takes the time of one pass: whose is it, between two batches?"""
+
+    def __init__(self, stats: LoaderStats) -> None:
+        self._stats, self._pass = stats, stats.begin()
+        self._left: float | None = None
+
+    def enter(self) -> float:
+        """Note that the user asks for a batch; return the time."""
+        now = time.perf_counter()
+        if self._left is not None:
+            step = now - self._left
+            self._pass.step_seconds += step
+            self._stats.total.step_seconds += step
+        return now
+
+    def leave(self, entered: float, samples: int, tensors: Iterable[Any]) -> None:
+        """Note that a batch is delivered."""
+        size = sum(tensor.size * tensor.element_size() for tensor in tensors)
+        self._left = time.perf_counter()
+        found = Counts(batches=1, samples=samples, bytes=size, wait_seconds=self._left - entered)
+        self._pass.add(found)
+        self._stats.total.add(found)
+
+    def end(self, entered: float) -> None:
+        """Note that there was none."""
+        waited = Counts(wait_seconds=time.perf_counter() - entered)
+        self._pass.add(waited)
+        self._stats.total.add(waited)
+        self._left = None
