@@ -26,6 +26,7 @@ demos: demo
 	$(RUN) --processes 2 demos/csv_stream.py
 	$(RUN) --processes 2 demos/webdataset_digits.py
 	$(RUN) --processes 2 demos/equal_steps.py --show-splits --show-open
+	for demo in parquet huggingface grain_data s3; do $(RUN) --processes 2 demos/sources/$$demo.py || exit 1; done
 
 ## test: all tests, on the newest Paddle and numpy
 test: $(READY)
@@ -39,9 +40,10 @@ test-oldest: $(OLDEST)/.ready
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 
-## bench: ratios against peers, about two minutes; benchmarks/README.md says how to read them
+## bench: ratios against peers, about three minutes; benchmarks/README.md says how to read them
 bench: $(READY)
 	$(PY) benchmarks/order.py
+	$(PY) benchmarks/agreement.py
 
 ## lint: ruff and mypy
 lint: $(READY)

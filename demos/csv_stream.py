@@ -83,7 +83,8 @@ def main():
             if dist.get_rank() == 0:
                 print(
                     f"{name}: {EPOCHS} epochs of {len(epochs[0])} steps, {dist.get_world_size()} ranks x {WORKERS} "
-                    f"workers: each of {sum(ROWS)} rows exactly once; first batches begin {[epoch[0][:3] for epoch in epochs[:3]]}"
+                    f"workers: each of {sum(ROWS)} rows exactly once; "
+                    f"first batches begin {[epoch[0][:3] for epoch in epochs[:3]]}"
                 )
         dist.barrier()
 

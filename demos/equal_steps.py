@@ -4,8 +4,8 @@
     python -m paddle.distributed.launch --nproc_per_node 4 demos/equal_steps.py --tail repeat --show-open --parts 4
 
 Seven files of 3 to 20 lines are read by two workers in each process, without an index, so no rank knows how much the
-others have. With each tail, all ranks make the same number of steps, though a collective in every step would hang if one
-made fewer; and "error" fails on all of them at once. `--show-splits` shows the plan, `--show-open` every opening.
+others have. With each tail, all ranks make the same number of steps, though a collective in every step would hang if
+one made fewer; and "error" fails on all of them at once. `--show-splits` shows the plan, `--show-open` every opening.
 """
 
 import argparse
