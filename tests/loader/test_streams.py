@@ -1,0 +1,234 @@
+"""What a stream promises, on simulated ranks and one process; `multiprocess/test_streams.py` has real ones."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
+from paddle_shard.loader.stream_pass import _of_another, _report
+from paddle_shard.testing.simulated import on_each_rank
+
+ONE = dist.ProcessMesh([0], dim_names=["dp"])
+TWO = dist.ProcessMesh([0, 1], dim_names=["dp"])
+
+
+def sharded(stream, *, size=8, workers=0, mesh=ONE, collate_fn=None, shard_dims="dp", **options):
+    given = paddle.io.DataLoader(stream, batch_size=size, num_workers=workers, collate_fn=collate_fn)
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
+
+
+def real_rows(loader, limit=None):
+    """The real rows of each batch of a pass, or of its first batches."""
+    batches, found = iter(loader), []
+    for batch in batches:
+        valid = batches.valid._local_value().numpy()
+        found.append(batch._local_value().numpy()[valid].tolist())
+        if len(found) == limit:
+            break
+    return found
+
+
+def flat(batches):
+    return [row for batch in batches for row in batch]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8), (8, 4)])
+@pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])
+def test_a_run_goes_on_with_another_batch_size_without_losing_a_sample(known, before, after, tail):
+    def stream():
+        return Stream.of(list(range(64)) if known else lambda: iter(range(64)))
+
+    first = sharded(stream(), size=before, num_parts=4, tail=tail)
+    begun = real_rows(first, 2)
+    second = sharded(stream(), size=after, num_parts=4, tail=tail)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    gone_on = real_rows(second)
+
+    assert Counter(flat(begun + gone_on)) == Counter(range(64))
+    assert len(gone_on) == (64 - 2 * before) // after
+
+
+def test_local_shuffle_is_refused_where_fields_are_split_differently():
+    stream = Stream.of([(i, -i) for i in range(32)]).local_shuffle(2)
+
+    with pytest.raises(ArgumentError, match="all fields must be split over the same data ranks"):
+        sharded(stream, mesh=[TWO, TWO], shard_dims=["dp", None])
+
+
+def test_local_shuffle_mixes_within_windows_and_keeps_to_the_end():
+    mixed = Stream.of(range(64)).local_shuffle(3)
+    batches = real_rows(sharded(mixed, num_parts=4))
+
+    for first in range(0, 8, 3):
+        window = flat(batches[first : first + 3])
+        assert sorted(window) == list(range(8 * first, min(8 * first + 24, 64)))
+        assert window != sorted(window)
+    assert len(real_rows(sharded(Stream.of(lambda: iter(range(32))).local_shuffle(10), tail="repeat"))) == 4
+    exact = real_rows(sharded(Stream.of(lambda: iter(range(32))).local_shuffle(3), num_batches=4))
+    assert sorted(flat(exact)) == list(range(32))
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_round_robin_reads_once_and_maps_in_the_workers(workers):
+    opened = []
+
+    def source():
+        opened.append(1)
+        return iter(range(45))
+
+    stream = Stream.of(source).shuffle(16).round_robin().map(lambda i: -i)
+    found = real_rows(sharded(stream, workers=workers))
+
+    assert sorted(flat(found)) == sorted(-i for i in range(45))
+    assert len(opened) == 1
+    assert found == real_rows(sharded(Stream.of(range(45)).shuffle(16).map(lambda i: -i)))
+
+
+def test_round_robin_reports_what_cannot_be_sent_to_a_worker():
+    loader = sharded(Stream.of([lambda: 1] * 8).round_robin(), workers=2)
+
+    with pytest.raises(DataReadError, match="sending samples of parts .* to a worker failed"):
+        next(iter(loader))
+
+
+def test_round_robin_is_for_samples_and_only_maps_follow_it():
+    with pytest.raises(ArgumentError, match="only map, and batch as the last stage"):
+        Stream.of(range(8)).round_robin().filter(bool)
+    with pytest.raises(ArgumentError, match="round_robin deals samples"):
+        sharded(Stream.of([np.arange(4)]).round_robin(), size=None)
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_whole_batches_are_repeated_in_their_order_whoever_reads_them(workers):
+    stream = Stream.of(lambda: iter([np.arange(4) + 10 * k for k in range(3)]))
+
+    found = real_rows(sharded(stream, size=None, workers=workers, num_batches=8))
+
+    assert [batch[0] for batch in found] == [0, 10, 20, 0, 10, 20, 0, 10]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_function_that_splits_itself_is_called_for_each_part(workers):
+    def own_share():
+        info = paddle.io.get_worker_info()
+        return iter(range(info.id, 32, info.num_workers))
+
+    found = real_rows(sharded(Stream.of(own_share, splits_itself=True), workers=workers))
+
+    assert sorted(flat(found)) == list(range(32))
+    with pytest.raises(ArgumentTypeError, match="or a function that returns one"):
+        Stream.of(iter(range(4)), splits_itself=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool", "complex64"])
+def test_chunks_of_several_workers_are_joined_for_every_dtype(dtype):
+    rows = [np.array([i % 2, 1]).astype(dtype) for i in range(32)]
+
+    found = flat(real_rows(sharded(Stream.of(rows), workers=3)))
+
+    assert found == [row.tolist() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda rows: {"x": np.array(rows), "n": len(rows)}, "is not the same: 3"),
+        (lambda rows: np.array(5), "cannot be joined"),
+    ],
+)
+def test_what_workers_collate_without_rows_is_refused_where_it_differs(made, text):
+    with pytest.raises(DataReadError, match=text):
+        next(iter(sharded(Stream.of(range(24)), workers=3, collate_fn=made)))
+
+
+def test_a_changed_list_or_file_is_not_gone_on_with(tmp_path):
+    (tmp_path / "lines").write_text("1\n2\n3\n4\n")
+    streams = [
+        (lambda: Stream.of(range(32)), lambda: Stream.of(range(40))),
+        (lambda: Stream.lines(tmp_path / "lines").map(int), lambda: Stream.lines(tmp_path / "lines").map(int)),
+    ]
+    for number, (one, other) in enumerate(streams):
+        first = sharded(one(), size=2)
+        real_rows(first, 1)
+        state = first.state_dict()
+        if number:
+            (tmp_path / "lines").write_text("1\n2\n3\n4\n5\n")
+        with pytest.raises(StateError, match="of another run"):
+            sharded(other(), size=2).load_state_dict(state)
+
+
+def test_parts_cannot_be_overridden():
+    first = sharded(Stream.of(range(32)), num_parts=4)
+    real_rows(first, 1)
+
+    with pytest.raises(StateError, match=r"in 4 parts, but this one is cut into 8.*Give num_parts=4"):
+        sharded(Stream.of(range(32)), num_parts=8).load_state_dict(first.state_dict(), override=["num_parts"])
+
+
+def test_an_empty_stream_is_an_error():
+    with pytest.raises(ArgumentError, match="the stream has no batch: it is empty"):
+        sharded(Stream.of([]))
+    with pytest.raises(DataReadError, match="every part is empty"):
+        next(iter(sharded(Stream.of(lambda: iter([])))))
+
+
+def test_a_long_failure_reaches_the_other_ranks_with_its_place():
+    error = DataReadError("x" * 100_000)
+    error.index, error.step = (3, 4), 7
+    agreed = AgreedFailure("")
+    agreed.reports = ((5, _report(error)),)
+
+    other = _of_another(agreed)
+
+    assert isinstance(other, DataReadError)
+    assert (other.index, other.step) == ((3, 4), 7)
+    assert str(other).startswith("global rank 5: xxx")
+    assert len(str(other)) < 11_000
+
+
+def test_a_one_shot_generator_loses_no_batch_to_its_description():
+    from paddle_shard.loader.iteration import describe
+
+    def pairs():
+        for k in range(3):
+            yield [np.full((4, 2), k, "float32"), np.full(4, k)]
+
+    loader = paddle_shard.shard_dataloader(pairs(), ONE, shard_dims="dp")
+    described = describe(loader)
+
+    assert described[1].numpy().tolist() == [0] * 4
+    assert [labels.numpy()[0] for _, labels in loader] == [0, 1, 2]
+
+
+def test_a_stream_of_unknown_end_is_not_read_on_several_ranks_that_cannot_talk():
+    with pytest.raises(ArgumentError, match="agree=False: nobody knows when this stream ends"):
+        sharded(Stream.of(lambda: iter(range(8))), agree=False)
+
+
+def test_statistics_count_what_was_delivered():
+    loader = sharded(Stream.of(np.arange(20, dtype="float32")))
+    real_rows(loader)
+
+    assert (loader.stats.total.batches, loader.stats.total.samples) == (3, 20)
+    assert loader.stats.total.bytes == 3 * 8 * 4
+    scalars = loader.stats.scalars()
+    assert scalars["data/batches"] == 3
+    assert 0 <= scalars["data/starved"] <= 1
+    assert "3 batches, 20 samples" in repr(loader.stats)
+
+
+def test_parts_belong_to_the_run_not_to_the_mesh():
+    def as_rank():
+        return real_rows(sharded(Stream.of(range(64)).shuffle(8), mesh=TWO, num_parts=4))
+
+    slices = on_each_rank([0, 1], as_rank)
+    alone = real_rows(sharded(Stream.of(range(64)).shuffle(8), num_parts=4))
+
+    assert [one + two for one, two in zip(slices[0], slices[1], strict=True)] == alone
