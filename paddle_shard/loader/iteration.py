@@ -247,6 +247,7 @@ class _StreamSteps:
         assert source.stream is not None
         self._loader, self._stream, self._size = loader, source.stream, source.batch_size
         self._new = start.samples == 0
+        self._local_rows = (start.sampler or {}).get("rows", 0)
         plan = source.stream.batches.plan
         self._micro_size = 0 if plan is None else plan.micro_rows
         self._rows = None if plan is None else loader._stream_rows()
@@ -257,7 +258,7 @@ class _StreamSteps:
             self._last = found.batch
         elif self._last is None:  # this rank has nothing, though others may have
             try:
-                self._last = _stand_in(self._loader, self._stream, len(found.real))
+                self._last = _stand_in(self._loader, self._stream, len(found.real), self._local_rows)
             except DataReadError:
                 if self._new:
                     raise
@@ -272,12 +273,16 @@ class _StreamSteps:
         return _placed(self._loader, self._last, _Pending(batch, self._rows, True, []))
 
 
-def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int) -> Any:
-    """Return rows of a batch for a rank that has not read any: copies of the first sample of any part."""
+def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int, local_rows: int) -> Any:
+    """Return rows of a batch for a rank that has not read any: copies of the first sample of any part.
+
+    Where a rank has batches of its own: its first batch, with as many rows as the run's batches have.
+    """
     plan, why = stream.batches.plan, "every part is empty"
-    size = 0 if plan is None else plan.samples_per_part
-    for part in range(0 if plan is None else plan.num_parts):
-        reading = loader._reading.start(iter([[stream.first_of(part)]]), [np.arange(size)], 0)
+    size = 1 if plan is None else plan.samples_per_part
+    for part in range(1 if plan is None else plan.num_parts):
+        request = stream.first_of(part, local_rows)
+        reading = loader._reading.start(iter([[request]]), [np.arange(size)], 0)
         try:
             found = next(reading)
         except (DataReadError, StopIteration) as error:
@@ -285,6 +290,8 @@ def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int) -> An
             break
         finally:
             reading.close()
+        if found.batch is not None and plan is None:
+            return found.batch
         if found.batch is not None:
             return take_rows([found.batch], [size], np.zeros(num_rows, np.int64), loader._reading.gather)
     raise DataReadError(_NO_STAND_IN.format(why))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.opening import Opening, Stage, Stated
 from paddle_shard.plan.seeding import mix
 
@@ -75,19 +75,24 @@ class ForeignSource(Stage):
 
     def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
         foreign, key = self._foreign, opening.key(part, "source")
+        state = opening.state
+        if state is not None and not (isinstance(state, dict) and set(state) == {"at", "saved"}):
+            raise StateError(
+                f"state is no state of the {foreign.name} loader: {state!r}. Load what its state_dict() returned."
+            )
         share = Share(
             shard=part,
             num_shards=opening.num_parts,
             seed=opening.seed,
             epoch=opening.epoch + opening.round * (1 << 20),
-            state=None if opening.state is None else opening.state["saved"],
+            state=None if state is None else state["saved"],
         )
         opening.seed_generators(key)
         loader = foreign.build(share)
         if not hasattr(loader, "__iter__"):
             raise ArgumentError(f"{foreign.name}: build returned {type(loader).__name__}, which cannot be iterated.")
         batches = iter(loader)
-        begun = 0 if opening.state is None else opening.state["at"]
+        begun = 0 if state is None else state["at"]
         for number in count(begun):
             opening.seed_generators(mix(key, number))
             try:
