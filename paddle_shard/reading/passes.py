@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import paddle.io
+from paddle.io.dataloader import dataloader_iter as machinery
 
 from paddle_shard.errors import DataReadError
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import map_leaves, pack, unpack
 from paddle_shard.reading.request import Reader, Request
+from paddle_shard.reading.worker_info import ShownInfo, shown
 from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
 """How long a worker may finish its sample when its pass is closed, before it is killed."""
+_PARENT_SECONDS = 1.0
+"""How often a worker looks whether its parent is there."""
 
 
 class Pass(Protocol):
@@ -33,6 +42,9 @@ class Pass(Protocol):
         Raises:
             DataReadError: Reading it failed.
         """
+
+    def finish(self) -> None:
+        """End a pass that is not wanted any further, though nothing has gone wrong; workers that persist may stay."""
 
     def close(self) -> None:
         """End its workers and threads; safe to call again."""
@@ -72,9 +84,14 @@ class DirectPass:
         self.close()
         raise batch.error(request)
 
+    def finish(self) -> None:
+        """End the pass."""
+        self.close()
+
     def close(self) -> None:
         """End the pass."""
         self._requests = iter(())
+        getattr(self._reader, "close", lambda: None)()
 
 
 class _Feed:
@@ -125,20 +142,41 @@ class _WorkerDataset:
 class _WorkerInit:
     """Runs the user's `worker_init_fn` and keeps its failure, which Paddle would hide."""
 
-    def __init__(self, dataset: _WorkerDataset, init_fn: Callable[[int], None] | None) -> None:
+    def __init__(self, dataset: _WorkerDataset, init_fn: Callable[[int], None] | None, *, reads_all: bool) -> None:
         self._dataset = dataset
         self._init_fn = init_fn
+        self._reads_all = reads_all
 
     def __call__(self, worker: int) -> None:
+        _end_with_the_parent()
+        own = paddle.io.get_worker_info()
         # The user's functions look for their own data set here; WorkerInfo refuses a plain assignment.
-        object.__setattr__(paddle.io.get_worker_info(), "dataset", self._dataset.reader.dataset)
+        object.__setattr__(own, "dataset", self._dataset.reader.dataset)
         try:
             if self._init_fn is not None:
-                self._init_fn(worker)
+                # Paddle's documented way to split a stream is to narrow it here; what is cut behind it must be whole.
+                with shown(ShownInfo(0, 1, own.dataset, own.seed) if self._reads_all else own):
+                    self._init_fn(worker)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             self._dataset.init_failure = ReadFailure.of(error, what="worker_init_fn", index=None, worker=worker)
+
+
+def _end_with_the_parent() -> None:
+    """End this worker when its parent has been killed.
+
+    Paddle's own watchdog looks between two messages, and from a dead parent there comes none.
+    """
+    made_by = multiprocessing.parent_process()
+    parent = made_by.pid if made_by is not None and multiprocessing.get_start_method() == "fork" else os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="paddle_shard: parent", daemon=True).start()
 
 
 @contextmanager
@@ -158,6 +196,53 @@ def _garbage_left_to_the_parent() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def _deaths_unheard() -> Iterator[None]:
+    """Hold back SIGCHLD, on which Paddle's handler would raise in the middle of what is done here."""
+    if threading.current_thread() is not threading.main_thread():  # where no handler runs
+        yield
+        return
+    machinery._set_SIGCHLD_handler()  # once a process; it would do so in between
+    heard = False
+
+    def note(*_: Any) -> None:
+        nonlocal heard
+        heard = True
+
+    before = signal.signal(signal.SIGCHLD, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        if heard:  # the user may have a handler, too
+            signal.raise_signal(signal.SIGCHLD)
+
+
+@contextmanager
+def _freed(iterator: Any) -> Iterator[None]:
+    """Keep the machinery from waiting for ever for a worker that dies when it is to begin another epoch.
+
+    Its own thread finds the dead within 5 s and ends; the wait goes on. Then the next batch raises.
+    """
+    if iterator is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            if not iterator._thread.is_alive():
+                iterator._resume_worker_cnt = 0
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:
     """Return a DataLoader of another class with the same attributes.
 
@@ -175,20 +260,29 @@ def _only(items: list[Any]) -> Any:
 class WorkerPool:
     """A set-up of Paddle's worker machinery; with persistent workers it serves one pass after another."""
 
-    def __init__(self, settings: paddle.io.DataLoader, reader: Reader, num_workers: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: paddle.io.DataLoader,
+        reader: Reader,
+        num_workers: int | None = None,
+        *,
+        reads_all: bool = False,
+    ) -> None:
         """Make a private DataLoader with the settings of the user's.
 
         Args:
             settings: Read only.
             reader: What the workers run.
             num_workers: Where there are to be fewer than in the settings.
+            reads_all: Every worker reads the whole data set, and keeps some of it: the user's `worker_init_fn` is
+                shown a single worker then, so that it leaves the data set whole.
         """
         self.feed = _Feed()
         self.persistent = bool(settings._persistent_workers)
         view = shallow_copy(settings, paddle.io.DataLoader)
         dataset = _WorkerDataset(reader)
         view.dataset, view.batch_sampler, view.collate_fn = dataset, self.feed, _only
-        view.worker_init_fn = _WorkerInit(dataset, settings.worker_init_fn)
+        view.worker_init_fn = _WorkerInit(dataset, settings.worker_init_fn, reads_all=reads_all)
         view.dataset_kind = 0  # a map-style data set, whose items are parcels
         view.auto_collate_batch, view.batch_size, view.drop_last = True, None, False
         view.pin_memory, view._iterator = False, None
@@ -197,11 +291,18 @@ class WorkerPool:
         self.iterator: Any = None
 
     def start(self, requests: Iterator[Request]) -> None:
-        """Start a pass; the one before it must have ended."""
+        """Start a pass; the one before it must have ended.
+
+        Paddle would raise from its SIGCHLD handler when a worker is killed, wherever the user's code is then. So it
+        is not told the workers; the machinery finds the dead by itself, when it has waited 5 s for them.
+        """
+        if self.iterator is not None and not all(worker.is_alive() for worker in self.iterator._workers):
+            self.shut_down()
         self.feed.start(requests)
         # Paddle draws the workers' seeds from the user's generator.
-        with kept([NumpyGenerator()]), _garbage_left_to_the_parent():
+        with kept([NumpyGenerator()]), _garbage_left_to_the_parent(), _deaths_unheard(), _freed(self.iterator):
             self.iterator = paddle.io.DataLoader.__iter__(self._view)
+            machinery.core._erase_process_pids(id(self.iterator))
 
     def dead_workers(self) -> dict[int, int]:
         """Return the exit codes of the workers that have ended with an error, by number."""
@@ -287,6 +388,22 @@ class WorkerPass:
             worker=next(iter(pool.dead_workers()), None),
         )
         return failure.error(pool.feed.pending[0])
+
+    def finish(self) -> None:
+        """End the pass; persistent workers finish what they were asked for, and wait for another."""
+        pool = self._pool
+        if pool is None or not pool.persistent:
+            self.close()
+            return
+        pool.feed.stop()
+        try:
+            for _ in pool.iterator:  # what is asked of them cannot be taken back
+                pool.feed.pending.popleft()
+        except Exception:  # a worker that was killed
+            self.close()
+            return
+        self._pool = None
+        self._idle.append(pool)
 
     def close(self) -> None:
         """End the workers; also persistent ones, which may be in the middle of a batch."""

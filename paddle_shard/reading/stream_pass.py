@@ -16,6 +16,7 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
 from paddle_shard.samplers.randomness import Generator
+from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.stages.round_robin import RoundRobin
 
 
@@ -60,9 +61,13 @@ class StreamLoader:
         if num_workers == 0:
             core = DirectPass(flat, self._reader(), self._generators, self._to_tensor)
         else:
-            pool = self._idle.pop() if self._idle else WorkerPool(self._dataloader, self._reader(), num_workers)
+            pool = self._idle.pop() if self._idle else self._pool(num_workers)
             core = WorkerPass(flat, pool, self._idle, self._to_tensor)
         return StreamPass(core, Joiner(places, self.gather), asked)
+
+    def _pool(self, num_workers: int) -> WorkerPool:
+        reads_all = isinstance(_first(self._stage), IterableSource)
+        return WorkerPool(self._dataloader, self._reader(), num_workers, reads_all=reads_all)
 
     def _reader(self) -> ChunkReader:
         loader = self._dataloader
@@ -102,9 +107,20 @@ class StreamPass:
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None
 
+    def finish(self) -> None:
+        """End the pass in order, as far as it is wanted: persistent workers are there for the next."""
+        self._core.finish()
+
     def close(self) -> None:
         """End its workers."""
         self._core.close()
+
+
+def _first(stage: Stage) -> Stage:
+    """Return the source of a stage."""
+    while stage.upstream is not None:
+        stage = stage.upstream
+    return stage
 
 
 def _dealt(stage: Stage) -> RoundRobin | None:

@@ -10,13 +10,16 @@ kernel reports a dead process, whatever the host, and every deadline is ours. CU
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
 import select
 import socket
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,7 +27,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.agree.group import TwoLevelGroup
-from paddle_shard.errors import PeerLostError
+from paddle_shard.errors import ArgumentError, PeerLostError
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")
@@ -33,6 +36,23 @@ _POLL, _GRACE = 0.02, 2.0
 
 MAX_STAR = 64
 """Most ranks that one rank talks to, where they are on several hosts."""
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_making = threading.RLock()
+"""Held while a socket is made and noted, and while this process is forked."""
+
+
+def _leave_sockets_to_the_parent() -> None:
+    """Close a forked child's copies: a worker that held one would hide from the others that its rank has died."""
+    for found in list(_sockets):
+        with contextlib.suppress(OSError):
+            found.close()
+    _making.release()
+
+
+os.register_at_fork(
+    before=_making.acquire, after_in_parent=_making.release, after_in_child=_leave_sockets_to_the_parent
+)
 
 
 class StarGroup:
@@ -170,14 +190,20 @@ class StarGroup:
         token, missing = secrets.token_bytes(16), set(range(1, self.size))
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         dual = family == socket.AF_INET6
-        with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size) as server:
+        with _noted(
+            lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size)
+        ) as server:
+            server.setblocking(False)
+            poll = select.poll()
+            poll.register(server, select.POLLIN)
             store = self._connect_store()
             store.set(f"{self._key}/address", f"{server.getsockname()[1]} {token.hex()}")
             store.add(f"{self._key}/there", 1)
             while missing and not self._closed:
-                server.settimeout(10 * _POLL)  # to see that this group was closed meanwhile
                 try:
-                    peer = server.accept()[0]
+                    if not poll.poll(10_000 * _POLL):  # not longer, to see that this group was closed meanwhile
+                        raise TimeoutError
+                    peer = _noted(lambda: server.accept()[0])
                     said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
                 except TimeoutError:
                     if time.monotonic() >= deadline:
@@ -201,7 +227,7 @@ class StarGroup:
                     raise TimeoutError
                 time.sleep(_POLL)
             port, token = store.get(f"{self._key}/address").decode().split()
-            peer = socket.create_connection((self._host, int(port)), max(deadline - time.monotonic(), _POLL))
+            peer = _connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
             peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
         except TimeoutError:
             raise self._error({0}, f"did not come for {self._timeout:g} s", self._timeout) from None
@@ -229,19 +255,19 @@ def group_of(
         key: A name that is the same on all of them and is used once in a job.
         timeout: Seconds to wait in one call for the others.
         hosts: Of each global rank; None: as the launcher says.
+
+    Raises:
+        ArgumentError: The environment does not say where the ranks meet.
     """
     size, me = dist.get_world_size(), dist.get_rank()
-    host, _, port = os.environ.get("PADDLE_MASTER", "").rpartition(":")
-    if not host:
-        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
-    host = host.strip("[]")
+    host, port = _store_address() if len(ranks) > 1 else ("", 0)
     if hosts is None:
         ends = [end.rpartition(":")[0] for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
         hosts = ends if len(ends) == size and all(ends) else [host] * size
 
     def connect_store() -> Any:
         # A client of its own: a wait through one blocks every other thread's use of it.
-        return core.TCPStore(host, int(port), False, size, max(1, int(timeout)))
+        return core.TCPStore(host, port, False, size, max(1, int(timeout)))
 
     def star(members: Sequence[int], name: str) -> StarGroup:
         # The store's host is known to be reachable; others are as the launcher names them.
@@ -256,6 +282,50 @@ def group_of(
     mine = together[hosts[me]]
     across = star([members[0] for members in together.values()], "across") if me == mine[0] else None
     return TwoLevelGroup(star(mine, f"on {hosts[me]}"), across, rank=ranks.index(me), names=ranks)
+
+
+def _store_address() -> tuple[str, int]:
+    """Return where the store of `paddle.distributed` is, which `init_parallel_env` has made.
+
+    It is at PADDLE_MASTER, which the launcher sets, else at the first of PADDLE_TRAINER_ENDPOINTS, which is all that
+    `paddle.distributed.spawn` sets. Paddle reads MASTER_ADDR and MASTER_PORT too, but not for its store (3.3.1).
+    """
+    named = "PADDLE_MASTER"
+    found = os.environ.get(named)
+    if found is None:
+        named = "PADDLE_TRAINER_ENDPOINTS"
+        found = os.environ.get(named, "").split(",")[0]
+    host, _, port = found.rpartition(":")
+    if not host or not port.isdecimal() or int(port) == 0:
+        raise ArgumentError(
+            f"the ranks of a loader meet at the store of paddle.distributed, but {named} says that it is at {found!r}, "
+            "which is no host:port. Start the ranks with paddle.distributed.launch or paddle.distributed.spawn, or set "
+            "PADDLE_MASTER=host:port, the same on every rank, before init_parallel_env()."
+        )
+    return host.strip("[]"), int(port)
+
+
+def _noted(make: Callable[[], socket.socket]) -> socket.socket:
+    """Return a socket that a fork will not copy; making it must not block."""
+    with _making:
+        made = make()
+        _sockets.add(made)
+    return made
+
+
+def _connected(host: str, port: int, timeout: float) -> socket.socket:
+    """Return a connection, as `socket.create_connection` does."""
+    failure: OSError = ConnectionError("the host has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        peer = _noted(functools.partial(socket.socket, family, kind, protocol))
+        peer.settimeout(timeout)
+        try:
+            peer.connect(address)
+            return peer
+        except OSError as error:
+            peer.close()
+            failure = error
+    raise failure
 
 
 def _send(peer: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:

@@ -1,0 +1,69 @@
+"""Ranks of which one is killed in a loop over a loader: `lost map|stream WORKERS LOOP VICTIM`; or `spawn`."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard.errors import PeerLostError
+from paddle_shard.testing import report
+
+STEPS, KILLED_AT = 20, 5
+
+
+class Numbers(paddle.io.IterableDataset):
+    def __iter__(self):
+        return (np.array(number) for number in range(8 * STEPS))
+
+
+class NumbersAt(paddle.io.Dataset):
+    def __len__(self):
+        return 8 * STEPS
+
+    def __getitem__(self, index):
+        return np.array(index)
+
+
+def loader(kind, workers):
+    dataset = NumbersAt() if kind == "map" else Numbers()
+    mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+    dataloader = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers)
+    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp")
+
+
+def lost(kind, workers, loop, victim):
+    """Report [loops that ended, whom it has lost, seconds after the kill]."""
+    dist.init_parallel_env()
+    mine, killed = dist.get_rank() == int(victim), Path(os.environ["PADDLE_SHARD_REPORT_DIR"], "killed")
+    batches = loader(kind, int(workers))
+    done = 0
+    try:
+        for number in (1, 2):
+            for step, _ in enumerate(batches):
+                if mine and number == int(loop) and step == KILLED_AT:
+                    killed.write_text(str(time.time()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.02)
+            done += 1
+    except PeerLostError as error:
+        report([done, list(error.ranks), time.time() - float(killed.read_text())])
+
+
+def spawned():
+    dist.init_parallel_env()
+    batches = loader("stream", 2)
+    report([[batch._local_value().numpy().tolist() for batch in batches] for _ in range(2)])
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "spawn":
+        dist.spawn(spawned, nprocs=2, backend="gloo")
+    else:
+        lost(*sys.argv[2:])

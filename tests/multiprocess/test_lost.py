@@ -1,0 +1,182 @@
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.replicas import star_group
+from paddle_shard.replicas.star_group import StarGroup, group_of
+from paddle_shard.testing.simulated import simulated_rank
+from tests.multiprocess import test_agreement
+
+WORKER = Path(__file__).parent / "lost_worker.py"
+TOKEN = "LOST_TEST_RUN"
+
+
+def alive(token):
+    """The processes that were started by a test, or by those."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            if entry.name.isdigit() and f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def token(monkeypatch):
+    """In the environment of all that is started; what is left at the end is killed."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(TOKEN, value)
+    yield value
+    for pid in set(alive(value)) - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def left(token, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while (found := set(alive(token)) - {os.getpid()}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "loop", "victim"), [("map", 1, 0), ("map", 2, 1), ("stream", 1, 1), ("stream", 2, 0)])
+def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, workers, tmp_path, token, monkeypatch):
+    monkeypatch.setattr(test_agreement, "WORKER", WORKER)
+    args = [kind, str(workers), str(loop), str(victim)]
+    [(done, ranks, seconds)] = test_agreement.run_unsound("lost", 2, tmp_path, victim, args)
+
+    assert (done, ranks) == (loop - 1, [victim])
+    assert seconds < 10
+    assert left(token) == set()
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_paddle_spawns_meet(tmp_path, token):
+    given = ("PADDLE_", "POD_", "MASTER_", "FLAGS_selected_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(given)}
+    variables["PADDLE_SHARD_REPORT_DIR"] = str(tmp_path)
+    with open(tmp_path / "log", "w") as log:
+        command = [sys.executable, "-u", str(WORKER), "spawn"]
+        ranks = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            code = ranks.wait(60)
+        except subprocess.TimeoutExpired:
+            code = "none within 60 s"
+        finally:
+            ranks.kill()
+            ranks.wait()
+
+    assert code == 0, (tmp_path / "log").read_text()[-4000:]
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    for epoch in range(2):
+        joined = [a + b for a, b in zip(first[epoch], second[epoch], strict=True)]
+        assert joined == [list(range(8 * step, 8 * step + 8)) for step in range(20)]
+
+
+# Where they meet
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        ({"PADDLE_MASTER": "10.0.0.1:5", "PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:6,10.0.0.2:7"}, ("10.0.0.1", 5)),
+        ({"PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:6,10.0.0.2:7"}, ("10.0.0.2", 6)),  # all that spawn sets
+        # What Paddle reads, but not for its store.
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "8", "PADDLE_TRAINER_ENDPOINTS": "b:6,b:7"}, ("b", 6)),
+        ({"PADDLE_MASTER": "[::1]:5"}, ("::1", 5)),
+    ],
+)
+def test_the_store_is_looked_for_where_paddle_puts_it(variables, address, monkeypatch):
+    for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT", "PADDLE_TRAINER_ENDPOINTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert star_group._store_address() == address
+
+
+@pytest.mark.parametrize("found", [None, "127.0.0.1:0", "127.0.0.1", "host:port", ":5"])
+def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkeypatch):
+    for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT", "PADDLE_TRAINER_ENDPOINTS"):
+        monkeypatch.delenv(name, raising=False)
+    if found is not None:
+        monkeypatch.setenv("PADDLE_MASTER", found)
+
+    with simulated_rank(0, 2), pytest.raises(ArgumentError, match="Start the ranks with paddle.distributed.launch"):
+        group_of([0, 1], "test")
+
+
+# Forked children
+
+
+class Store:
+    """A store of one process."""
+
+    def __init__(self):
+        self.values, self.counts = {}, {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def add(self, key, number):
+        self.counts[key] = self.counts.get(key, 0) + number
+        return self.counts[key]
+
+
+def sockets_in_a_child():
+    """Which of this process's sockets of groups a forked child has open."""
+    known = {os.fstat(one.fileno()).st_ino for one in list(star_group._sockets) if one.fileno() >= 0}
+    assert known
+    pid = os.fork()
+    if pid == 0:
+        kept = 0
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # the listing's own
+                kept += os.fstat(number).st_ino in known
+        os._exit(kept)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_does_not_keep_the_connections_of_its_rank():
+    store, found = Store(), {}
+    groups = [StarGroup(rank, (0, 1), lambda: store, "127.0.0.1", "test", 20.0) for rank in range(2)]
+
+    def exchange(rank):
+        found[rank] = groups[rank].minimum([5 + rank])
+
+    def together(*, between=lambda: None):
+        threads = [threading.Thread(target=exchange, args=[rank]) for rank in range(2)]
+        threads[0].start()
+        between()
+        threads[1].start()
+        for thread in threads:
+            thread.join(20)
+        return [found.pop(rank) for rank in range(2)]
+
+    def fork_while_it_listens():
+        while not store.counts:
+            time.sleep(0.01)
+        assert sockets_in_a_child() == 0
+
+    try:
+        assert together(between=fork_while_it_listens) == [[5], [5]]
+        assert sockets_in_a_child() == 0
+        assert together() == [[5], [5]], "the connections are this process's as before"
+    finally:
+        for group in groups:
+            group.close()

@@ -1,0 +1,235 @@
+"""What the worker processes of a loader are told, how long they live, and what becomes of the killed."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle.io import DataLoader, Dataset, IterableDataset
+from paddle.io.dataloader.dataloader_iter import _DataLoaderIterMultiProcess
+
+import paddle_shard
+from paddle_shard.errors import DataReadError
+
+MESH = dist.ProcessMesh([0], dim_names=["dp"])
+
+
+class Numbers(IterableDataset):
+    """The numbers of a range, which a `worker_init_fn` may narrow."""
+
+    def __init__(self, start, end):
+        self.start, self.end = start, end
+
+    def __iter__(self):
+        return iter(range(self.start, self.end))
+
+
+class WhoReads(IterableDataset):
+    """Pairs of a number and the process that has read it."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return (np.array([number, os.getpid()]) for number in range(self.length))
+
+
+class WhoReadsAt(Dataset):
+    """The same with an index."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return np.array([index, os.getpid()])
+
+
+def sharded(dataset, workers=2, batch_size=8, **settings):
+    own = {name: settings.pop(name) for name in ("num_batches", "tail") if name in settings}
+    dataloader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **settings)
+    return paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **own)
+
+
+def read(loader, steps=None):
+    """The local rows of each step."""
+    return [batch._local_value().numpy() for _, batch in zip(range(steps or 10**6), loader, strict=False)]
+
+
+# What they are told
+
+
+def narrow(worker):
+    """Paddle's documented way to split a stream."""
+    info = paddle.io.get_worker_info()
+    dataset = info.dataset
+    share = (dataset.end - dataset.start) // info.num_workers
+    dataset.start += info.id * share
+    dataset.end = dataset.start + share
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_a_stream_that_worker_init_fn_narrows_is_read_once(workers, batch_size):
+    class Batches(Numbers):
+        def __iter__(self):
+            return (np.arange(first, first + 8) for first in range(self.start, self.end, 8))
+
+    dataset = Batches(0, 32) if batch_size is None else Numbers(0, 32)
+    loader = sharded(dataset, workers, batch_size, worker_init_fn=narrow)
+
+    assert np.concatenate(read(loader)).tolist() == list(range(32))
+
+
+def test_worker_init_fn_has_the_number_of_its_worker():
+    class Tells(Numbers):
+        told = ()
+
+        def __iter__(self):
+            return (np.array([number, *self.told]) for number in range(self.start, self.end))
+
+    def init(worker):
+        info = paddle.io.get_worker_info()
+        info.dataset.told = (worker, info.id, info.num_workers)
+
+    rows = np.concatenate(read(sharded(Tells(0, 32), worker_init_fn=init)))
+
+    assert rows[:, 0].tolist() == list(range(32))
+    assert {tuple(row) for row in rows[:, 1:].tolist()} == {(0, 0, 1), (1, 0, 1)}
+
+
+def test_of_a_data_set_with_an_index_each_worker_is_told_the_truth():
+    class Tells(WhoReadsAt):
+        def __getitem__(self, index):
+            return np.array(self.told)
+
+    def init(worker):
+        info = paddle.io.get_worker_info()
+        info.dataset.told = (worker, info.id, info.num_workers)
+
+    rows = np.concatenate(read(sharded(Tells(32), worker_init_fn=init)))
+
+    assert {tuple(row) for row in rows.tolist()} == {(0, 0, 2), (1, 1, 2)}
+
+
+# How long they live
+
+
+def processes(batches):
+    return {pid for batch in batches for pid in batch[:, 1].tolist()}
+
+
+@pytest.mark.parametrize("end", [{}, {"tail": "drop"}, {"num_batches": 3}])
+def test_persistent_workers_of_a_stream_serve_all_its_epochs(end):
+    loader = sharded(WhoReads(36), persistent_workers=True, **end)
+    epochs = [read(loader) for _ in range(3)]
+    loader.close()
+
+    assert len(processes(epochs[0])) == 2
+    assert [processes(epoch) for epoch in epochs] == [processes(epochs[0])] * 3
+    whole = [row[0] for batch in epochs[0] for row in batch.tolist()]
+    assert whole[:24] == list(range(24))
+    assert all(np.array_equal(a, b) for epoch in epochs for a, b in zip(epoch, epochs[0], strict=True))
+
+
+def test_a_failure_behind_the_end_of_an_epoch_keeps_persistent_workers():
+    class FailsLater(WhoReads):
+        def __iter__(self):
+            yield from super().__iter__()
+            raise OSError("behind the end")
+
+    loader = sharded(FailsLater(24), persistent_workers=True, num_batches=3)
+    epochs = [read(loader) for _ in range(2)]
+    loader.close()
+
+    assert [len(epoch) for epoch in epochs] == [3, 3]
+    assert processes(epochs[0]) == processes(epochs[1])
+
+
+def gone(pids, seconds):
+    deadline = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_workers_that_do_not_persist_are_gone_after_the_epoch():
+    assert gone(processes(read(sharded(WhoReads(24)))), seconds=5.0)
+
+
+# What becomes of the killed
+
+
+@pytest.mark.parametrize(("kind", "persistent"), [(WhoReads, False), (WhoReads, True), (WhoReadsAt, False)])
+def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(kind, persistent):
+    batches = iter(sharded(kind(800), persistent_workers=persistent))
+    victim = next(batches)._local_value().numpy()[0, 1]
+    next(batches)
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(0.5)  # here Paddle would raise a SystemError
+
+    start = time.monotonic()
+    with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)") as caught:
+        for _ in batches:
+            time.sleep(0.01)
+    assert time.monotonic() - start < 8.0  # Paddle looks for the dead when nothing has come for 5 s
+    assert caught.value.worker == 0
+
+
+@pytest.mark.parametrize("kind", [WhoReads, WhoReadsAt])
+def test_workers_that_were_killed_between_two_epochs_are_replaced(kind):
+    loader = sharded(kind(24), persistent_workers=True)
+    first = processes(read(loader))
+    os.kill(min(first), signal.SIGKILL)
+    time.sleep(0.2)
+    second = read(loader)
+    loader.close()
+
+    assert np.concatenate(second)[:, 0].tolist() == list(range(24))
+    assert not processes(second) & first
+
+
+def test_a_worker_that_dies_at_once_is_no_error_of_the_users_own_code():
+    def die(worker):
+        if worker == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(3):  # it dies while the machinery is being set up, or right behind
+        batches = iter(sharded(WhoReads(24), worker_init_fn=die))
+        with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)"):
+            next(batches)
+
+
+def test_a_worker_that_dies_when_another_epoch_begins_is_named(monkeypatch):
+    reset = _DataLoaderIterMultiProcess._reset
+
+    def dies_first(iterator):
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)  # after the loader has looked
+        reset(iterator)
+
+    loader = sharded(WhoReads(24), persistent_workers=True)
+    read(loader)
+    monkeypatch.setattr(_DataLoaderIterMultiProcess, "_reset", dies_first)
+    with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)"):
+        read(loader)
+    monkeypatch.undo()
+
+    assert np.concatenate(read(loader))[:, 0].tolist() == list(range(24))
+    loader.close()
+
+
+def test_the_users_own_sigchld_handler_is_called_and_kept():
+    heard = []
+    before = signal.signal(signal.SIGCHLD, lambda *_: heard.append(1))
+    try:
+        own = signal.getsignal(signal.SIGCHLD)
+        read(sharded(WhoReads(24)))
+        assert signal.getsignal(signal.SIGCHLD) is own
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert heard, "the workers have ended"
