@@ -67,9 +67,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         reports = run_ranks(Path(__file__), 2, Path(folder), args=["rank"], timeout=300)
-    print(
-        f"{STEPS} steps of {COMPUTE * 1e3:g} ms, reads of {READ * 1e3:g} ms by 2 workers, 2 ranks, {RUNS} runs each"
-    )
+    print(f"{STEPS} steps of {COMPUTE * 1e3:g} ms, reads of {READ * 1e3:g} ms by 2 workers, 2 ranks, {RUNS} runs each")
     for kind in reports[0]:
         pairs = np.array([report[kind] for report in reports]).max(0)  # the slower rank
         ratio = np.median(pairs[:, 0] / pairs[:, 1])

@@ -174,7 +174,10 @@ def _end_with_the_parent() -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_SECONDS)
-        os._exit(1)
+        try:
+            machinery.core._cleanup_mmap_fds()  # the shared memory that nobody will take
+        finally:
+            os._exit(1)
 
     threading.Thread(target=watch, name="paddle_shard: parent", daemon=True).start()
 

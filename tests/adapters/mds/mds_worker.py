@@ -45,7 +45,9 @@ def observed():
     begun = steps_of(state, 1)
     other = loader_of(stream("zipped"), seed=SEED)
     saved = state.state_dict()
-    other.load_state_dict({**saved, "sampler": {**saved["sampler"], "library": {"at": 1, "saved": {}}}} if "sampler" in saved else saved)
+    other.load_state_dict(
+        {**saved, "sampler": {**saved["sampler"], "library": {"at": 1, "saved": {}}}} if "sampler" in saved else saved
+    )
     found["refused"] = {
         "batch size": refusal(lambda: steps_of(loader_of(mds_stream(local=DATA / "plain", batch_size=5)), 1)),
         "streams": refusal(lambda: mds_stream(local=DATA, batch_size=6, streams=[])),
