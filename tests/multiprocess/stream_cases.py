@@ -1,7 +1,11 @@
 """Streams of many kinds, read by real ranks in `stream_worker.py`; the oracle is the same stream read alone."""
 
+import io
 import itertools
 import json
+import os
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -51,6 +55,36 @@ def whole_batches():
         yield np.arange(first, first + 8), np.random.rand(8)
 
 
+def folder():
+    """Where the files are, which the test has written before the ranks start."""
+    return Path(os.environ["STREAM_CASES_FOLDER"])
+
+
+SIZES = (7, 2, 13, 5, 1, 9, 4, 3, 6)
+
+
+def write_files():
+    """Nine tars and nine text files of unequal size, 50 numbers in all."""
+    numbers = iter(range(sum(SIZES)))
+    for shard, size in enumerate(SIZES):
+        own = list(itertools.islice(numbers, size))
+        (folder() / f"{shard}.txt").write_text("".join(f"{n}\n" for n in own))
+        with tarfile.open(folder() / f"{shard}.tar", "w") as tar:
+            for n in own:
+                member = tarfile.TarInfo(f"{n:03}.cls")
+                member.size = len(str(n))
+                tar.addfile(member, io.BytesIO(str(n).encode()))
+
+
+def number_of(sample):
+    return noisy(int(sample["cls"]))
+
+
+def lines(**options):
+    paths = [folder() / f"{shard}.txt" for shard in range(len(SIZES))]
+    return Stream.lines(paths, **options).shuffle(6).map(int).map(noisy)
+
+
 def loader_of(stream, workers, size=BATCH):
     return paddle.io.DataLoader(stream, batch_size=size, num_workers=workers)
 
@@ -62,6 +96,9 @@ SOURCES = {
     "cut, then filtered": lambda workers: loader_of(
         Stream.of(range(70)).sharding_filter().map(noisy).filter(lambda s: s[0] % 3 != 0), workers
     ),
+    "tars": lambda workers: loader_of(Stream.webdataset(f"{folder()}/{{0..8}}.tar").shuffle(4).map(number_of), workers),
+    "files": lambda workers: loader_of(lines(), workers),
+    "counted files": lambda workers: loader_of(lines(counts=True), workers),
     "items": lambda workers: loader_of(Stream.of(whole_batches), workers, None),
 }
 """Name -> a DataLoader; each sample is (id, a random number)."""
@@ -70,6 +107,9 @@ SAMPLES = {
     "self split": list(range(45)),
     "shuffled": list(range(45)),
     "cut, then filtered": [i for i in range(70) if i % 3],
+    "tars": list(range(50)),
+    "files": list(range(50)),
+    "counted files": list(range(50)),
     "items": list(range(56)),
 }
 

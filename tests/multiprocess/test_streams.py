@@ -5,10 +5,19 @@ import numpy as np
 import pytest
 
 from paddle_shard.testing import run_ranks
+from tests.multiprocess import stream_cases
 from tests.multiprocess.stream_cases import SAMPLES, SOURCES, cases, make, steps_of
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREAM_CASES_FOLDER", str(tmp_path_factory.mktemp("files")))
+        stream_cases.write_files()
+        yield
 
 
 @cache
