@@ -13,6 +13,7 @@ A round is entered by a rank when a window of steps has been read, when its trai
 
 from __future__ import annotations
 
+import atexit
 import struct
 import threading
 import time
@@ -24,6 +25,7 @@ from paddle_shard.agree.outlook import OK, SIZE, WIDTH, Outlook, decide
 from paddle_shard.errors import ArgumentError, PeerLostError
 
 _LONGEST_PAUSE = 0.02
+_LEAVE = 1.0
 _NUMBER = struct.Struct("<q")
 
 
@@ -77,6 +79,7 @@ class Coordinator:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="paddle_shard-agree", daemon=True)
                     self._thread.start()
+                    atexit.register(self._take_leave)
             self._opened += 1
             self.changed.notify_all()
         return agreement
@@ -89,6 +92,16 @@ class Coordinator:
         self.group.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
+
+    def _take_leave(self) -> None:
+        """Give the thread a moment, when the process ends, to tell the others of passes that were given up."""
+        deadline = time.monotonic() + _LEAVE
+        with self.changed:
+            while self._lost is None and any(p.outlook.kind == CLOSED for p in self._passes.values()):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self.changed.wait(left)
 
     @staticmethod
     def tag(label: str) -> int:
@@ -198,6 +211,7 @@ class Coordinator:
                 del self._passes[number]
             self._common = [*undecided, *range(self._opened_by_all, opened)]
             self._opened_by_all = opened
+            self.changed.notify_all()
         return news
 
     def _tell_all(self) -> None:

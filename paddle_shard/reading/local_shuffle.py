@@ -65,6 +65,10 @@ class MixedPass:
                 self._skip -= 1
         return self._mixed.popleft()
 
+    def finish(self) -> None:
+        """End the pass in order; persistent workers are there for the next."""
+        self._reading.finish()
+
     def close(self) -> None:
         """End its workers."""
         self._reading.close()

@@ -114,7 +114,7 @@ class ShardSource(Stage):
         if self._digest is None:
             # Files that are not counted are known by their sizes, where those cost nothing to ask for.
             known = map(_size, self._names) if self._counts is None else self._counts.tolist()
-            self._digest = derive_key([shown(name) for name in self._names], list(known), size=16).hex()
+            self._digest = derive_key(_within_their_folder(self._names), list(known), size=16).hex()
         return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
 
     def _check(self, opening: Opening) -> None:
@@ -229,6 +229,13 @@ class ShardSource(Stage):
                 items.close()
         if end is not None:
             raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
+
+
+def _within_their_folder(names: Sequence[str]) -> list[str]:
+    """Return names without the folder that all are in: data may be moved, and stand elsewhere on another host."""
+    whole = [shown(name) for name in names]
+    cut = os.path.commonprefix(whole).rfind("/") + 1
+    return [name[cut:] for name in whole]
 
 
 def _size(name: str) -> int | None:

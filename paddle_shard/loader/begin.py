@@ -1,0 +1,248 @@
+"""How is a pass begun: what is read for each step, and made of it?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paddle_shard.agree import Agreement
+from paddle_shard.errors import BatchStructureError, DataReadError, SplitError, UnequalEndsError
+from paddle_shard.loader.agreeing import open_agreement
+from paddle_shard.loader.stream_pass import AgreedPass, PlacedPass, stream_outlook
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.placer import BatchRows
+from paddle_shard.plan.seeding import derive_key, derive_seed
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.reading.chunk import Slice, take_rows
+from paddle_shard.reading.local_shuffle import MixedPass
+from paddle_shard.reading.request import ReadRequest
+from paddle_shard.samplers import IndexBatch
+from paddle_shard.samplers.stream_batches import StreamBatch
+
+if TYPE_CHECKING:
+    from paddle_shard.loader.loader import ShardDataloader
+    from paddle_shard.loader.stream_source import StreamSetup
+
+
+@dataclass(slots=True)
+class Pending:
+    """What was requested for a step."""
+
+    batch: IndexBatch
+    rows: BatchRows | None
+    """Which rows are read; None: known when they are."""
+    local: bool
+    """The batch's rows are this rank's only."""
+    indices: list[Any]
+
+    def valid(self) -> Any:
+        """bool, one for each row that is read."""
+        assert self.rows is not None
+        if self.local:
+            return self.batch.valid(np.arange(len(self.rows.read)))
+        if self.batch.num_rows != self.rows.num_rows:  # an item that is a whole batch has no padding
+            return np.ones(len(self.rows.read), bool)
+        return self.batch.valid(self.rows.read)
+
+    def num_real_rows(self) -> int:
+        """Return how many of the rows that this process reads are real."""
+        return int(np.count_nonzero(self.valid()))
+
+    def own_ids(self, layout: FieldLayout) -> list[Any]:
+        """Return the samples of this process's slice, padding left out."""
+        if self.rows is None or self.local or len(self.indices) != len(self.rows.read):
+            return self.indices
+        if not layout.on_mesh:
+            return []
+        mine, valid = self.rows.positions(layout), self.valid()
+        if len(mine) == len(self.indices) and valid.all():
+            return self.indices
+        return [self.indices[position] for position in mine[valid[mine]].tolist()]
+
+
+def _requests(
+    loader: ShardDataloader, start: LoaderState, batches: Iterator[IndexBatch], pending: deque[Pending]
+) -> Iterator[ReadRequest]:
+    """Yield what this rank reads at each step, and note it."""
+    source = loader._source
+    key = derive_seed("sample", loader.seed, start.epoch)
+    step = start.steps
+    several = loader._own_layout.num_data_ranks > 1
+    for batch in batches:
+        if source.item_is_batch:
+            rows, indices = None, batch.take(np.zeros(1, np.int64))
+        elif source.split:
+            rows, indices = loader._split_rows(batch.num_rows), batch.take(np.arange(batch.num_rows))
+        else:
+            rows = loader._rows(batch.num_rows, batch.micro_size)
+            indices = batch.take(rows.read)
+        pending.append(Pending(batch, rows, source.split, indices))
+        yield ReadRequest(
+            epoch=start.epoch,
+            step=step,
+            indices=indices,
+            item_is_batch=source.item_is_batch,
+            key=key,
+            rows_are_split=several and (len(indices) < batch.num_rows or source.split),
+        )
+        step += 1
+
+
+def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
+    """Start reading data that has an index; yields (placed batch, what was requested)."""
+    pending: deque[Pending] = deque()
+    source = loader._source.batches
+    batches = (source.untouched() if look else source).epoch(start.epoch, start)
+    requests = _requests(loader, start, islice(batches, 1) if look else batches, pending)
+
+    def place(batch: Any) -> tuple[Any, Pending]:
+        if not pending:
+            raise BatchStructureError(
+                "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
+                "super().__iter__() once, and yield one batch for each of that."
+            )
+        return _placed(loader, batch, pending.popleft())
+
+    reading, ranks = loader._reading.start(requests), loader._agreeing_ranks
+    if look or len(ranks) == 1:
+        return PlacedPass(reading, place)
+    return AgreedPass(reading, _agreement(loader, start, ends_must_agree=True), prepare=place)
+
+
+def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
+    """Start reading a stream; yields (placed batch, what it holds)."""
+    source = loader._source
+    assert source.stream is not None
+    num_steps = source.stream.batches.steps_left(start)
+    return AgreedPass(
+        _reading(loader, source.stream, start, num_steps),
+        _agreement(loader, start, ends_must_agree=source.tail == "error"),
+        outlook=stream_outlook(source.tail, num_steps),
+        prepare=_StreamSteps(loader, start),
+        num_steps=num_steps,
+    )
+
+
+class _StreamSteps:
+    """Makes of a slice what is delivered."""
+
+    def __init__(self, loader: ShardDataloader, start: LoaderState) -> None:
+        source = loader._source
+        assert source.stream is not None
+        self._loader, self._stream, self._size = loader, source.stream, source.batch_size
+        self._new = start.samples == 0
+        self._local_rows = (start.sampler or {}).get("rows", 0)
+        plan = source.stream.batches.plan
+        self._micro_size = 0 if plan is None else plan.micro_rows
+        self._rows = None if plan is None else loader._stream_rows()
+        self._last: Any = None
+
+    def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
+        if found.batch is not None:
+            self._last = found.batch
+        elif self._last is None:  # this rank has nothing, though others may have
+            try:
+                self._last = _stand_in(self._loader, self._stream, len(found.real), self._local_rows)
+            except DataReadError:
+                if self._new:
+                    raise
+                return None  # gone on from behind the end, most likely, where there is nothing to deliver
+        batch = StreamBatch(
+            num_rows=self._size or 0,
+            micro_size=self._micro_size,
+            num_real=1 if self._size is None else self._size,
+            real=found.real,
+            sampler_state=found.state,
+        )
+        return _placed(self._loader, self._last, Pending(batch, self._rows, True, []))
+
+
+def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int, local_rows: int) -> Any:
+    """Return rows of a batch for a rank that has not read any: copies of the first sample of any part.
+
+    Where a rank has batches of its own: its first batch, with as many rows as the run's batches have.
+    """
+    plan, why = stream.batches.plan, "every part is empty"
+    size = 1 if plan is None else plan.samples_per_part
+    for part in range(1 if plan is None else plan.num_parts):
+        request = stream.first_of(part, local_rows)
+        reading = loader._reading.start(iter([[request]]), [np.arange(size)], 0)
+        try:
+            found = next(reading)
+        except (DataReadError, StopIteration) as error:
+            why = str(error)
+            break
+        finally:
+            reading.close()
+        if found.batch is not None and plan is None:
+            return found.batch
+        if found.batch is not None:
+            return take_rows([found.batch], [size], np.zeros(num_rows, np.int64), loader._reading.gather)
+    raise DataReadError(NO_STAND_IN.format(why))
+
+
+NO_STAND_IN = (
+    "this rank has read no sample of the stream, so it has none that could stand in for its missing rows (tail='pad'), "
+    "and none could be found ({}). Use tail='drop', or more samples than parts."
+)
+
+
+def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any, Pending]:
+    loader._check_split(batch)
+    if pending.rows is None:
+        pending.rows = loader._item_rows(batch)
+    return loader._placer.place(batch, pending.rows, loader._input_keys), pending
+
+
+def unequal_ends(loader: ShardDataloader, error: UnequalEndsError) -> Exception:
+    """Return the error for data with an index, whose ranks have not the same number of batches."""
+    if loader._source.stream is not None:
+        return error
+    where = f"at step {error.step} the data of global ranks {list(error.ended)} has ended and that of "
+    where += f"{list(error.went_on)} has not"
+    if loader._source.split:
+        return SplitError(
+            f"is_dataset_splitted=True, but {where}: ranks would part. Give every data rank as many rows, or leave "
+            "is_dataset_splitted at False to have this loader split the data."
+        )
+    sampler = type(loader._source.custom_sampler).__name__
+    error.args = (f"{where}: the loader's {sampler} is not the same on all ranks. Seed it alike on all of them.",)
+    return error
+
+
+def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: bool) -> Agreement:
+    source = loader._source
+    # What must be the same on all ranks: nothing of this rank's own mesh or data.
+    what = {} if source.split else source.batches.fingerprint()
+    return open_agreement(
+        loader._agreeing_ranks,
+        workers=loader._given.num_workers > 0,
+        ends_must_agree=ends_must_agree,
+        label=f"{type(loader.dataset).__name__} {what}, epoch {start.epoch}, step {start.steps}",
+        timeout=loader.timeout,
+    )
+
+
+def _reading(loader: ShardDataloader, stream: StreamSetup, start: LoaderState, num_steps: int | None) -> Any:
+    """Start reading a stream's slices from a position on."""
+    mixed = stream.batches.mixed
+    if mixed is None:
+        return loader._reading.start(stream.requests(start), stream.places(), stream.num_workers)
+    assert stream.batches.plan is not None  # it begins at a window of batches
+    skip = start.steps % mixed[0]
+    begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
+    own = loader._own_layout
+    return MixedPass(
+        loader._reading.start(stream.requests(begin), stream.places(), stream.num_workers),
+        loader._reading.gather,
+        window=mixed[0],
+        first_window=begin.steps // mixed[0],
+        skip=skip,
+        num_steps=None if num_steps is None else num_steps + skip,
+        key=derive_key("local shuffle", loader.seed, start.epoch, own.data_rank if own.on_mesh else 0),
+    )
