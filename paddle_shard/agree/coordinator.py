@@ -21,7 +21,7 @@ import zlib
 
 from paddle_shard.agree.agreement import Agreement
 from paddle_shard.agree.group import Group
-from paddle_shard.agree.outlook import OK, SIZE, WIDTH, Outlook, decide
+from paddle_shard.agree.outlook import CLOSED, OK, SIZE, WIDTH, Outlook, decide
 from paddle_shard.errors import ArgumentError, PeerLostError
 
 _LONGEST_PAUSE = 0.02

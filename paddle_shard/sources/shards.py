@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -233,9 +234,10 @@ class ShardSource(Stage):
 
 def _within_their_folder(names: Sequence[str]) -> list[str]:
     """Return names without the folder that all are in: data may be moved, and stand elsewhere on another host."""
-    whole = [shown(name) for name in names]
-    cut = os.path.commonprefix(whole).rfind("/") + 1
-    return [name[cut:] for name in whole]
+    steps = [shown(name).split("/") for name in names]
+    folders = zip(*(path[:-1] for path in steps), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
+    return ["/".join(path[common:]) for path in steps]
 
 
 def _size(name: str) -> int | None:
