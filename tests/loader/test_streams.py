@@ -203,8 +203,8 @@ def test_a_one_shot_generator_loses_no_batch_to_its_description():
     loader = paddle_shard.shard_dataloader(pairs(), ONE, shard_dims="dp")
     described = describe(loader)
 
-    assert described[1].numpy().tolist() == [0] * 4
-    assert [labels.numpy()[0] for _, labels in loader] == [0, 1, 2]
+    assert described[1]._local_value().numpy().tolist() == [0] * 4
+    assert [labels._local_value().numpy()[0] for _, labels in loader] == [0, 1, 2]
 
 
 def test_a_stream_of_unknown_end_is_not_read_on_several_ranks_that_cannot_talk():
