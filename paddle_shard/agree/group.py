@@ -47,7 +47,31 @@ class Group(Protocol):
         ...
 
 
-class TwoLevelGroup:
+class MergingGroup:
+    """A group that merges all ranks' bytes in one exchange; a subclass says how they travel."""
+
+    names: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.names)
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value over all ranks; see `Group`."""
+        layout = struct.Struct(f"<{len(values)}q")
+
+        def least(parts: Sequence[bytes]) -> bytes:
+            return layout.pack(*map(min, zip(*map(layout.unpack, parts), strict=True)))
+
+        return list(layout.unpack(self._exchange(layout.pack(*values), least)))
+
+    def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """Return the merge of all ranks' payloads."""
+        raise NotImplementedError
+
+
+class TwoLevelGroup(MergingGroup):
     """Ranks in local groups (hosts), of which the first members form a group of their own.
 
     No connection holds more than the members of one local group, or one member of each.
@@ -69,20 +93,6 @@ class TwoLevelGroup:
             raise ValueError(f"across must be given on local rank 0 only, got {across!r} on local rank {local.rank}.")
         self._local, self._across = local, across
         self.rank, self.names = rank, tuple(names)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks over all local groups."""
-        return len(self.names)
-
-    def minimum(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value over all ranks."""
-        layout = struct.Struct(f"<{len(values)}q")
-
-        def least(parts: Sequence[bytes]) -> bytes:
-            return layout.pack(*map(min, zip(*map(layout.unpack, parts), strict=True)))
-
-        return list(layout.unpack(self._exchange(layout.pack(*values), least)))
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by position."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
-from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.plan.seeding import derive_seed, mix
 
 
 def _leave_generators(seed: int) -> None:
@@ -47,6 +48,17 @@ class Opening:
     def key(self, part: int, *purpose: Any) -> int:
         """Return a seed for something that is done in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
+
+    def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:
+        """Yield what the user's code yields, without the first `skip`; the generators are seeded before each item."""
+        for number in count():
+            self.seed_generators(mix(key, number))
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            if number >= self.skip:
+                yield item
 
 
 class Stated(NamedTuple):

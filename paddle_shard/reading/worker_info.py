@@ -11,7 +11,6 @@ from paddle.io.dataloader import worker as paddle_worker
 
 from paddle_shard.errors import ArgumentTypeError
 from paddle_shard.plan.opening import Opening, Stage
-from paddle_shard.plan.seeding import mix
 
 
 @dataclass(slots=True)
@@ -46,15 +45,24 @@ class AsOneReader:
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        with shown(None):
-            items = iter(self._dataset)
-        while True:
-            with shown(None):
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            yield item
+        yield from _begun(self._dataset, None)
+
+
+def _begun(dataset: Iterable[Any] | Callable[[], Iterable[Any]], info: ShownInfo | None) -> Iterator[Any]:
+    """Begin to iterate over the user's stream, which is shown something else than its worker throughout."""
+    with shown(info):
+        items = iter(dataset if isinstance(dataset, Iterable) else dataset())
+    return _going_on(items, info)
+
+
+def _going_on(items: Iterator[Any], info: ShownInfo | None) -> Iterator[Any]:
+    while True:
+        with shown(info):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
 class SelfSplit(Stage):
@@ -82,20 +90,7 @@ class SelfSplit(Stage):
         return [self._items(part, opening) for part in opening.parts]
 
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
-        key, seed = opening.key(part, "source"), opening.seed_generators
+        key = opening.key(part, "source")
+        opening.seed_generators(key)
         info = ShownInfo(part, opening.num_parts, self._dataset, key & 0x7FFFFFFF)
-        with shown(info):
-            seed(key)
-            dataset = self._dataset
-            items = iter(dataset if isinstance(dataset, Iterable) else dataset())
-        number = 0
-        while True:
-            with shown(info):
-                seed(mix(key, number))
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            if number >= opening.skip:
-                yield item
-            number += 1
+        yield from opening.drawn(_begun(self._dataset, info), key)

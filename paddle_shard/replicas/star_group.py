@@ -26,7 +26,7 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.agree.group import TwoLevelGroup
+from paddle_shard.agree.group import MergingGroup, TwoLevelGroup
 from paddle_shard.errors import ArgumentError, PeerLostError
 
 _HEAD = struct.Struct("<Ic")
@@ -55,7 +55,7 @@ os.register_at_fork(
 )
 
 
-class StarGroup:
+class StarGroup(MergingGroup):
     """A `paddle_shard.agree.Group` over TCP. Made without a word to the others: the first call connects."""
 
     def __init__(
@@ -76,20 +76,6 @@ class StarGroup:
         self._connect_store, self._host, self._key, self._timeout = connect_store, host, key, timeout
         self._peers: dict[int, socket.socket] = {}  # of rank 0: by position; of the others: only 0
         self._connected = self._closed = False
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.names)
-
-    def minimum(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value over all ranks; see `Group`."""
-        layout = struct.Struct(f"<{len(values)}q")
-
-        def least(parts: Sequence[bytes]) -> bytes:
-            return layout.pack(*map(min, zip(*map(layout.unpack, parts), strict=True)))
-
-        return list(layout.unpack(self._exchange(layout.pack(*values), least)))
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by position; see `Group`."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.opening import Opening, Stage
-from paddle_shard.plan.seeding import derive_key, mix
+from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.adapters.common import needs
 
 _ROUND = 1 << 20
@@ -93,19 +92,11 @@ class HuggingFaceSource(Stage):
             )
 
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
-        key, seed = opening.key(part, "source"), opening.seed_generators
-        seed(key)
+        key = opening.key(part, "source")
+        opening.seed_generators(key)
         mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy: the epoch is its own
         mine.set_epoch(opening.epoch + opening.round * _ROUND)
-        items = iter(mine)
-        for number in count():
-            seed(mix(key, number))
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            if number >= opening.skip:
-                yield item
+        yield from opening.drawn(iter(mine), key)
 
 
 def huggingface_source(dataset: Any) -> HuggingFaceSource:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import count
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
@@ -64,15 +63,7 @@ class IterableSource(Stage):
                 yield self._iterable[number]  # type: ignore[index]
             return
         seed(key)
-        items = self._begin()
-        for number in count():
-            seed(mix(key, number))
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            if number >= opening.skip:
-                yield item
+        yield from opening.drawn(self._begin(), key)
 
     def _begin(self) -> Iterator[Any]:
         if not self._one_shot:
