@@ -26,7 +26,7 @@ from paddle_shard.samplers.stream_batches import StreamBatch
 
 if TYPE_CHECKING:
     from paddle_shard.loader.loader import ShardDataloader
-    from paddle_shard.loader.stream_source import StreamSetup
+    from paddle_shard.loader.stream_setup import StreamSetup
 
 
 @dataclass(slots=True)
@@ -143,6 +143,11 @@ class _StreamSteps:
         self._last: Any = None
 
     def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
+        if found.batch is None and not found.empty:  # only where the lengths, and so the end, were known
+            raise DataReadError(
+                "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
+                "make rows up. Count the source again (its index may be of older files)."
+            )
         if found.batch is not None:
             self._last = found.batch
         elif self._last is None:  # this rank has nothing, though others may have

@@ -22,7 +22,7 @@ from paddle_shard.plan.shard_plan import TAILS, ShardPlan
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
 
 if TYPE_CHECKING:
-    from paddle_shard.loader.stream_source import StreamSetup
+    from paddle_shard.loader.stream_setup import StreamSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,159 +12,19 @@ import paddle
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.source import Source
 from paddle_shard.loader.stream import Stream
+from paddle_shard.loader.stream_setup import StreamSetup
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.parts import STREAM_TAILS, PartsPlan, check_count, choose_num_parts, chunks_of
-from paddle_shard.plan.state import LoaderState
-from paddle_shard.reading.chunk import ChunkRequest
+from paddle_shard.plan.parts import STREAM_TAILS, PartsPlan, check_count, choose_num_parts
 from paddle_shard.samplers.stream_batches import StreamBatches
 from paddle_shard.sources.foreign import Foreign, ForeignSource
 from paddle_shard.stages import Repeat, Stripe
 
-_UNREAD = {"shard": None, "rows": 0, "library": None}
-
-_numbers = count()
 _SAID: set[tuple[Any, ...]] = set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSetup:
-    """Which parts of a stream this rank reads, with which workers."""
-
-    batches: StreamBatches
-    """The stream's order."""
-    parts: tuple[int, ...]
-    """That this rank holds; (0,) where items are whole batches."""
-    num_workers: int
-    """Readers beside the main process; 0: it reads itself."""
-    several: bool
-    """Whether other ranks read other rows."""
-    foreign: bool = False
-    """Whether another library reads, which is told the data rank."""
-
-    @property
-    def stage(self) -> Stage:
-        """What opens the parts."""
-        return self.batches.stage
-
-    @property
-    def chunks(self) -> list[tuple[int, ...]]:
-        """The parts of each reader of a step."""
-        return chunks_of(self.parts, self.num_workers)
-
-    def read_rows(self) -> Rows:
-        """Return the rows of a global batch that this rank reads, ascending."""
-        assert self.batches.plan is not None
-        return self.batches.plan.rows_of(self.parts)
-
-    def places(self) -> list[Rows]:
-        """Return where the rows of each chunk stand among those that this rank reads."""
-        plan = self.batches.plan
-        if plan is None:
-            return [np.zeros(1, np.int64)]
-        return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in self.chunks]
-
-    def requests(self, start: LoaderState) -> Iterator[list[ChunkRequest]]:
-        """Return what the readers are asked for at each step, without an end."""
-        number = next(_numbers)
-        return self._items(number, start) if self.batches.plan is None else self._rows(number, start)
-
-    def first_of(self, part: int, local_rows: int) -> ChunkRequest:
-        """Return the request for the first samples of a part, or for the first whole batch."""
-        plan, batches = self.batches.plan, self.batches
-        if plan is None:
-            own = Opening(
-                parts=self.parts if self.foreign else (0,),
-                num_parts=batches.split_over or 1 if self.foreign else 1,
-                seed=batches.seed,
-            )
-            return ChunkRequest(
-                number=next(_numbers),
-                opening=own,
-                step=0,
-                first_step=0,
-                stripe=1,
-                pad=True,
-                whole_items=True,
-                local_rows=None if batches.split_over is None else local_rows,
-            )
-        opening = Opening(parts=(part,), num_parts=plan.num_parts, stripe=plan.stripe, seed=batches.seed)
-        return ChunkRequest(
-            number=next(_numbers),
-            opening=opening,
-            step=0,
-            first_step=0,
-            stripe=plan.stripe,
-            accumulation=plan.accumulation,
-            pad=True,
-        )
-
-    def _rows(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
-        plan = self.batches.plan
-        assert plan is not None
-        opening = Opening(
-            parts=self.parts,
-            num_parts=plan.num_parts,
-            stripe=self.batches.stripe(start),
-            seed=self.batches.seed,
-            epoch=start.epoch,
-            skip=start.samples // plan.num_parts,
-        )
-        chunks = self.chunks
-        for step in count(start.steps):
-            yield [
-                ChunkRequest(
-                    number=number,
-                    opening=replace(opening, parts=parts),
-                    step=step,
-                    first_step=start.steps,
-                    stripe=plan.stripe,
-                    accumulation=plan.accumulation,
-                    pad=plan.tail == "pad" and not plan.repeats,
-                    repeat=plan.repeats,
-                    rows_are_split=self.several or len(chunks) > 1,
-                )
-                for parts in chunks
-            ]
-
-    def _items(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
-        readers = max(1, self.num_workers)
-        batches = self.batches
-        local = dict(start.sampler or _UNREAD) if batches.split_over is not None else None
-        if self.foreign and local and local["shard"] not in (None, *self.parts):
-            raise StateError(
-                f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each data "
-                "rank's own library has a state of its own: save it on every rank, and load that."
-            )
-        state = None if local is None or batches.repeats else local["library"]
-        for step in count(start.steps):
-            first = start.steps + (step - start.steps) % readers
-            opening = Opening(
-                parts=self.parts if self.foreign else (first % readers,),
-                num_parts=batches.split_over or 1 if self.foreign else readers,
-                seed=batches.seed,
-                epoch=start.epoch,
-                skip=first // readers if state is None else 0,
-                state=state,
-            )
-            yield [
-                ChunkRequest(
-                    number=number,
-                    opening=opening,
-                    step=step,
-                    first_step=first,
-                    stride=readers,
-                    stripe=1,
-                    pad=batches.tail == "pad" and not batches.repeats,
-                    repeat=batches.repeats and local is not None,
-                    whole_items=True,
-                    local_rows=None if local is None else local["rows"],
-                )
-            ]
 
 
 def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import multiprocessing
-import os
-import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import paddle.io
@@ -21,13 +14,12 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import map_leaves, pack, unpack
 from paddle_shard.reading.request import Reader, Request
+from paddle_shard.reading.worker_guards import deaths_unheard, end_with_the_parent, freed, garbage_left_to_the_parent
 from paddle_shard.reading.worker_info import ShownInfo, shown
 from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
 """How long a worker may finish its sample when its pass is closed, before it is killed."""
-_PARENT_SECONDS = 1.0
-"""How often a worker looks whether its parent is there."""
 
 
 class Pass(Protocol):
@@ -148,7 +140,7 @@ class _WorkerInit:
         self._reads_all = reads_all
 
     def __call__(self, worker: int) -> None:
-        _end_with_the_parent()
+        end_with_the_parent()
         own = paddle.io.get_worker_info()
         # The user's functions look for their own data set here; WorkerInfo refuses a plain assignment.
         object.__setattr__(own, "dataset", self._dataset.reader.dataset)
@@ -161,89 +153,6 @@ class _WorkerInit:
             raise
         except BaseException as error:
             self._dataset.init_failure = ReadFailure.of(error, what="worker_init_fn", index=None, worker=worker)
-
-
-def _end_with_the_parent() -> None:
-    """End this worker when its parent has been killed.
-
-    Paddle's own watchdog looks between two messages, and from a dead parent there comes none.
-    """
-    made_by = multiprocessing.parent_process()
-    parent = made_by.pid if made_by is not None and multiprocessing.get_start_method() == "fork" else os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_SECONDS)
-        try:
-            machinery.core._cleanup_mmap_fds()  # the shared memory that nobody will take
-        finally:
-            os._exit(1)
-
-    threading.Thread(target=watch, name="paddle_shard: parent", daemon=True).start()
-
-
-@contextmanager
-def _garbage_left_to_the_parent() -> Iterator[None]:
-    """Keep forked children from collecting this process's garbage.
-
-    Finalizers of readers that were abandoned here wait for threads that a child does not have, and never end.
-    """
-    if gc.get_freeze_count():  # the user's own: thawing it would undo it
-        gc.collect()
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextmanager
-def _deaths_unheard() -> Iterator[None]:
-    """Hold back SIGCHLD, on which Paddle's handler would raise in the middle of what is done here."""
-    if threading.current_thread() is not threading.main_thread():  # where no handler runs
-        yield
-        return
-    machinery._set_SIGCHLD_handler()  # once a process; it would do so in between
-    heard = False
-
-    def note(*_: Any) -> None:
-        nonlocal heard
-        heard = True
-
-    before = signal.signal(signal.SIGCHLD, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-        if heard:  # the user may have a handler, too
-            signal.raise_signal(signal.SIGCHLD)
-
-
-@contextmanager
-def _freed(iterator: Any) -> Iterator[None]:
-    """Keep the machinery from waiting for ever for a worker that dies when it is to begin another epoch.
-
-    Its own thread finds the dead within 5 s and ends; the wait goes on. Then the next batch raises.
-    """
-    if iterator is None:
-        yield
-        return
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.5):
-            if not iterator._thread.is_alive():
-                iterator._resume_worker_cnt = 0
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:
@@ -303,7 +212,7 @@ class WorkerPool:
             self.shut_down()
         self.feed.start(requests)
         # Paddle draws the workers' seeds from the user's generator.
-        with kept([NumpyGenerator()]), _garbage_left_to_the_parent(), _deaths_unheard(), _freed(self.iterator):
+        with kept([NumpyGenerator()]), garbage_left_to_the_parent(), deaths_unheard(), freed(self.iterator):
             self.iterator = paddle.io.DataLoader.__iter__(self._view)
             machinery.core._erase_process_pids(id(self.iterator))
 

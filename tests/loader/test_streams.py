@@ -12,6 +12,7 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
 from paddle_shard.loader.stream_pass import _of_another, _report
+from paddle_shard.plan.opening import Stage
 from paddle_shard.testing.simulated import on_each_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -232,3 +233,28 @@ def test_parts_belong_to_the_run_not_to_the_mesh():
     alone = real_rows(sharded(Stream.of(range(64)).shuffle(8), num_parts=4))
 
     assert [one + two for one, two in zip(slices[0], slices[1], strict=True)] == alone
+
+
+class _Shrunk(Stage):
+    """Says that its parts are longer than they are, as a stale index does."""
+
+    cuts = True
+
+    def open(self, opening):
+        return [iter(range(part, 29, opening.num_parts)) for part in opening.parts]
+
+    def lengths(self, opening):
+        return [8 for _ in opening.parts]
+
+    def fingerprint(self):
+        return ["shrunk"]
+
+
+def test_a_stream_that_is_shorter_than_its_index_says_is_an_error_and_not_the_last_batch_again():
+    loader = sharded(Stream(_Shrunk()), num_parts=4, tail="drop")
+    delivered = []
+
+    with pytest.raises(DataReadError, match="fewer samples than its source said"):
+        for batch in loader:
+            delivered.append(batch)
+    assert len(delivered) == 3
