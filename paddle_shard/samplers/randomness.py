@@ -133,7 +133,8 @@ def _offset_of_gauss() -> int | None:
         return None
     trial = np.random.RandomState(1)
     trial.standard_normal()
-    *_, ahead, gauss = trial.get_state()
+    state: Any = trial.get_state()
+    ahead, gauss = state[3:]
     size = type(trial).__basicsize__
     offset = ctypes.string_at(id(trial), size).find(struct.pack("=d", gauss))
     if offset < 8:
@@ -141,7 +142,7 @@ def _offset_of_gauss() -> int | None:
     flag = ctypes.c_int.from_address(id(trial) + offset - 8)
     before = flag.value
     trial.standard_normal()
-    return offset if (before, flag.value) == (ahead, 0) == (1, 0) else None
+    return offset if ahead == 1 and (before, flag.value) == (1, 0) else None
 
 
 def _python_table() -> _Table | None:
@@ -154,7 +155,7 @@ def _python_table() -> _Table | None:
     return table if table.copy() == np.array([index, *key], np.uint32).tobytes() else None
 
 
-_INSTANCE: Any = random._inst  # type: ignore[attr-defined]
+_INSTANCE: Any = random._inst
 _PYTHON = _python_table()
 
 
