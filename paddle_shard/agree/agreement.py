@@ -25,7 +25,7 @@ class Agreement:
         """Start at step 0; see `Coordinator.open`."""
         self._coordinator, self._changed = coordinator, coordinator.changed
         self._number, self._prefetch, self._ends_must_agree = number, prefetch, ends_must_agree
-        self.label = label
+        self.label, self.exit_when_lost = label, False
         self.outlook = Outlook(tag=coordinator.tag(label))
         self._released = 0
         self._verdict: Decision | None = None

@@ -14,16 +14,21 @@ A round is entered by a rank when a window of steps has been read, when its trai
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 
 from paddle_shard.agree.agreement import Agreement
 from paddle_shard.agree.group import Group
 from paddle_shard.agree.outlook import CLOSED, OK, SIZE, WIDTH, Outlook, decide
 from paddle_shard.errors import ArgumentError, PeerLostError
 
+GRACE = 10.0
+"""Seconds for which a training thread may take to hear that a rank is lost, before its process is ended."""
 _LONGEST_PAUSE = 0.02
 _LEAVE = 1.0
 _NUMBER = struct.Struct("<q")
@@ -32,19 +37,23 @@ _NUMBER = struct.Struct("<q")
 class Coordinator:
     """Owns the group and its background thread. With one rank there is no thread, and nothing is waited for."""
 
-    def __init__(self, group: Group, *, timeout: float = 1800.0) -> None:
+    def __init__(
+        self, group: Group, *, timeout: float = 1800.0, end_process: Callable[[], None] = lambda: os._exit(1)
+    ) -> None:
         """Start nothing yet: the thread starts with the first pass.
 
         Args:
             group: Of all ranks; used by nobody else from here on.
             timeout: Seconds for which a rank may be silent while another waits for it.
+            end_process: What is done where a rank is lost, a pass is to end the process then, and its training thread
+                has not heard of it within `GRACE` seconds: it may be stuck in a collective.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
         """
         if not timeout > 0:
             raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
-        self.group, self.timeout = group, timeout
+        self.group, self.timeout, self._end_process = group, timeout, end_process
         self.heartbeat = min(5.0, timeout / 8)
         self.changed = threading.Condition()
         self._passes: dict[int, Agreement] = {}  # opened here, not decided
@@ -53,10 +62,13 @@ class Coordinator:
         self._asking = False
         self._answer: list[dict[int, Outlook]] | None = None
         self._lost: PeerLostError | None = None
+        self._heard = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def open(self, prefetch: int, *, ends_must_agree: bool = False, label: str = "") -> Agreement:
+    def open(
+        self, prefetch: int, *, ends_must_agree: bool = False, label: str = "", exit_when_lost: bool = False
+    ) -> Agreement:
         """Start a pass; all ranks open theirs in the same order. Waits for nothing.
 
         Args:
@@ -64,6 +76,7 @@ class Coordinator:
                 agree while training goes on.
             ends_must_agree: Whether ends at different steps are an error.
             label: What is iterated over. Must be equal on all ranks, and is named where it is not.
+            exit_when_lost: Whether the process ends when a rank is lost while the pass is open.
 
         Raises:
             ArgumentError: If `prefetch` is less than 1, or the coordinator is closed.
@@ -74,6 +87,7 @@ class Coordinator:
             if self._closed:
                 raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
             agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label)
+            agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:
                 self._passes[self._opened] = agreement
                 if self._thread is None:
@@ -121,6 +135,8 @@ class Coordinator:
             PeerLostError: If the wait began at `start` and is over, or the group has lost a rank.
         """
         if self._lost is not None:
+            self._heard = True
+            self.changed.notify_all()
             raise PeerLostError.of(str(self._lost), self._lost.ranks, self._lost.timeout) from self._lost
         if self._closed:
             raise ArgumentError(f"step {step} cannot be agreed on: the coordinator was closed.")
@@ -181,6 +197,27 @@ class Coordinator:
             with self.changed:
                 self._lost = lost
                 self.changed.notify_all()
+            self._tell(lost)
+
+    def _tell(self, lost: PeerLostError) -> None:
+        """Say who is lost, where the training thread may not be able to; end the process if that is wanted."""
+        with self.changed:
+            in_use = [a for a in self._passes.values() if a.outlook.kind != CLOSED]
+            if self._closed or not in_use:
+                return
+            exits = any(agreement.exit_when_lost for agreement in in_use)
+            then = f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
+            logging.getLogger("paddle_shard").error("global rank %s: %s%s", self._name, lost, then)
+            deadline = time.monotonic() + GRACE
+            while exits and not (self._heard or self._closed) and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
+            exits = exits and not self._heard and not self._closed
+        if exits:
+            self._end_process()
+
+    @property
+    def _name(self) -> int:
+        return self.group.names[self.group.rank]
 
     def _round(self) -> bool:
         """Exchange what the ranks know; return whether that brought news."""
