@@ -1,8 +1,8 @@
 """When do the ranks exchange what they know, and who hears of it?
 
 All ranks take part in one series of rounds, in one background thread each. A round is one `minimum` of
-`[passes opened, is anybody asking]` and five values a pass, for the passes that all ranks are known to have
-opened and that are not decided. Which these are follows from the results of earlier rounds alone, so every rank
+`[passes opened, is anybody asking, has anybody noted anything]` and five values a pass, for the passes that all ranks
+are known to have opened and that are not decided. Which these are follows from the results of earlier rounds alone, so every rank
 lays the vector out alike, whatever its training thread does meanwhile: passes that overlap (`zip(loader, loader)`),
 that are given up, or that one rank has reached before the others can not be mixed up. A decided pass is followed by
 one `gather` on all ranks, in which everybody learns who failed, ended or left.
@@ -32,6 +32,8 @@ GRACE = 10.0
 _LONGEST_PAUSE = 0.02
 _LEAVE = 1.0
 _NUMBER = struct.Struct("<q")
+_NOTE = struct.Struct("<qqq")
+"""Pass, step, bytes of the note that follows."""
 
 
 class Coordinator:
@@ -172,6 +174,23 @@ class Coordinator:
             self.timeout,
         )
 
+    def _exchange_notes(self) -> None:
+        """Tell the others what this rank has noted; that of all steps which this round may release is among it."""
+        with self.changed:
+            mine = []
+            for number in self._common:
+                agreement = self._passes[number]
+                mine += [(number, step, payload) for step, payload in agreement.unsent]
+                agreement.unsent = []
+            said = b"".join(_NOTE.pack(number, step, len(payload)) + payload for number, step, payload in mine)
+        for name, theirs in zip(self.group.names, self.group.gather(said), strict=True):
+            at = 0
+            while at < len(theirs):
+                number, step, length = _NOTE.unpack_from(theirs, at)
+                at += _NOTE.size + length
+                with self.changed:
+                    self._passes[number].hear_note(name, step, theirs[at - length : at])
+
     def _due(self) -> bool:
         return (
             self._opened > self._opened_by_all
@@ -222,10 +241,13 @@ class Coordinator:
     def _round(self) -> bool:
         """Exchange what the ranks know; return whether that brought news."""
         with self.changed:
-            vector = [self._opened, -int(self._asking and self._answer is None)]
+            noted = any(self._passes[number].unsent for number in self._common)
+            vector = [self._opened, -int(self._asking and self._answer is None), -int(noted)]
             for number in self._common:
                 vector += self._passes[number].outlook.vector()
-        opened, asking, *least = self.group.minimum(vector)
+        opened, asking, noting, *least = self.group.minimum(vector)
+        if noting:
+            self._exchange_notes()
         news, undecided = opened > self._opened_by_all, []
         for i, number in enumerate(self._common):
             decision, agreement = decide(least[WIDTH * i : WIDTH * (i + 1)]), self._passes[number]
