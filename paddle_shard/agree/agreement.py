@@ -39,6 +39,16 @@ class Agreement:
         """Seconds for which `deliver` has waited, in all."""
 
     @property
+    def prefetch(self) -> int:
+        """How many steps may be read ahead of the one delivered; may be changed at any time, on each rank by itself."""
+        return self._prefetch
+
+    @prefetch.setter
+    def prefetch(self, steps: int) -> None:
+        with self._changed:
+            self._prefetch = max(1, steps)
+
+    @property
     def announced(self) -> int:
         """Number of steps that this rank has said it can serve."""
         return self.outlook.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,30 @@ PREFETCH = 8
 """Steps that workers have read ahead of the one that is delivered; half of them is the window that is agreed on."""
 PREFETCH_ALONE = 2
 """The same where the training thread reads."""
+
+
+_AGREED_AHEAD = 0.02
+"""Seconds of steps that are read ahead, so that a round of the agreement is over when its window is needed: it takes up
+to some milliseconds on a busy host."""
+_HELD = 8 << 20
+"""Bytes of batches that may be held for that."""
+_MOST = 32
+
+
+def steps_ahead(least: int, step_seconds: float, num_bytes: int) -> int:
+    """Return how many steps to read ahead so that quick ones do not wait for the agreement.
+
+    Args:
+        least: At least so many.
+        step_seconds: From one step to the next.
+        num_bytes: Of a batch.
+
+    Examples:
+        >>> steps_ahead(2, 0.0002, 1000), steps_ahead(2, 0.0002, 1 << 20), steps_ahead(2, 0.05, 1000)
+        (32, 8, 2)
+    """
+    wanted = 2 * math.ceil(_AGREED_AHEAD / max(step_seconds, 1e-6))
+    return max(least, min(wanted, _HELD // max(num_bytes, 1), _MOST))
 
 
 def ranks_of_run() -> tuple[int, ...]:

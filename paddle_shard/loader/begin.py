@@ -160,7 +160,16 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
         return PlacedPass(reading, place, prefetch, loader._worth, draw)
     agreement = _agreement(loader, start, ends_must_agree=True)
     notes = StepNotes(holds_rows=own.on_mesh or not loader._source.split)
-    return AgreedPass(reading, agreement, prepare=place, notes=notes, prefetch=prefetch, worth=loader._worth, draw=draw)
+    return AgreedPass(
+        reading,
+        agreement,
+        prepare=place,
+        notes=notes,
+        least_ahead=_least_ahead(loader),
+        prefetch=prefetch,
+        worth=loader._worth,
+        draw=draw,
+    )
 
 
 def _draw_nothing(count: int) -> None:
@@ -179,6 +188,7 @@ def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
         prepare=_StreamSteps(loader, start),
         notes=StepNotes(holds_rows=own.on_mesh or not source.split),
         num_steps=num_steps,
+        least_ahead=_least_ahead(loader),
         prefetch=loader._prefetch,
     )
 
@@ -256,15 +266,14 @@ def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any,
     loader._check_split(batch)
     if pending.rows is None:
         pending.rows = loader._item_rows(batch)
-    found = [(tensor.dtype, *tensor.shape[1:]) for tensor in tensors(batch)]
-    pending.num_bytes = sum(_num_bytes(tensor) for tensor in tensors(batch))
-    pending.row_shapes = found
+    shapes, num_bytes = [], 0
+    for tensor in tensors(batch):
+        dtype, shape = tensor.dtype, tensor.shape
+        num_bytes += math.prod(shape) * _element_size(dtype)
+        shapes.append((dtype, *shape[1:]))
+    pending.row_shapes, pending.num_bytes = shapes, num_bytes
     placed, pending.layout = loader._placer.place(batch, pending.rows, loader._input_keys)
     return placed, pending
-
-
-def _num_bytes(tensor: Any) -> int:
-    return math.prod(tensor.shape) * _element_size(tensor.dtype)
 
 
 @cache
@@ -288,13 +297,20 @@ def unequal_ends(loader: ShardDataloader, error: UnequalEndsError) -> Exception:
     return error
 
 
+def _least_ahead(loader: ShardDataloader) -> int:
+    """Return how many steps are read ahead at least; 0: as many as the user has said."""
+    if loader._prefetch and not loader._worth:
+        return 0
+    return PREFETCH if loader._given.num_workers else PREFETCH_ALONE
+
+
 def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: bool) -> Agreement:
     source = loader._source
     # What must be the same on all ranks: nothing of this rank's own mesh or data.
     what = {} if source.split else source.batches.fingerprint()
     return open_agreement(
         loader._agreeing_ranks,
-        prefetch=loader._prefetch or (PREFETCH if loader._given.num_workers else PREFETCH_ALONE),
+        prefetch=_least_ahead(loader) or loader._prefetch,
         ends_must_agree=ends_must_agree,
         label=f"{type(loader.dataset).__name__} {what}, epoch {start.epoch}, step {start.steps}",
         timeout=loader.timeout,

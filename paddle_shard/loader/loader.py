@@ -26,6 +26,7 @@ from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer, BatchRows, tensors
 from paddle_shard.plan.coverage import Certificate
 from paddle_shard.plan.order import Shuffle
@@ -136,15 +137,7 @@ class ShardDataloader(PaddleShardDataloader):
         self._call: LoaderCall | None = None
         self.stats = LoaderStats()
         self._described: ShardIterator | None = None
-        place = dataloader.places[0]
-
-        def to_tensor(leaf: Any) -> Any:
-            if isinstance(leaf, paddle.Tensor):
-                return leaf.detach()
-            if isinstance(leaf, np.ndarray):
-                return paddle.to_tensor(leaf, place=place)
-            return paddle.utils.dlpack.from_dlpack(leaf)  # another library's, where its memory is
-
+        to_tensor = TensorMaker(dataloader.places[0])
         drawn = generators(with_paddle=seed_paddle)
         patience = 0.9 * timeout  # less than the other ranks', so that they are told what it is
         self._reading: Any
@@ -154,7 +147,9 @@ class ShardDataloader(PaddleShardDataloader):
             )
             self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         else:
-            self._reading = UserLoader(dataloader, drawn, to_tensor, patience, skip_errors=on_error == "skip")
+            self._reading = UserLoader(
+                dataloader, drawn, to_tensor, to_tensor.adopted, patience, skip_errors=on_error == "skip"
+            )
             self._dataloader = self._reading.dataloader
         size = self._source.batch_size
         self.batch_size = None

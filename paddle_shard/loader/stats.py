@@ -28,15 +28,6 @@ class Counts:
         total = self.wait_seconds + self.step_seconds
         return self.wait_seconds / total if total else 0.0
 
-    def add(self, other: Counts) -> None:
-        """Count another time, too."""
-        self.batches += other.batches
-        self.samples += other.samples
-        self.skipped += other.skipped
-        self.bytes += other.bytes
-        self.wait_seconds += other.wait_seconds
-        self.step_seconds += other.step_seconds
-
 
 class LoaderStats:
     """What a loader has delivered to this rank: over the run, and in the newest pass.
@@ -92,13 +83,16 @@ class PassClock:
         """Note that a batch is delivered."""
         self._left = time.perf_counter()
         waited = self._left - entered
-        found = Counts(batches=1, samples=samples, skipped=skipped, bytes=num_bytes, wait_seconds=waited)
-        self._pass.add(found)
-        self._stats.total.add(found)
+        for counts in (self._pass, self._stats.total):
+            counts.batches += 1
+            counts.samples += samples
+            counts.skipped += skipped
+            counts.bytes += num_bytes
+            counts.wait_seconds += waited
 
     def end(self, entered: float) -> None:
         """Note that there was none."""
-        waited = Counts(wait_seconds=time.perf_counter() - entered)
-        self._pass.add(waited)
-        self._stats.total.add(waited)
+        waited = time.perf_counter() - entered
+        self._pass.wait_seconds += waited
+        self._stats.total.wait_seconds += waited
         self._left = None

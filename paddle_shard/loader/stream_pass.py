@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -11,6 +12,7 @@ from typing import Any
 from paddle_shard import errors
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, UnequalEndsError
+from paddle_shard.loader.agreeing import steps_ahead
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.chunk import Slice
@@ -49,6 +51,7 @@ class AgreedPass:
         prepare: Callable[[Any], Any] = lambda found: found,
         num_steps: int | None = None,
         notes: StepNotes | None = None,
+        least_ahead: int = 0,
         prefetch: int = 0,
         worth: float = 0.0,
         draw: Callable[[int], None] = lambda count: None,
@@ -62,6 +65,7 @@ class AgreedPass:
             prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
             notes: What the ranks tell each other of each step.
+            least_ahead: Steps that are read ahead; more where they are quick and small. 0: as the agreement says.
             prefetch: Steps that a thread of its own keeps ready; 0: there is none.
             worth: Seconds that reading a step must take for that.
             draw: Draws the requests of so many steps, on the caller's thread.
@@ -70,6 +74,7 @@ class AgreedPass:
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
         self._prefetch, self._draw, self._notes = prefetch, draw, notes
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
+        self._least_ahead, self._delivered_at, self._step_seconds = least_ahead, 0.0, 0.0
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
         self._announced = self._delivered = 0
@@ -101,9 +106,19 @@ class AgreedPass:
             raise (self._failure if mine else _of_another(failure)) from None  # type: ignore[misc]
         self._delivered += 1
         found = self._ready.popleft()
+        if self._least_ahead and found is not None:
+            self._look_at_the_clock(found[1].num_bytes)
         if self._notes is not None:
             self._notes.heed(found, self._agreement.take_notes(step))
         return found
+
+    def _look_at_the_clock(self, num_bytes: int) -> None:
+        now = time.perf_counter()
+        if self._delivered > 1:
+            took = now - self._delivered_at
+            self._step_seconds = took if self._delivered == 2 else 0.8 * self._step_seconds + 0.2 * took
+            self._agreement.prefetch = steps_ahead(self._least_ahead, self._step_seconds, num_bytes)
+        self._delivered_at = now
 
     def _read_ahead(self, step: int) -> None:
         wanted = self._agreement.wanted(step)

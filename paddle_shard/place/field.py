@@ -40,7 +40,7 @@ class FieldLayout:
     replicated_in_name: bool = False
     """Data is split, but placements say `Replicate` (Paddle's auto-DP mode)."""
 
-    @property
+    @cached_property
     def on_mesh(self) -> bool:
         """Whether this process holds any of the field's data."""
         return self.global_rank in self.layout.process_ids

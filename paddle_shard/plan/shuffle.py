@@ -81,6 +81,8 @@ class Permutation:
             upto = min(stop, block_start + BLOCK)
             parts.append(self._block[start - block_start : upto - block_start])
             start = upto
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _draw_table(self) -> Indices:

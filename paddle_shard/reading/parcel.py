@@ -111,6 +111,8 @@ def _restore(value: Any, leaves: Sequence[Any]) -> Any:
 
 def map_leaves(value: Any, to_tensor: Callable[[Any], Any]) -> Any:
     """Return a batch with every array that can be a tensor, and every tensor, replaced by `to_tensor` of it."""
+    if type(value) is np.ndarray:
+        return to_tensor(value) if check_dtype(value, "") else value
     leaves: list[Any] = []
     skeleton = _flatten(value, leaves, "")
     return _restore(skeleton, [to_tensor(leaf) for leaf in leaves])

@@ -35,6 +35,7 @@ class BatchReader:
         generators: Sequence[Generator],
         *,
         skip_errors: bool = False,
+        items_are_batches: bool = False,
     ) -> None:
         """Set up the reader.
 
@@ -44,6 +45,7 @@ class BatchReader:
             generators: Global generators to seed before each sample.
             skip_errors: A sample that cannot be read is no failure: another's data stands in its row, and what is
                 returned is `Patched`.
+            items_are_batches: Every item of the data set is a whole batch.
         """
         self.dataset, self._skip_errors = dataset, skip_errors
         self._collate_fn = collate_fn
@@ -52,6 +54,9 @@ class BatchReader:
         self.draws: bool | None = None
         """Whether reading draws from the generators, as far as is known; None: a batch must be watched."""
         self._alarms = 0
+        stacks = self._read_many is None or isinstance(dataset, ArrayDataset)
+        self.makes_arrays = collate_fn is None and stacks and not items_are_batches
+        """Whether the arrays of a batch of samples are nobody else's: they were stacked or gathered here."""
 
     def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
         """Return the batch of a request, or its failure.
@@ -63,7 +68,7 @@ class BatchReader:
             if self.draws is False:
                 # Seeding costs more than many a sample. Should something draw after all, the batch is read again.
                 before = self._marks()
-                batch = self._batch(request, at, lambda index: None)
+                batch = self._batch(request, at, _seed_nothing)
                 if self._marks() == before:
                     return batch
                 self.draws = True
@@ -87,7 +92,7 @@ class BatchReader:
         at: dict[str, Any] = {"what": "reading", "index": None}
         before = self._marks()
         try:
-            batch = self._batch(request, at, lambda index: None)
+            batch = self._batch(request, at, _seed_nothing)
             if self._marks() == before:
                 return batch
         except BaseException:
@@ -144,20 +149,30 @@ class BatchReader:
                     "a batch that is no list."
                 )
         else:
-            samples = []
             if isinstance(indices, np.ndarray):
                 indices = indices.tolist()
+            samples = []
+            add, dataset = samples.append, self.dataset
             try:
-                for index in indices:
-                    seed(index)
-                    samples.append(self.dataset[index])
+                if seed is _seed_nothing:
+                    for index in indices:
+                        add(dataset[index])
+                else:
+                    for index in indices:
+                        seed(index)
+                        add(dataset[index])
             except BaseException:
+                index = indices[len(samples)]
                 at.update(what=f"reading sample {index!r}", index=index)
                 raise
         at.update(what=f"collating {len(samples)} samples", index=None)
         if request.item_is_batch:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
         return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+
+
+def _seed_nothing(index: Any) -> None:
+    """Leave the generators as they are."""
 
 
 class _Watch:

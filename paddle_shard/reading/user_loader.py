@@ -36,6 +36,7 @@ class UserLoader:
         dataloader: paddle.io.DataLoader,
         generators: Sequence[Generator],
         to_tensor: Callable[[Any], Any],
+        adopt: Callable[[Any], Any],
         patience: float,
         *,
         skip_errors: bool,
@@ -46,12 +47,19 @@ class UserLoader:
             dataloader: The user's; may be of a subclass.
             generators: Global generators that are seeded for each sample.
             to_tensor: Makes a tensor of an array, on the loader's place; used without workers.
+            adopt: The same for an array that is nobody else's.
             skip_errors: Whether a sample that cannot be read is another's row, not a failure.
             patience: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
-        self._to_tensor, self._patience = to_tensor, patience
-        self._reader = BatchReader(dataloader.dataset, dataloader.collate_fn, generators, skip_errors=skip_errors)
+        self._to_tensor, self._adopt, self._patience = to_tensor, adopt, patience
+        self._reader = BatchReader(
+            dataloader.dataset,
+            dataloader.collate_fn,
+            generators,
+            skip_errors=skip_errors,
+            items_are_batches=dataloader.batch_sampler is None,
+        )
         self._idle: list[WorkerPool] = []
         self._class = _reading_class(type(dataloader))
         self.dataloader = shallow_copy(dataloader, self._class)
@@ -66,7 +74,8 @@ class UserLoader:
     def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
         """Start reading requests, below the user's subclass."""
         if self.dataloader.num_workers == 0:
-            return DirectPass(requests, self._reader, self._generators, self._to_tensor)
+            to_tensor = self._adopt if self._reader.makes_arrays else self._to_tensor
+            return DirectPass(requests, self._reader, self._generators, to_tensor)
         pool = self._idle.pop() if self._idle else WorkerPool(self.dataloader, self._reader, patience=self._patience)
         return WorkerPass(requests, pool, self._idle, self._to_tensor)
 
