@@ -72,7 +72,7 @@ def rank(steps):
         "stream": loader(stream, 0),
         "workers": loader(small, 2, shuffle=True),
     }
-    kinds = {kind: 0 for kind in loaders}
+    kinds = dict.fromkeys(loaders, 0)
     for data in loaders.values():  # each has been used once before anything is counted
         run_epoch(data, 20)
     gc.collect()
