@@ -23,7 +23,7 @@ from workloads import SMALL_64, SMALL_256, TOKENS, WORKLOADS, Rows, write_files
 PARTS = ("throughput", "price", "limits", "steps")
 RANKS, WORKERS, ROUNDS = (1, 2), (0, 2), 5
 PER_SAMPLE, IN_BATCHES, PRICE, GATHERED, DELIVERED, STEP = 1.0, 3.0, 60e-6, 2.2, 3.5, 1.05
-COMPUTE, READ, STEPS, STEP_BATCH = 0.010, 0.008, 60, 8
+COMPUTE, READ, STEPS, STEP_BATCH = 0.010, 0.008, 50, 8
 
 
 # In the ranks

@@ -30,15 +30,19 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def held():
-    """What this process holds besides memory; shared memory is that of the whole machine."""
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+def children():
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+def held(workers):
+    """What this process holds besides memory; `workers` are the processes that it ever had."""
+    own = tuple(f"paddle_{pid}_" for pid in (os.getpid(), *workers))
     return {
         "open files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "threads of the system": len(os.listdir("/proc/self/task")),
-        "child processes": sum(map(len, children)),
-        "in /dev/shm": len(os.listdir("/dev/shm")),
+        "child processes": len(children()),
+        "in /dev/shm": sum(name.startswith(own) for name in os.listdir("/dev/shm")),
     }
 
 
@@ -73,13 +77,14 @@ def rank(steps):
         "workers": loader(small, 2, shuffle=True),
     }
     kinds = dict.fromkeys(loaders, 0)
+    workers: set[str] = set()
     for data in loaders.values():  # each has been used once before anything is counted
-        run_epoch(data, 20)
+        run_epoch(data, 20, workers)
     gc.collect()
-    taken, before, done, epoch, start = [(0, resident())], held(), 0, 0, time.perf_counter()
+    taken, before, done, epoch, start = [(0, resident())], held(workers), 0, 0, time.perf_counter()
     while done < steps:
         kind = "workers" if epoch % WITH_WORKERS == WITH_WORKERS - 1 else ("index", "stream")[epoch % 2]
-        count = run_epoch(loaders[kind], min(EPOCH, steps - done))
+        count = run_epoch(loaders[kind], min(EPOCH, steps - done), workers)
         done, epoch, kinds[kind] = done + count, epoch + 1, kinds[kind] + count
         gc.collect()
         taken.append((done, resident()))
@@ -89,17 +94,19 @@ def rank(steps):
     dist.barrier()
     time.sleep(2)  # threads that were told to end
     gc.collect()
-    report({"taken": taken, "before": before, "after": held(), "kinds": kinds})
+    report({"taken": taken, "before": before, "after": held(workers), "kinds": kinds})
     dist.barrier()
 
 
-def run_epoch(loader, steps):
-    """Read so many steps of the loader's epoch; returns how many there were."""
+def run_epoch(loader, steps, workers):
+    """Read so many steps of the loader's epoch, and note its workers; returns how many steps there were."""
     count = 0
     with iter(loader) as batches:
         for numbers, _ in batches:
             assert numbers.shape[0] == BATCH
             count += 1
+            if count == 1:
+                workers |= children()
             if count == steps:
                 break
     return count
