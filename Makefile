@@ -5,9 +5,10 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 ADAPTERS ?= torchdata mds dali ffcv
+STEPS ?= 100000
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test test-oldest test-adapters bench lint clean
+.PHONY: help demo demos test test-oldest test-adapters bench soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -40,10 +41,15 @@ test-oldest: $(OLDEST)/.ready
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 
-## bench: ratios against peers, about three minutes; benchmarks/README.md says how to read them
+## bench: ratios against peers, about six minutes; benchmarks/README.md says how to read them
 bench: $(READY)
 	$(PY) benchmarks/order.py
 	$(PY) benchmarks/agreement.py
+	$(PY) benchmarks/loader.py
+
+## soak: 100,000 steps on two ranks: memory, files, threads and shared memory must not grow (STEPS=20000: fewer)
+soak: $(READY)
+	$(PY) benchmarks/soak.py --steps $(STEPS)
 
 ## lint: ruff and mypy
 lint: $(READY)
