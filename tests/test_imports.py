@@ -25,7 +25,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "replicas": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
     "loader": (
         PURE | {"collate", "agree", "samplers", "stages", "sources", "reading", "place", "replicas"},
-        {"numpy", "paddle"},
+        {"numpy", "paddle", "tqdm"},
     ),
     "testing": (PURE, {"numpy", "paddle", "hypothesis"}),
     "cli": (PURE | {"sources"}, {"numpy"}),

@@ -28,7 +28,7 @@ def pack(batch: Any) -> list[Any]:
     what cannot be pickled without a word; so there is always an array, and the pickling is done here.
 
     Returns:
-        [marker array, bytes, array or tensor, ...]
+        [bytes, array or tensor, ...]; with an array that says nothing where the batch has none.
 
     Raises:
         TypeError: An array of a dtype that Paddle does not have.
@@ -41,17 +41,15 @@ def pack(batch: Any) -> list[Any]:
     # Shared memory has no arrays without elements; they travel in the pickle.
     sent = [leaf for leaf in leaves if not _is_empty(leaf)]
     empty = {number: leaf for number, leaf in enumerate(leaves) if _is_empty(leaf)}
-    return [_MARKER, pickle.dumps((skeleton, empty)), *sent]
+    return [pickle.dumps((skeleton, empty, len(leaves))), *(sent or [_MARKER])]
 
 
 def unpack(parcel: Sequence[Any], to_tensor: Callable[[Any], Any]) -> Any:
     """Return the batch that `pack` flattened, with what became of its leaves on the way."""
-    _, text, *sent = parcel
-    skeleton, empty = pickle.loads(text)
+    text, *sent = parcel
+    skeleton, empty, count = pickle.loads(text)
     arrived = iter(sent)
-    leaves = [
-        to_tensor(empty[number]) if number in empty else next(arrived) for number in range(len(sent) + len(empty))
-    ]
+    leaves = [to_tensor(empty[number]) if number in empty else next(arrived) for number in range(count)]
     return _restore(skeleton, leaves)
 
 
