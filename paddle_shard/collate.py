@@ -89,6 +89,10 @@ def rebuild(like: Any, children: Any) -> Any:
 
 def _stack(samples: Sequence[Any], path: str) -> Any:
     try:
+        if samples[0].ndim and samples[0].dtype != object:
+            rows = np.array(samples)  # np.stack, at a quarter of its price
+            if rows.shape == (len(samples), *samples[0].shape):
+                return rows
         return np.stack(samples)
     except ValueError:
         shapes = _some(np.shape(sample) for sample in samples)

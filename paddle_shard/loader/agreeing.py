@@ -23,19 +23,19 @@ def ranks_of_run() -> tuple[int, ...]:
 
 
 def open_agreement(
-    ranks: Sequence[int], *, workers: bool, ends_must_agree: bool, label: str, timeout: float
+    ranks: Sequence[int], *, prefetch: int, ends_must_agree: bool, label: str, timeout: float
 ) -> Agreement:
     """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
 
     Args:
         ranks: Who takes part, this process among them.
-        workers: Whether worker processes read.
+        prefetch: Steps that are read ahead of the one that is delivered.
         ends_must_agree: Whether it is an error that the data of some ends before that of others.
         label: What is read; the same on every rank.
         timeout: Seconds for which a rank may be silent.
     """
     coordinator = _coordinator(tuple(ranks), timeout, os.getpid())
-    return coordinator.open(PREFETCH if workers else PREFETCH_ALONE, ends_must_agree=ends_must_agree, label=label)
+    return coordinator.open(prefetch, ends_must_agree=ends_must_agree, label=label)
 
 
 @cache

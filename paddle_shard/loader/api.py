@@ -33,6 +33,10 @@ def shard_dataloader(
     seed_paddle: bool = False,
     agree: bool = True,
     timeout: float = 1800.0,
+    prefetch: int | None = None,
+    on_error: str = "raise",
+    on_lost: str = "raise",
+    progress: bool = False,
 ) -> ShardDataloader:
     """Split a DataLoader's batches along axes of the mesh and yield them as distributed tensors.
 
@@ -75,7 +79,17 @@ def shard_dataloader(
         agree: Let all ranks fail at the same step, when a read fails on one, and name a rank that is lost. For it
             the ranks of the meshes must iterate alike: a rank that iterates alone waits for the others, up to
             `timeout`. A stream whose end is not known needs it; it is asked for ahead, in the background.
-        timeout: Seconds for which another rank may be silent while this one waits for it.
+        timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it.
+        prefetch: Batches that a thread of its own keeps ready, placed, while the model computes. Without workers a
+            data set is read beside the training thread only if it draws nothing from numpy's and Python's global
+            generators, and a stream is not. None: no thread; workers read ahead all the same.
+        on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": it becomes an
+            invalid row (see the iterator's `valid`), which holds another sample's data; it is logged and counted in
+            `stats`.
+        on_lost: When another rank is gone. "raise": the loop raises `PeerLostError`; a training thread that is stuck in
+            a collective cannot be woken, so the log says it, too. "exit": this process ends 10 s later, if its
+            training thread has not raised it by then.
+        progress: Show a bar (tqdm) on the first rank.
 
     Returns:
         A `ShardDataloader`, which `dist.to_static` takes too.
@@ -99,6 +113,10 @@ def shard_dataloader(
         seed_paddle=seed_paddle,
         agree=agree,
         timeout=timeout,
+        prefetch=prefetch,
+        on_error=on_error,
+        on_lost=on_lost,
+        progress=progress,
     )
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
+import paddle
 
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import BatchStructureError, DataReadError, SplitError, UnequalEndsError
-from paddle_shard.loader.agreeing import open_agreement
+from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
+from paddle_shard.loader.prefetch import DrawnAhead
 from paddle_shard.loader.stream_pass import AgreedPass, PlacedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.placer import BatchRows
+from paddle_shard.place.placer import BatchRows, tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import Slice, take_rows
@@ -38,7 +43,11 @@ class Pending:
     """Which rows are read; None: known when they are."""
     local: bool
     """The batch's rows are this rank's only."""
-    indices: list[Any]
+    indices: list[Any] | npt.NDArray[np.int64]
+    num_bytes: int = 0
+    """Of the rows that were read."""
+    layout: FieldLayout | None = None
+    """Of the batch's last field."""
 
     def valid(self) -> Any:
         """bool, one for each row that is read."""
@@ -51,18 +60,23 @@ class Pending:
 
     def num_real_rows(self) -> int:
         """Return how many of the rows that this process reads are real."""
-        return int(np.count_nonzero(self.valid()))
+        assert self.rows is not None
+        return len(self.rows.read) if self.batch.all_real else int(np.count_nonzero(self.valid()))
 
-    def own_ids(self, layout: FieldLayout) -> list[Any]:
+    def own_ids(self, layout: FieldLayout) -> list[Any] | npt.NDArray[np.int64]:
         """Return the samples of this process's slice, padding left out."""
         if self.rows is None or self.local or len(self.indices) != len(self.rows.read):
             return self.indices
         if not layout.on_mesh:
             return []
-        mine, valid = self.rows.positions(layout), self.valid()
-        if len(mine) == len(self.indices) and valid.all():
+        mine = self.rows.positions(layout)
+        if not self.batch.all_real:
+            mine = mine[self.valid()[mine]]
+        if len(mine) == len(self.indices):
             return self.indices
-        return [self.indices[position] for position in mine[valid[mine]].tolist()]
+        if isinstance(self.indices, np.ndarray):
+            return self.indices[mine]
+        return [self.indices[position] for position in mine.tolist()]
 
 
 def _requests(
@@ -108,10 +122,26 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
             )
         return _placed(loader, batch, pending.popleft())
 
-    reading, ranks = loader._reading.start(requests), loader._agreeing_ranks
-    if look or len(ranks) == 1:
-        return PlacedPass(reading, place)
-    return AgreedPass(reading, _agreement(loader, start, ends_must_agree=True), prepare=place)
+    prefetch = 0 if look else loader._prefetch
+    if not prefetch:
+        reading, draw = loader._reading.start(requests), _draw_nothing
+    else:
+        drawn, given = DrawnAhead(requests), loader._given
+        held = given.prefetch_factor * max(given.num_workers, len(given.places)) if given.num_workers else 0
+
+        def draw(count: int) -> None:
+            drawn.draw(count + held)  # what the workers are asked for ahead
+
+        draw(0)
+        reading = loader._reading.start(drawn)
+    if look or len(loader._agreeing_ranks) == 1:
+        return PlacedPass(reading, place, prefetch, draw)
+    agreement = _agreement(loader, start, ends_must_agree=True)
+    return AgreedPass(reading, agreement, prepare=place, prefetch=prefetch, draw=draw)
+
+
+def _draw_nothing(count: int) -> None:
+    """Leave the requests to the reading, which is on the caller's thread."""
 
 
 def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
@@ -125,6 +155,7 @@ def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
         outlook=stream_outlook(source.tail, num_steps),
         prepare=_StreamSteps(loader, start),
         num_steps=num_steps,
+        prefetch=loader._prefetch,
     )
 
 
@@ -201,7 +232,18 @@ def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any,
     loader._check_split(batch)
     if pending.rows is None:
         pending.rows = loader._item_rows(batch)
-    return loader._placer.place(batch, pending.rows, loader._input_keys), pending
+    pending.num_bytes = sum(_num_bytes(tensor) for tensor in tensors(batch))
+    placed, pending.layout = loader._placer.place(batch, pending.rows, loader._input_keys)
+    return placed, pending
+
+
+def _num_bytes(tensor: Any) -> int:
+    return math.prod(tensor.shape) * _element_size(tensor.dtype)
+
+
+@cache
+def _element_size(dtype: Any) -> int:
+    return int(paddle.empty([1], dtype).element_size())
 
 
 def unequal_ends(loader: ShardDataloader, error: UnequalEndsError) -> Exception:
@@ -226,7 +268,7 @@ def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: 
     what = {} if source.split else source.batches.fingerprint()
     return open_agreement(
         loader._agreeing_ranks,
-        workers=loader._given.num_workers > 0,
+        prefetch=loader._prefetch or (PREFETCH if loader._given.num_workers else PREFETCH_ALONE),
         ends_must_agree=ends_must_agree,
         label=f"{type(loader.dataset).__name__} {what}, epoch {start.epoch}, step {start.steps}",
         timeout=loader.timeout,

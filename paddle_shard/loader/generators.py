@@ -28,10 +28,6 @@ class PaddleGenerator:
         """Not known."""
         return None
 
-    def settle(self, state: Any) -> bool:
-        """Nothing is drawn ahead."""
-        return False
-
 
 def generators(*, with_paddle: bool) -> tuple[Generator, ...]:
     """Return numpy's and Python's generators, and Paddle's where asked for."""

@@ -18,7 +18,6 @@ from paddle_shard.errors import (
 from paddle_shard.loader.begin import NO_STAND_IN, Pending, index_pass, stream_pass, unequal_ends
 from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.stats import PassClock
-from paddle_shard.place.placer import tensors
 
 if TYPE_CHECKING:
     from paddle_shard.loader.loader import ShardDataloader
@@ -90,7 +89,7 @@ class ShardIterator:
             raise
         self._current = pending
         self._loader._run.delivered(self._progress, pending.batch, pending.own_ids(self._loader._own_layout))
-        self._clock.leave(entered, pending.num_real_rows(), tensors(placed))
+        self._clock.leave(entered, pending.num_real_rows(), pending.num_bytes)
         return placed
 
     def peek(self) -> Any:
@@ -106,7 +105,8 @@ class ShardIterator:
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
         assert self._current.rows is not None
-        return self._loader._placer.valid(self._current.valid(), self._current.rows)
+        assert self._current.layout is not None
+        return self._loader._placer.valid(self._current.valid(), self._current.rows, self._current.layout)
 
     def close(self) -> None:
         """End its workers and threads; safe to call again. Abandoning the iterator does it too."""

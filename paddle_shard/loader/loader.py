@@ -17,6 +17,7 @@ from paddle_shard.loader.agreeing import ranks_of_run
 from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import LoaderCall, ShardIterator
+from paddle_shard.loader.options import check_no_stream_options, check_options, checked_prefetch
 from paddle_shard.loader.run import Run
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.loader.source import read_source
@@ -70,6 +71,10 @@ class ShardDataloader(PaddleShardDataloader):
         seed_paddle: bool = False,
         agree: bool = True,
         timeout: float = 1800.0,
+        prefetch: int | None = None,
+        on_error: str = "raise",
+        on_lost: str = "raise",
+        progress: bool = False,
     ) -> None:
         """See `shard_dataloader`."""
         # Paddle's constructor is not called: it is what this class puts right.
@@ -77,11 +82,7 @@ class ShardDataloader(PaddleShardDataloader):
             raise ArgumentError(
                 "is_dataset_splitted=True needs shard_dims: over which axes of the mesh is the data split?"
             )
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ArgumentError(f"seed must be an int, got {seed!r}.")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
-        _check_dense_tensor_idx(dense_tensor_idx)
+        check_options(seed=seed, timeout=timeout, on_lost=on_lost, on_error=on_error, dense_tensor_idx=dense_tensor_idx)
         auto_dp = in_auto_dp_mode()
         assigned = assignment(meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp)
         self._placer = BatchPlacer(assigned, dense_tensor_idx)
@@ -108,11 +109,13 @@ class ShardDataloader(PaddleShardDataloader):
                     "num_batches=, or a source that is counted."
                 )
         else:
-            _check_no_stream_options(dataloader, num_batches, num_parts)
+            check_no_stream_options(dataloader, num_batches, num_parts)
             self._source = read_source(
                 dataloader, layouts, is_dataset_splitted=split, shuffle=shuffle, seed=seed, tail=tail
             )
-        self.seed, self.timeout = seed, timeout
+        self.seed, self.timeout, self._on_lost, self._on_error = seed, timeout, on_lost, on_error
+        dealt = self._source.stream is not None and self._source.stream.dealt
+        self._prefetch = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
         self._agreeing_ranks = self._who_agrees(layouts) if agree else (dist.get_rank(),)
         self._given = dataloader
         self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
@@ -138,12 +141,15 @@ class ShardDataloader(PaddleShardDataloader):
             return paddle.utils.dlpack.from_dlpack(leaf)  # another library's, where its memory is
 
         drawn = generators(with_paddle=seed_paddle)
+        patience = 0.9 * timeout  # less than the other ranks', so that they are told what it is
         self._reading: Any
         if self._source.stream is not None:
-            self._reading = StreamLoader(dataloader, self._source.stream.stage, drawn, to_tensor, gather_tensors)
+            self._reading = StreamLoader(
+                dataloader, self._source.stream.stage, drawn, to_tensor, gather_tensors, patience
+            )
             self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         else:
-            self._reading = UserLoader(dataloader, drawn, to_tensor=to_tensor)
+            self._reading = UserLoader(dataloader, drawn, to_tensor, patience)
             self._dataloader = self._reading.dataloader
         size = self._source.batch_size
         self.batch_size = None
@@ -326,24 +332,3 @@ class ShardDataloader(PaddleShardDataloader):
                 "Give shard_dataloader tail='fill' (rows are marked in .valid) or tail='drop'.",
                 stacklevel=4,
             )
-
-
-def _check_no_stream_options(dataloader: Any, num_batches: Any, num_parts: Any) -> None:
-    for name, value in (("num_batches", num_batches), ("num_parts", num_parts)):
-        if value is not None:
-            raise ArgumentError(
-                f"{name}={value!r} is for streams; the {type(dataloader.dataset).__name__} has a length and an index. "
-                f"Leave {name} out."
-            )
-
-
-def _check_dense_tensor_idx(given: Any) -> None:
-    fine = given is None or (
-        isinstance(given, list | tuple)
-        and all(isinstance(items, list | tuple) and all(isinstance(i, int) for i in items) for items in given)
-    )
-    if not fine:
-        raise ArgumentError(
-            "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
-            f"got {given!r}."
-        )

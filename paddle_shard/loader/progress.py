@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from paddle_shard.plan.coverage import Leg, Tally
 from paddle_shard.plan.state import LoaderState
 
@@ -41,7 +44,9 @@ class PassProgress:
         self._legs: list[Leg] = list(start.certificate)
         self._leg_first, self._tally = start.samples, Tally()
 
-    def deliver(self, num_real: int, ids: Sequence[Any], sampler_state: Mapping[str, Any] | None) -> None:
+    def deliver(
+        self, num_real: int, ids: Sequence[Any] | npt.NDArray[np.int64], sampler_state: Mapping[str, Any] | None
+    ) -> None:
         """Go on by one batch.
 
         Args:

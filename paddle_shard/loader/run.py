@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
@@ -101,7 +102,7 @@ class Run:
             num_steps = None if left is None else start.steps + left
         return PassProgress(start, self._source.batch_size, data_rank, layout.num_data_ranks, num_steps)
 
-    def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any]) -> None:
+    def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
         """Note that a pass has delivered a batch.
 
         Args:

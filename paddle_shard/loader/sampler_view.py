@@ -54,7 +54,8 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         whole = loader._source.split or loader._source.item_is_batch
         for batch in loader._source.batches.epoch(loader.epoch):
             rows = np.arange(batch.num_rows) if whole else loader._rows(batch.num_rows, batch.micro_size).read
-            yield batch.take(rows)
+            indices = batch.take(rows)
+            yield indices.tolist() if isinstance(indices, np.ndarray) else indices
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 
 @dataclass(slots=True)
@@ -16,7 +14,7 @@ class Counts:
     samples: int = 0
     """Real rows of this rank's slices."""
     bytes: int = 0
-    """Of this rank's tensors."""
+    """Of the rows that this rank reads."""
     wait_seconds: float = 0.0
     """Spent in the loader: reading, if there are no workers, placing, and waiting for what is not there yet."""
     step_seconds: float = 0.0
@@ -87,11 +85,10 @@ class PassClock:
             self._stats.total.step_seconds += step
         return now
 
-    def leave(self, entered: float, samples: int, tensors: Iterable[Any]) -> None:
+    def leave(self, entered: float, samples: int, num_bytes: int) -> None:
         """Note that a batch is delivered."""
-        size = sum(tensor.size * tensor.element_size() for tensor in tensors)
         self._left = time.perf_counter()
-        found = Counts(batches=1, samples=samples, bytes=size, wait_seconds=self._left - entered)
+        found = Counts(batches=1, samples=samples, bytes=num_bytes, wait_seconds=self._left - entered)
         self._pass.add(found)
         self._stats.total.add(found)
 

@@ -11,7 +11,10 @@ from typing import Any
 from paddle_shard import errors
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, UnequalEndsError
+from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.chunk import Slice
+from paddle_shard.reading.reader import AGAIN
+from paddle_shard.reading.worker_guards import in_use
 
 
 class Outlook(Enum):
@@ -32,8 +35,8 @@ _TOLD = ("index", "worker", "step", "epoch", "cause_type")
 class AgreedPass:
     """What one pass has read, step by step: all ranks deliver the same steps, and fail at the same one.
 
-    It is read ahead on the caller's thread, or by workers; what all ranks can serve is agreed on in the background,
-    ahead of delivery.
+    It is read ahead on the caller's thread, by workers, or in a thread of its own; what all ranks can serve is agreed
+    on in the background, ahead of delivery.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class AgreedPass:
         outlook: Callable[[Any], Outlook] = lambda found: OK,
         prepare: Callable[[Any], Any] = lambda found: found,
         num_steps: int | None = None,
+        prefetch: int = 0,
+        draw: Callable[[int], None] = lambda count: None,
     ) -> None:
         """Start the pass.
 
@@ -53,11 +58,16 @@ class AgreedPass:
             outlook: Says of what was read whether it can be delivered.
             prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
+            prefetch: Steps that a thread of its own keeps ready; 0: there is none.
+            draw: Draws the requests of so many steps, on the caller's thread.
         """
         self._reading, self._agreement = reading, agreement
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
+        self._prefetch, self._draw = prefetch, draw
+        self._ahead = Ahead(self._step, lambda: runs_free(reading)) if prefetch else None
+        self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
-        self._announced = self._delivered = self._read = 0
+        self._announced = self._delivered = 0
         self._failure: BaseException | None = None
         self._over = False
         """Nothing more is to be read."""
@@ -74,23 +84,36 @@ class AgreedPass:
             PeerLostError: Another rank died or is silent.
         """
         step = self._delivered
-        while not self._over and self._announced < self._agreement.wanted(step):
-            self._announce()
+        self._read_ahead(step)
         try:
             if not self._agreement.deliver(step):
                 self._in_order()
                 raise StopIteration
         except AgreedFailure as failure:
             self.close()
-            raise (self._failure or _of_another(failure)) from None
+            mine = self._failure is not None and failure.step == self._announced
+            raise (self._failure if mine else _of_another(failure)) from None  # type: ignore[misc]
         self._delivered += 1
         return self._ready.popleft()
+
+    def _read_ahead(self, step: int) -> None:
+        wanted = self._agreement.wanted(step)
+        if self._ahead is None:
+            while not self._over and self._announced < wanted:
+                self._step()
+            return
+        limit = step + 1 + self._prefetch
+        self._draw(limit)
+        self._ahead.need(min(wanted, step + 1) if runs_free(self._reading) else wanted, limit)
 
     def _in_order(self) -> None:
         """End a pass that all ranks have come to the end of; its workers may serve another."""
         self._over = True
         self._agreement.close()
-        getattr(self._reading, "finish", self._reading.close)()
+        if self._ahead is not None and not self._ahead.stop():
+            self.close()
+        else:
+            getattr(self._reading, "finish", self._reading.close)()
 
     def peek(self) -> Any:
         """Return what is to be delivered first, without delivering it; nothing is agreed on.
@@ -98,82 +121,146 @@ class AgreedPass:
         Raises:
             StopIteration: There is nothing.
         """
-        if not self._ready and not self._over:
-            self._read_one()
-        if self._failure is not None:
-            raise self._failure
-        if not self._ready or self._outlook(self._ready[0]) in (END, UNEQUAL):
+        if not self._peeked:
+            try:
+                self._peeked.append((next(self._reading), None))
+            except StopIteration:
+                self._num_steps = 0
+                raise
+            except Exception as failure:  # raised at its own step, on all ranks
+                self._peeked.append((None, failure))
+        found, failed = self._peeked[0]
+        if failed is not None:
+            raise failed
+        if self._outlook(found) in (END, UNEQUAL):
             raise StopIteration
-        return self._prepare(self._ready[0])
+        return self._prepare(found)
 
     def close(self) -> None:
-        """End the workers and leave the agreement; safe to call again."""
+        """End the workers and threads, and leave the agreement; safe to call again."""
         self._over = True
         self._agreement.close()
-        self._reading.close()
+        _closed(self._reading, self._ahead)
 
-    def _read_one(self) -> None:
-        self._read += 1
+    def _read(self, free: bool) -> Any:
+        if not self._peeked:
+            return read_next(self._reading, free)
+        found, failed = self._peeked.pop()
+        if failed is not None:
+            raise failed
+        return found
+
+    def _step(self, free: bool = False) -> bool:
+        """Read the next step, and say what can be served of it; return whether that is done."""
+        say = self._agreement
+        if self._over:
+            raise StopIteration
+        if self._num_steps is not None and self._announced >= self._num_steps:
+            return self._end()
         try:
-            self._ready.append(next(self._reading))
-        except StopIteration:
-            self._num_steps = self._read - 1
-        except Exception as failure:  # raised at its own step, on all ranks
-            self._failure = failure
-
-    def _announce(self) -> None:
-        """Read the next step if that has not been done, and say what can be served of it."""
-        step, say = self._announced, self._agreement
-        self._announced += 1
-        if self._read <= step and (self._num_steps is None or step < self._num_steps):
-            self._read_one()
-        if self._failure is not None and self._read - 1 == step:
-            self._fail(self._failure)
-        elif self._num_steps is not None and step >= self._num_steps:
-            self._over = True
-            say.announce_end()
-        elif (found := self._outlook(self._ready[step - self._delivered])) in (OK, EXHAUSTED):
-            try:
-                self._ready[step - self._delivered] = self._prepare(self._ready[step - self._delivered])
-            except Exception as failure:  # a batch that does not fit the meshes
-                self._fail(failure)
-                return
-            if found is OK:
-                say.announce_ok()
-            else:
-                say.announce_exhausted()
-        elif found is END:
-            self._over = True
-            say.announce_end()
-        else:
-            self._fail(
-                UnequalEndsError(
+            found = self._read(free)
+            if found is AGAIN:
+                return False
+            outlook = self._outlook(found)
+            if outlook is END:
+                return self._end()
+            if outlook is UNEQUAL:
+                raise UnequalEndsError(
                     "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
                     "'drop' or 'repeat', or num_batches=."
                 )
-            )
+            with in_use:
+                self._ready.append(self._prepare(found))
+        except StopIteration:
+            return self._end()
+        except Exception as failure:  # also of a batch that does not fit the meshes
+            self._over, self._failure = True, failure
+            say.announce_failure(_report(failure))
+            return True
+        self._announced += 1
+        if outlook is OK:
+            say.announce_ok()
+        else:
+            say.announce_exhausted()
+        return True
 
-    def _fail(self, failure: BaseException) -> None:
-        self._over, self._failure = True, failure
-        self._agreement.announce_failure(_report(failure))
+    def _end(self) -> bool:
+        self._over = True
+        self._agreement.announce_end()
+        return True
 
 
 class PlacedPass:
     """What one pass has read, without other ranks."""
 
-    def __init__(self, reading: Any, prepare: Callable[[Any], Any]) -> None:
-        self._reading, self._prepare = reading, prepare
+    def __init__(
+        self,
+        reading: Any,
+        prepare: Callable[[Any], Any],
+        prefetch: int = 0,
+        draw: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Start the pass; see `AgreedPass`."""
+        self._reading, self._prepare, self._prefetch, self._draw = reading, prepare, prefetch, draw
+        self._ahead = Ahead(self._step, lambda: runs_free(reading)) if prefetch else None
+        self._ready: deque[tuple[Any, Exception | None]] = deque()
+        self._delivered = 0
+        self._over = False
 
     def __iter__(self) -> PlacedPass:
         return self
 
     def __next__(self) -> Any:
         """Return what is delivered next."""
-        return self._prepare(next(self._reading))
+        if self._ahead is None:
+            return self._prepare(next(self._reading))
+        limit = self._delivered + 1 + self._prefetch
+        self._draw(limit)
+        self._ahead.need(self._delivered + 1, limit)
+        if not self._ready:
+            raise StopIteration
+        self._delivered += 1
+        found, failure = self._ready.popleft()
+        if failure is not None:
+            raise failure
+        return found
+
+    def _step(self, free: bool) -> bool:
+        if self._over:
+            raise StopIteration
+        try:
+            found = read_next(self._reading, free)
+            if found is AGAIN:
+                return False
+            with in_use:
+                self._ready.append((self._prepare(found), None))
+        except StopIteration:
+            raise
+        except Exception as failure:  # raised at its own step
+            self._over = True
+            self._ready.append((None, failure))
+        return True
 
     def close(self) -> None:
-        """End the workers; safe to call again."""
-        self._reading.close()
+        """End the workers and threads; safe to call again."""
+        self._over = True
+        _closed(self._reading, self._ahead)
+
+
+def runs_free(reading: Any) -> bool:
+    """Return whether a pass can be read beside the training thread; a stream's readers are other processes."""
+    return bool(getattr(reading, "runs_free", True))
+
+
+def read_next(reading: Any, free: bool) -> Any:
+    """Return what a pass has read next, or `AGAIN` if the training thread must wait for it."""
+    return reading.next_free() if free and hasattr(reading, "next_free") else next(reading)
+
+
+def _closed(reading: Any, ahead: Ahead | None) -> None:
+    if ahead is not None:
+        ahead.stop(reading.interrupt)
+    reading.close()
 
 
 def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outlook]:

@@ -33,6 +33,8 @@ class StreamSetup:
     """Readers beside the main process; 0: it reads itself."""
     several: bool
     """Whether other ranks read other rows."""
+    dealt: bool = False
+    """Whether the main process reads samples for its workers."""
     foreign: bool = False
     """Whether another library reads, which is told the data rank."""
 

@@ -146,6 +146,7 @@ def read_stream(
         parts=parts,
         num_workers=num_workers if plan is None else min(num_workers, len(parts)),
         several=own.num_data_ranks > 1,
+        dealt=stream.is_dealt(),
         foreign=foreign,
     )
     return Source(

@@ -58,10 +58,9 @@ class BatchPlacer:
         self.assignment = assignment
         self.layouts = list(assignment.layouts())
         self._dense = dense_tensor_idx
-        self._last = self.layouts[0]
 
-    def place(self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None) -> Any:
-        """Return the batch as distributed tensors.
+    def place(self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None) -> tuple[Any, FieldLayout]:
+        """Return the batch as distributed tensors, and the layout of its last field.
 
         Args:
             batch: Holds the rows `rows.read`.
@@ -71,26 +70,26 @@ class BatchPlacer:
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
-        self._rows = rows
         if is_sequence(batch) or isinstance(batch, Mapping):
             fields = self.assignment.fields(batch, keys)
-            last = fields[-1][1] if fields else self._last
-            self._last = last[-1] if isinstance(last, list) else last
+            last = fields[-1][1] if fields else self.layouts[0]
             placed = {
-                key: self._field(batch[key], entry, f"[{key!r}]", self._dense_items(number))
+                key: self._field(batch[key], entry, f"[{key!r}]", self._dense_items(number), rows)
                 for number, (key, entry) in enumerate(fields)
             }
-            return rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
-        return self._leaf(batch, self.layouts[0], "", dense=False)
+            whole = rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
+            return whole, last[-1] if isinstance(last, list) else last
+        return _leaf(batch, self.layouts[0], "", rows, dense=False), self.layouts[0]
 
-    def valid(self, mask: np.ndarray[Any, Any], rows: BatchRows) -> Any:
-        """Return one bool per row of the last field, True where the row is real, placed as its rows are.
+    @staticmethod
+    def valid(mask: np.ndarray[Any, Any], rows: BatchRows, layout: FieldLayout) -> Any:
+        """Return one bool per row of a field, True where the row is real, placed as its rows are.
 
         Args:
             mask: bool[len(rows.read)], for the rows that were read.
             rows: Of the batch.
+            layout: Of the field.
         """
-        layout = self._last
         if layout.on_mesh:
             return place_mask(mask[rows.positions(layout)], layout)
         return place_mask(np.ones(rows.num_rows // layout.num_data_ranks, bool), layout)
@@ -118,7 +117,7 @@ class BatchPlacer:
             )
         return self._dense[number]
 
-    def _field(self, value: Any, entry: Entry, path: str, dense: Sequence[int]) -> Any:
+    def _field(self, value: Any, entry: Entry, path: str, dense: Sequence[int], rows: BatchRows) -> Any:
         if not is_sequence(value) or _is_row_like(value):
             if isinstance(entry, list):
                 if _is_tensor(value) or isinstance(value, Mapping):
@@ -127,7 +126,7 @@ class BatchPlacer:
                         f"{len(entry)}: give it one mesh, or make it a list of as many items."
                     )
                 entry = entry[0]
-            return self._value(value, entry, path, dense=len(dense) > 0)
+            return _value(value, entry, path, rows, dense=len(dense) > 0)
         entries = entry if isinstance(entry, list) else [entry] * len(value)
         if len(entries) != len(value):
             raise BatchStructureError(
@@ -135,51 +134,53 @@ class BatchPlacer:
                 f"{len(entries)}."
             )
         items = [
-            self._value(item, layout, f"{path}[{i}]", dense=i in dense)
+            _value(item, layout, f"{path}[{i}]", rows, dense=i in dense)
             for i, (item, layout) in enumerate(zip(value, entries, strict=True))
         ]
         return rebuild(value, items)
 
-    def _value(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
-        if isinstance(value, Mapping):
-            named = {k: self._value(v, layout, f"{path}[{k!r}]", dense=dense) for k, v in value.items()}
-            return rebuild(value, named)
-        if is_sequence(value) and not _is_row_like(value):
-            items = [self._value(v, layout, f"{path}[{i}]", dense=dense) for i, v in enumerate(value)]
-            return rebuild(value, items)
-        return self._leaf(value, layout, path, dense=dense)
 
-    def _leaf(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
-        rows = self._rows
-        if not _is_tensor(value):
-            if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
-                positions = rows.positions(layout)
-                return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
-            return value
-        by_rows = len(layout.data_axes) > 0
-        if by_rows:
-            self._check_rows(value, path)
-        if dense:
-            return take_rows(value, rows.positions(layout)) if by_rows and layout.on_mesh else value
-        if not layout.on_mesh:
-            return place_elsewhere(value, len(rows.read), rows.num_rows, layout, path)
-        if by_rows:
-            value = take_rows(value, rows.positions(layout))
-        return place(split_sequence(value, layout, path), layout)
+def _value(value: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> Any:
+    if isinstance(value, Mapping):
+        named = {k: _value(v, layout, f"{path}[{k!r}]", rows, dense=dense) for k, v in value.items()}
+        return rebuild(value, named)
+    if is_sequence(value) and not _is_row_like(value):
+        items = [_value(v, layout, f"{path}[{i}]", rows, dense=dense) for i, v in enumerate(value)]
+        return rebuild(value, items)
+    return _leaf(value, layout, path, rows, dense=dense)
 
-    def _check_rows(self, tensor: Any, path: str) -> None:
-        shape, wanted = list(tensor.shape), len(self._rows.read)
-        if not shape:
-            raise BatchStructureError(
-                f"field {path or 'batch'} is a 0-d tensor, which has no rows to split over the data axes. "
-                "Give it a first dim, or a mesh of its own with shard_dims None (the same on every rank)."
-            )
-        if shape[0] != wanted:
-            raise BatchStructureError(
-                f"field {path or 'batch'} has {shape[0]} rows (shape {shape}) for {wanted} samples: it "
-                "cannot be split by rows. A collate_fn must make one row a sample; what is the same for all samples "
-                "needs a mesh of its own with shard_dims None."
-            )
+
+def _leaf(value: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> Any:
+    if not _is_tensor(value):
+        if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
+            positions = rows.positions(layout)
+            return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
+        return value
+    by_rows = len(layout.data_axes) > 0
+    if by_rows:
+        _check_rows(value, len(rows.read), path)
+    if dense:
+        return take_rows(value, rows.positions(layout)) if by_rows and layout.on_mesh else value
+    if not layout.on_mesh:
+        return place_elsewhere(value, len(rows.read), rows.num_rows, layout, path)
+    if by_rows:
+        value = take_rows(value, rows.positions(layout))
+    return place(split_sequence(value, layout, path), layout)
+
+
+def _check_rows(tensor: Any, wanted: int, path: str) -> None:
+    shape = list(tensor.shape)
+    if not shape:
+        raise BatchStructureError(
+            f"field {path or 'batch'} is a 0-d tensor, which has no rows to split over the data axes. "
+            "Give it a first dim, or a mesh of its own with shard_dims None (the same on every rank)."
+        )
+    if shape[0] != wanted:
+        raise BatchStructureError(
+            f"field {path or 'batch'} has {shape[0]} rows (shape {shape}) for {wanted} samples: it "
+            "cannot be split by rows. A collate_fn must make one row a sample; what is the same for all samples "
+            "needs a mesh of its own with shard_dims None."
+        )
 
 
 def _is_tensor(value: Any) -> bool:

@@ -136,12 +136,14 @@ class Tally:
         self.count = 0
         self._sums: Sums = (0, 0)
         self._waiting: list[Any] = []
+        self._num_waiting = 0
 
-    def add(self, ids: Sequence[Any]) -> None:
+    def add(self, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
         """Count some samples, by whatever the data set is indexed with."""
         self.count += len(ids)
-        self._waiting += ids
-        if len(self._waiting) >= _CHUNK:
+        self._waiting.append(ids)
+        self._num_waiting += len(ids)
+        if self._num_waiting >= _CHUNK:
             self._flush()
 
     @property
@@ -152,12 +154,14 @@ class Tally:
 
     def _flush(self) -> None:
         if self._waiting:
-            self._sums = plus(self._sums, id_sums(as_ids(self._waiting)))
-            self._waiting = []
+            self._sums = plus(self._sums, id_sums(np.concatenate([as_ids(ids) for ids in self._waiting])))
+            self._waiting, self._num_waiting = [], 0
 
 
-def as_ids(indices: Sequence[Any]) -> npt.NDArray[np.int64]:
+def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return numbers for a data set's indices: ints as they are, others by their `repr`."""
+    if isinstance(indices, np.ndarray):
+        return indices
     if all(type(index) is int for index in indices):
         return np.array(indices, np.int64)
     numbers = [index if isinstance(index, int) else derive_seed("id", index) for index in indices]

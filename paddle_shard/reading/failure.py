@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paddle_shard.errors import DataReadError
 from paddle_shard.reading.request import Request
 
@@ -18,6 +20,10 @@ def _guarded(text: Callable[[], str]) -> str:
         return text()
     except Exception as error:  # an exception whose own __str__ raises
         return f"(its text cannot be had: {type(error).__name__})"
+
+
+def _plain(index: Any) -> Any:
+    return index.item() if isinstance(index, np.generic) else index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +55,13 @@ class ReadFailure:
     def error(self, request: Request) -> DataReadError:
         """Return the exception to raise for a request that failed."""
         where = "in the main process" if self.worker is None else f"in worker {self.worker}"
-        shown = ", ".join(map(repr, request.indices[:_SHOWN])) + (", ..." * (len(request.indices) > _SHOWN))
+        indices = list(map(_plain, request.indices))
+        shown = ", ".join(map(repr, indices[:_SHOWN])) + (", ..." * (len(indices) > _SHOWN))
         error = DataReadError(
             f"{self.what} failed {where} (epoch {request.epoch}, step {request.step}): "
             f"{self.cause_type}: {self.cause}\n"
             f"Samples of this read: [{shown}].\nOriginal traceback:\n{self.traceback}"
         )
-        error.index, error.indices, error.worker = self.index, tuple(request.indices), self.worker
+        error.index, error.indices, error.worker = self.index, tuple(indices), self.worker
         error.epoch, error.step, error.cause_type = request.epoch, request.step, self.cause_type
         return error

@@ -65,6 +65,10 @@ class MixedPass:
                 self._skip -= 1
         return self._mixed.popleft()
 
+    def interrupt(self) -> None:
+        """Make a call of `next` return that waits in another thread."""
+        self._reading.interrupt()
+
     def finish(self) -> None:
         """End the pass in order; persistent workers are there for the next."""
         self._reading.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -13,8 +14,16 @@ from paddle.io.dataloader import dataloader_iter as machinery
 from paddle_shard.errors import DataReadError
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import map_leaves, pack, unpack
+from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
-from paddle_shard.reading.worker_guards import deaths_unheard, end_with_the_parent, freed, garbage_left_to_the_parent
+from paddle_shard.reading.worker_guards import (
+    WatchedQueue,
+    deaths_unheard,
+    end_with_the_parent,
+    freed,
+    garbage_left_to_the_parent,
+    in_use,
+)
 from paddle_shard.reading.worker_info import ShownInfo, shown
 from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
 
@@ -34,6 +43,16 @@ class Pass(Protocol):
         Raises:
             DataReadError: Reading it failed.
         """
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether `next_free` can be asked: reading draws nothing in this process."""
+
+    def next_free(self) -> Any:
+        """Return the next batch while another thread is at work; `AGAIN` if that thread must wait for it."""
+
+    def interrupt(self) -> None:
+        """Make a call of `next` return that waits in another thread; the pass must be closed then."""
 
     def finish(self) -> None:
         """End a pass that is not wanted any further, though nothing has gone wrong; workers that persist may stay."""
@@ -60,21 +79,43 @@ class DirectPass:
         self._reader = reader
         self._generators = generators
         self._to_tensor = to_tensor
+        self._again: list[Request] = []
 
     def __iter__(self) -> DirectPass:
         return self
 
     def __next__(self) -> Any:
-        request = next(self._requests)
+        request = self._again.pop() if self._again else next(self._requests)
         with kept(self._generators):
-            batch = self._reader.read(request, None)
-            if not isinstance(batch, ReadFailure):
-                try:
+            return self._finished(self._reader.read(request, None), request)
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether the data set is known to draw nothing."""
+        return getattr(self._reader, "draws", True) is False
+
+    def next_free(self) -> Any:
+        """Return the next batch, or `AGAIN`."""
+        request = self._again.pop() if self._again else next(self._requests)
+        reader: Any = self._reader
+        batch = reader.read_freely(request)
+        if batch is not AGAIN:
+            return self._finished(batch, request)
+        self._again.append(request)
+        return AGAIN
+
+    def _finished(self, batch: Any, request: Request) -> Any:
+        if not isinstance(batch, ReadFailure):
+            try:
+                with in_use:
                     return map_leaves(batch, self._to_tensor)
-                except Exception as error:
-                    batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
+            except Exception as error:
+                batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
         self.close()
         raise batch.error(request)
+
+    def interrupt(self) -> None:
+        """Nothing: a data set of the user's cannot be."""
 
     def finish(self) -> None:
         """End the pass."""
@@ -178,6 +219,7 @@ class WorkerPool:
         reader: Reader,
         num_workers: int | None = None,
         *,
+        patience: float = math.inf,
         reads_all: bool = False,
     ) -> None:
         """Make a private DataLoader with the settings of the user's.
@@ -186,6 +228,7 @@ class WorkerPool:
             settings: Read only.
             reader: What the workers run.
             num_workers: Where there are to be fewer than in the settings.
+            patience: Seconds after which a worker that has not answered counts as hung.
             reads_all: Every worker reads the whole data set, and keeps some of it: the user's `worker_init_fn` is
                 shown a single worker then, so that it leaves the data set whole.
         """
@@ -199,7 +242,7 @@ class WorkerPool:
         view.auto_collate_batch, view.batch_size, view.drop_last = True, None, False
         view.pin_memory, view._iterator = False, None
         view.num_workers = num_workers or settings.num_workers
-        self._view = view
+        self._view, self.patience = view, patience
         self.iterator: Any = None
 
     def start(self, requests: Iterator[Request]) -> None:
@@ -215,11 +258,18 @@ class WorkerPool:
         with kept([NumpyGenerator()]), garbage_left_to_the_parent(), deaths_unheard(), freed(self.iterator):
             self.iterator = paddle.io.DataLoader.__iter__(self._view)
             machinery.core._erase_process_pids(id(self.iterator))
+        if not isinstance(self.iterator._data_queue, WatchedQueue):
+            self.iterator._data_queue = WatchedQueue(self.iterator, self.patience)
 
     def dead_workers(self) -> dict[int, int]:
         """Return the exit codes of the workers that have ended with an error, by number."""
         workers = enumerate(getattr(self.iterator, "_workers", ()))
         return {number: worker.exitcode for number, worker in workers if worker.exitcode}
+
+    def hung_worker(self) -> int | None:
+        """Return the worker that has not answered for too long."""
+        watched = getattr(self.iterator, "_data_queue", None)
+        return watched.hung if isinstance(watched, WatchedQueue) else None
 
     def shut_down(self) -> None:
         """End the workers, threads and shared memory of the machinery."""
@@ -255,6 +305,7 @@ class WorkerPass:
         self._pool: WorkerPool | None = pool
         self._idle = idle
         self._to_tensor = to_tensor
+        self._interrupted = False
         pool.start(requests)
 
     def __iter__(self) -> WorkerPass:
@@ -272,6 +323,8 @@ class WorkerPass:
                 self._idle.append(pool)
             else:
                 pool.shut_down()
+            if self._interrupted:
+                raise
             if pool.feed.error is not None:
                 raise pool.feed.error from None
             if pool.feed.pending:
@@ -288,16 +341,38 @@ class WorkerPass:
             raise batch.error(request)
         return batch
 
+    runs_free = True
+
+    def next_free(self) -> Any:
+        """Return the next batch: this process reads nothing."""
+        return next(self)
+
+    def interrupt(self) -> None:
+        """Close the queue on which `next` waits."""
+        pool = self._pool
+        if pool is not None and pool.iterator is not None:
+            self._interrupted = True
+            pool.iterator._exit_thread_expectedly()
+            for worker in pool.iterator._workers:  # or Paddle, which is told of the end, waits for what they read
+                worker.terminate()
+
     @staticmethod
     def _lost(pool: WorkerPool, error: Exception | None) -> DataReadError:
         dead = ", ".join(f"worker {n} (exit code {code})" for n, code in pool.dead_workers().items())
+        cause = f"a worker process ended: {dead}" if dead else "the worker machinery ended early"
+        worker, hung = next(iter(pool.dead_workers()), None), pool.hung_worker()
+        if hung is not None:
+            worker, cause = (
+                hung,
+                f"worker {hung} has said nothing for {pool.patience:g} s; the loader's timeout= says so",
+            )
         failure = ReadFailure(
             what="reading",
             index=None,
             cause_type=type(error).__name__ if error is not None else "WorkersLost",
-            cause=f"a worker process ended: {dead}" if dead else "the worker machinery ended early",
+            cause=cause,
             traceback=str(error),
-            worker=next(iter(pool.dead_workers()), None),
+            worker=worker,
         )
         return failure.error(pool.feed.pending[0])
 

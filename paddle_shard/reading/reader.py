@@ -12,6 +12,11 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers.randomness import Generator
+from paddle_shard.sources.arrays import ArrayDataset
+
+AGAIN = object()
+"""Instead of a batch: it must be read once more, while no other thread is at work."""
+_ALARMS = 3
 
 
 class BatchReader:
@@ -38,8 +43,9 @@ class BatchReader:
         self._collate_fn = collate_fn
         self._generators = generators
         self._read_many = getattr(dataset, "__getitems__", None)
-        self._draws: bool | None = None
-        """Whether reading draws from the generators, as far as is known; None: no batch was read yet."""
+        self.draws: bool | None = None
+        """Whether reading draws from the generators, as far as is known; None: a batch must be watched."""
+        self._alarms = 0
 
     def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
         """Return the batch of a request, or its failure.
@@ -48,23 +54,41 @@ class BatchReader:
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
         try:
-            if self._draws is False:
+            if self.draws is False:
                 # Seeding costs more than many a sample. Should something draw after all, the batch is read again.
                 before = self._marks()
                 batch = self._batch(request, at, lambda index: None)
                 if self._marks() == before:
                     return batch
-                self._draws = True
-            if self._draws:
+                self.draws = True
+            if self.draws:
                 return self._batch(request, at, lambda index: self._seed(request, index))
             watch = _Watch(self._marks)
             batch = self._batch(request, at, lambda index: watch.around(self._seed, request, index))
-            self._draws = watch.changed()
+            self.draws = watch.changed()
             return batch
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
             return ReadFailure.of(error, worker=worker, **at)
+
+    def read_freely(self, request: ReadRequest) -> Any | ReadFailure:
+        """Return the same while another thread may draw from the generators, where reading is known not to.
+
+        Nothing is seeded. If anything was drawn, which may have been the other thread, it returns `AGAIN`: the batch
+        is to be read while that thread waits.
+        """
+        at: dict[str, Any] = {"what": "reading", "index": None}
+        before = self._marks()
+        try:
+            batch = self._batch(request, at, lambda index: None)
+        except BaseException as error:
+            batch = ReadFailure.of(error, worker=None, **at)
+        if self._marks() == before:
+            return batch
+        self._alarms += 1  # a training loop that draws at every step would have every batch read twice
+        self.draws = True if self._alarms > _ALARMS else None
+        return AGAIN
 
     def _seed(self, request: ReadRequest, index: Any) -> None:
         seed = request.sample_seed(index)
@@ -79,7 +103,9 @@ class BatchReader:
         indices = request.indices
         if self._read_many is not None and not request.item_is_batch:
             at.update(what=f"reading {len(indices)} samples at once", index=None)
-            seed(indices[0])
+            if isinstance(indices, np.ndarray):
+                indices = indices if isinstance(self.dataset, ArrayDataset) else indices.tolist()
+            seed(int(indices[0]) if isinstance(indices, np.ndarray) else indices[0])
             samples = self._read_many(indices)
             if not isinstance(samples, list):
                 return samples if self._collate_fn is None else self._collate_fn(samples)
@@ -90,6 +116,8 @@ class BatchReader:
                 )
         else:
             samples = []
+            if isinstance(indices, np.ndarray):
+                indices = indices.tolist()
             try:
                 for index in indices:
                     seed(index)

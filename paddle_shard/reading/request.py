@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from paddle_shard.plan.seeding import derive_seed, mix
 
 
@@ -21,7 +24,7 @@ class Request(Protocol):
         """The step of the epoch."""
 
     @property
-    def indices(self) -> Sequence[Any]:
+    def indices(self) -> Sequence[Any] | npt.NDArray[np.int64]:
         """The samples."""
 
 
@@ -41,7 +44,7 @@ class ReadRequest:
 
     epoch: int
     step: int
-    indices: list[Any]
+    indices: list[Any] | npt.NDArray[np.int64]
     """What the data set is indexed with, one a row; a single one where an item is a whole batch."""
     item_is_batch: bool
     """True where the data set serves whole batches (`batch_size=None`)."""

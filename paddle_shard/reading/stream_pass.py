@@ -30,6 +30,7 @@ class StreamLoader:
         generators: Sequence[Generator],
         to_tensor: Callable[[Any], Any],
         gather: Gather,
+        patience: float,
     ) -> None:
         """Set up the loader.
 
@@ -39,9 +40,10 @@ class StreamLoader:
             generators: Global generators to seed before each piece of the user's code.
             to_tensor: Makes a tensor of an array.
             gather: For tensors.
+            patience: Seconds after which a worker that has not answered counts as hung.
         """
         self._dataloader, self._stage, self._generators = dataloader, stage, generators
-        self._to_tensor, self.gather = to_tensor, gather
+        self._to_tensor, self.gather, self._patience = to_tensor, gather, patience
         self._dealt = _dealt(stage)
         self._idle: list[WorkerPool] = []
 
@@ -67,7 +69,7 @@ class StreamLoader:
 
     def _pool(self, num_workers: int) -> WorkerPool:
         reads_all = isinstance(_first(self._stage), IterableSource)
-        return WorkerPool(self._dataloader, self._reader(), num_workers, reads_all=reads_all)
+        return WorkerPool(self._dataloader, self._reader(), num_workers, patience=self._patience, reads_all=reads_all)
 
     def _reader(self) -> ChunkReader:
         loader = self._dataloader
@@ -106,6 +108,10 @@ class StreamPass:
         except Exception as error:
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None
+
+    def interrupt(self) -> None:
+        """Make a call of `next` return that waits in another thread."""
+        self._core.interrupt()
 
     def finish(self) -> None:
         """End the pass in order, as far as it is wanted: persistent workers are there for the next."""

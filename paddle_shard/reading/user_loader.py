@@ -35,6 +35,7 @@ class UserLoader:
         dataloader: paddle.io.DataLoader,
         generators: Sequence[Generator],
         to_tensor: Callable[[Any], Any],
+        patience: float,
     ) -> None:
         """Copy the settings; the given object is never changed.
 
@@ -42,9 +43,10 @@ class UserLoader:
             dataloader: The user's; may be of a subclass.
             generators: Global generators that are seeded for each sample.
             to_tensor: Makes a tensor of an array, on the loader's place; used without workers.
+            patience: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
-        self._to_tensor = to_tensor
+        self._to_tensor, self._patience = to_tensor, patience
         self._reader = BatchReader(dataloader.dataset, dataloader.collate_fn, generators)
         self._idle: list[WorkerPool] = []
         self._class = _reading_class(type(dataloader))
@@ -61,7 +63,7 @@ class UserLoader:
         """Start reading requests, below the user's subclass."""
         if self.dataloader.num_workers == 0:
             return DirectPass(requests, self._reader, self._generators, self._to_tensor)
-        pool = self._idle.pop() if self._idle else WorkerPool(self.dataloader, self._reader)
+        pool = self._idle.pop() if self._idle else WorkerPool(self.dataloader, self._reader, patience=self._patience)
         return WorkerPass(requests, pool, self._idle, self._to_tensor)
 
     def close(self) -> None:
@@ -98,6 +100,19 @@ class UserPass:
 
     def __next__(self) -> Any:
         return next(self._batches)
+
+    @property
+    def runs_free(self) -> bool:
+        """See `Pass`."""
+        return self._cores[0].runs_free
+
+    def next_free(self) -> Any:
+        """See `Pass`; the user's own `__iter__` is passed by, which only a plain DataLoader has none of."""
+        return self._cores[0].next_free()
+
+    def interrupt(self) -> None:
+        """See `Pass`."""
+        self._cores[0].interrupt()
 
     def close(self) -> None:
         """End its workers."""

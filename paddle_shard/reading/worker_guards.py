@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,8 @@ from paddle.io.dataloader import dataloader_iter as machinery
 
 _PARENT_SECONDS = 1.0
 """How often a worker looks whether its parent is there."""
+_LOOK_SECONDS = 1.0
+"""How often it is looked whether workers are alive."""
 
 
 def end_with_the_parent() -> None:
@@ -35,6 +39,12 @@ def end_with_the_parent() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, name="paddle_shard: parent", daemon=True).start()
+
+
+in_use = threading.RLock()
+"""Held where another thread than the main one works with Paddle, whose locks a forked child would never see let go."""
+
+os.register_at_fork(before=in_use.acquire, after_in_parent=in_use.release, after_in_child=in_use.release)
 
 
 @contextmanager
@@ -74,6 +84,51 @@ def deaths_unheard() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
         if heard:  # the user may have a handler, too
             signal.raise_signal(signal.SIGCHLD)
+
+
+class WatchedQueue:
+    """The queue on which Paddle's machinery waits for its workers, which it would do for ever for one that hangs.
+
+    It also looks more often for workers that have died.
+    """
+
+    def __init__(self, iterator: Any, patience: float) -> None:
+        """Stand in for the queue of Paddle's iterator.
+
+        Args:
+            iterator: Of Paddle's machinery.
+            patience: Seconds to wait for a worker that was asked for something.
+        """
+        self._iterator, self._queue, self._patience = weakref.ref(iterator), iterator._data_queue, patience
+        self._waited = 0.0
+        self.hung: int | None = None
+        """The worker that has said nothing for so long."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def get(self, timeout: float) -> Any:
+        """Return what a worker has sent; the machinery looks for the dead when this raises `queue.Empty`."""
+        try:
+            found = self._queue.get(timeout=min(timeout, _LOOK_SECONDS, self._patience))
+        except queue.Empty:
+            self._note_silence(min(timeout, _LOOK_SECONDS, self._patience))
+            raise
+        self._waited = 0.0
+        return found
+
+    def _note_silence(self, seconds: float) -> None:
+        iterator = self._iterator()
+        if iterator is None:
+            return
+        asked = iterator._task_infos.get(iterator._rcvd_idx)
+        if asked is None or not all(worker.is_alive() for worker in iterator._workers):
+            self._waited = 0.0  # nothing is asked for, or the machinery is about to find out by itself
+            return
+        self._waited += seconds
+        if self._waited >= self._patience:
+            self.hung = asked[0]
+            iterator._exit_thread_unexpectedly()
 
 
 @contextmanager

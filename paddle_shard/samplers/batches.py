@@ -31,8 +31,12 @@ class IndexBatch(Protocol):
     def sampler_state(self) -> Mapping[str, Any] | None:
         """The state of a sampler of the user's own, when it had drawn this batch."""
 
-    def take(self, rows: Rows) -> list[Any]:
-        """Return the data set's indices at some rows."""
+    @property
+    def all_real(self) -> bool:
+        """Whether no row is padding; False also where that is not known."""
+
+    def take(self, rows: Rows) -> list[Any] | Rows:
+        """Return the data set's indices at some rows; an array where all are ints."""
 
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of some rows are real."""

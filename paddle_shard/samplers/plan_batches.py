@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.order import PADDLE
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
@@ -21,12 +22,9 @@ class PlanBatch:
     plan: ShardPlan
     epoch: int
     step: int
+    num_rows: int
+    """Rows of the global batch, padding included."""
     sampler_state: None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the global batch, padding included."""
-        return self.plan.num_rows(step=self.step)
 
     @property
     def micro_size(self) -> int:
@@ -38,10 +36,14 @@ class PlanBatch:
         """Positions of the order that it serves."""
         return min(self.num_rows, self.plan.num_positions - self.plan.first_position(step=self.step))
 
-    def take(self, rows: Rows) -> list[Any]:
-        """Return the data set's indices at some rows, as Python ints."""
-        indices: list[Any] = self.plan.take(epoch=self.epoch, step=self.step, rows=rows).tolist()
-        return indices
+    @property
+    def all_real(self) -> bool:
+        """Whether no row is padding; False also where that is not known."""
+        return self.plan.shuffle not in PADDLE and self.num_real == self.num_rows
+
+    def take(self, rows: Rows) -> Rows:
+        """Return the data set's indices at some rows."""
+        return self.plan.take(epoch=self.epoch, step=self.step, rows=rows)
 
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of some rows are real."""
@@ -74,7 +76,7 @@ class PlanBatches:
                 return
             plan, first = resumed_plan(plan, resumed), resumed.steps
         for step in range(first, plan.num_steps):
-            yield PlanBatch(plan=plan, epoch=epoch, step=step)
+            yield PlanBatch(plan=plan, epoch=epoch, step=step, num_rows=plan.num_rows(step=step))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,13 +27,7 @@ class Generator(Protocol):
         """Put a state back."""
 
     def mark(self) -> Any:
-        """Return, in a fraction of a microsecond, a value that every draw and every seed changes; None: not known.
-
-        A draw may go unseen once if the state holds a number that was drawn ahead; see `settle`.
-        """
-
-    def settle(self, state: Any) -> bool:
-        """Throw away a number that was drawn ahead, if its state, which is given, says so; return whether."""
+        """Return, in a fraction of a microsecond, a value that every draw and every seed changes; None: not known."""
 
 
 class PythonGenerator:
@@ -44,21 +39,19 @@ class PythonGenerator:
 
     def get_state(self) -> Any:
         """Return its state."""
-        return random.getstate()
+        return random.getstate() if _PYTHON is None else (_PYTHON.copy(), _INSTANCE.gauss_next)
 
     def set_state(self, state: Any) -> None:
         """Put a state back."""
+        if _PYTHON is not None:
+            words, gauss = state
+            index, *key = np.frombuffer(words, np.uint32).tolist()
+            state = (3, (*key, index), gauss)
         random.setstate(state)
 
     def mark(self) -> Any:
         """Return where in its table it stands, a word of that, and the Gaussian drawn ahead."""
-        if _PYTHON_WORDS is None:
-            return None
-        return _PYTHON_WORDS[0].value, _PYTHON_WORDS[1].value, random._inst.gauss_next  # type: ignore[attr-defined]
-
-    def settle(self, state: Any) -> bool:
-        """Nothing is unseen."""
-        return False
+        return None if _PYTHON is None else (_PYTHON.position.value, _PYTHON.word.value, _INSTANCE.gauss_next)
 
 
 class NumpyGenerator:
@@ -70,63 +63,111 @@ class NumpyGenerator:
 
     def get_state(self) -> Any:
         """Return its state."""
-        return np.random.get_state()
+        table, ahead = _numpy_table(_rand()._bit_generator), _numpy_ahead(_rand())
+        if table is None or ahead is None:
+            return np.random.get_state()
+        return table.copy(), ahead[0].value, ahead[1].value
 
     def set_state(self, state: Any) -> None:
         """Put a state back."""
+        if isinstance(state[0], bytes):
+            words = np.frombuffer(state[0], np.uint32)
+            state = ("MT19937", words[:624], int(words[624]), *state[1:])
         np.random.set_state(state)
 
     def mark(self) -> Any:
-        """Return where in its table it stands, and a word of that."""
-        words = _numpy_words(np.random.mtrand._rand._bit_generator)
-        return None if words is None else (words[0].value, words[1].value)
-
-    def settle(self, state: Any) -> bool:
-        """Forget a Gaussian that was drawn ahead."""
-        if state[3]:
-            np.random.seed(0)
-        return bool(state[3])
+        """Return where in its table it stands, a word of that, and whether a Gaussian was drawn ahead."""
+        table, ahead = _numpy_table(_rand()._bit_generator), _numpy_ahead(_rand())
+        return None if table is None or ahead is None else (table.position.value, table.word.value, ahead[0].value)
 
 
-Words = tuple[ctypes.c_int, ctypes.c_uint32]
-"""(position in the table of a Mersenne Twister, the table's second word), as they stand in memory; some seeds make
-the same first word."""
+# Reading a state through its library costs 7 us (`random`) and 40 us (numpy): more than many a sample. So the states
+# are looked at where they stand in memory, once it is seen that they stand there.
+
+
+class _Table:
+    """The state of a Mersenne Twister, as it stands in memory."""
+
+    def __init__(self, address: int, position: int, word: int) -> None:
+        """Look at 625 words; `position` and `word` are the bytes before its place in the table and the second word.
+
+        The second, since some seeds make the same first word.
+        """
+        self._address = address
+        self.position = ctypes.c_int.from_address(address + position)
+        self.word = ctypes.c_uint32.from_address(address + word)
+
+    def copy(self) -> bytes:
+        """Return all of it."""
+        return ctypes.string_at(self._address, 625 * 4)
+
+
+def _rand() -> Any:
+    return np.random.mtrand._rand
 
 
 @lru_cache(maxsize=2)
-def _numpy_words(bit_generator: Any) -> Words | None:
+def _numpy_table(bit_generator: Any) -> _Table | None:
     """Look at the state of a bit generator of numpy, where its documented interface says it is."""
     if type(bit_generator) is not np.random.MT19937:
         return None
     address = bit_generator.ctypes.state_address  # struct {uint32_t key[624]; int pos;}
-    words = ctypes.c_int.from_address(address + 624 * 4), ctypes.c_uint32.from_address(address + 4)
+    table = _Table(address, position=624 * 4, word=4)
     state = bit_generator.state["state"]
-    return words if (words[0].value, words[1].value) == (state["pos"], int(state["key"][1])) else None
+    return table if table.copy() == state["key"].tobytes() + struct.pack("=i", state["pos"]) else None
 
 
-def _python_words() -> Words | None:
-    """Look at the state of the module `random`: CPython's RandomObject is {head; int index; uint32_t state[624]}."""
-    address = id(random._inst) + object.__basicsize__
-    if sys.implementation.name != "cpython" or random._inst.__sizeof__() < object.__basicsize__ + 625 * 4:
+@lru_cache(maxsize=2)
+def _numpy_ahead(generator: Any) -> tuple[ctypes.c_int, ctypes.c_double] | None:
+    """Look at whether a RandomState holds a Gaussian that was drawn ahead, and at that: {int; double} in the object."""
+    offset = _offset_of_gauss()
+    if offset is None or type(generator) is not np.random.RandomState:
         return None
-    words = ctypes.c_int.from_address(address), ctypes.c_uint32.from_address(address + 8)
-    *table, index = random.getstate()[1]
-    return words if (words[0].value, words[1].value) == (index, table[1]) else None
+    return ctypes.c_int.from_address(id(generator) + offset - 8), ctypes.c_double.from_address(id(generator) + offset)
 
 
-_PYTHON_WORDS = _python_words()
+@cache
+def _offset_of_gauss() -> int | None:
+    """Find by experiment where in a RandomState the Gaussian that was drawn ahead stands."""
+    if sys.implementation.name != "cpython":
+        return None
+    trial = np.random.RandomState(1)
+    trial.standard_normal()
+    state: Any = trial.get_state()
+    ahead, gauss = state[3:]
+    size = type(trial).__basicsize__
+    offset = ctypes.string_at(id(trial), size).find(struct.pack("=d", gauss))
+    if offset < 8:
+        return None
+    flag = ctypes.c_int.from_address(id(trial) + offset - 8)
+    before = flag.value
+    trial.standard_normal()
+    return offset if ahead == 1 and (before, flag.value) == (1, 0) else None
+
+
+def _python_table() -> _Table | None:
+    """Look at the state of the module `random`: CPython's RandomObject is {head; int index; uint32_t state[624]}."""
+    address = id(_INSTANCE) + object.__basicsize__
+    if sys.implementation.name != "cpython" or _INSTANCE.__sizeof__() < object.__basicsize__ + 625 * 4:
+        return None
+    table = _Table(address, position=0, word=8)
+    *key, index = random.getstate()[1]
+    return table if table.copy() == np.array([index, *key], np.uint32).tobytes() else None
+
+
+_INSTANCE: Any = random._inst
+_PYTHON = _python_table()
 
 
 @contextmanager
 def kept(generators: Sequence[Generator]) -> Iterator[None]:
     """Put the generators' states back at the end, whatever was drawn inside."""
     outer = [(generator, generator.get_state(), generator.mark()) for generator in generators]
-    settled = [generator.settle(state) for generator, state, _ in outer]
     try:
         yield
     finally:
-        for (generator, state, mark), changed in zip(outer, settled, strict=True):
-            if changed or mark is None or generator.mark() != mark:
+        for generator, state, mark in outer:
+            if mark is None or generator.mark() != mark:
                 generator.set_state(state)
 
 

@@ -28,6 +28,11 @@ class StreamBatch:
     """Of the rows that this rank reads; a single one for all where items are whole batches."""
     sampler_state: Any = None
 
+    @property
+    def all_real(self) -> bool:
+        """Whether no row that this rank reads is padding."""
+        return bool(self.real.all())
+
     def take(self, rows: Rows) -> list[Any]:
         """A stream has no indices."""
         raise ArgumentTypeError("a stream has no indices")

@@ -37,6 +37,11 @@ class UserBatch:
         """Rows that are not padding."""
         return len(self.indices) - self.padding
 
+    @property
+    def all_real(self) -> bool:
+        """Whether no row is padding."""
+        return self.padding == 0
+
     def take(self, rows: Rows) -> list[Any]:
         """Return the data set's indices at some rows."""
         return [self.indices[row] for row in rows.tolist()]
