@@ -7,7 +7,7 @@ OLDEST := .venv-oldest
 ADAPTERS ?= torchdata mds dali ffcv
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test test-oldest test-adapters bench lint clean
+.PHONY: help demo demos test test-oldest test-adapters faults bench lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -39,6 +39,10 @@ test-oldest: $(OLDEST)/.ready
 ## test-adapters: other data libraries and their demos, each in its own environment (ADAPTERS="mds dali": only these)
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
+
+## faults: the fault suite 50 times, each with another seed, over an hour (FAULT_ROUNDS=5 FAULT_SEED=100: seeds 100 to 104)
+faults: $(READY)
+	$(PY) tests/faults/rounds.py
 
 ## bench: ratios against peers, about three minutes; benchmarks/README.md says how to read them
 bench: $(READY)

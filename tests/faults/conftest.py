@@ -10,7 +10,13 @@ from tests.faults.traces import Traces
 
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 
-collect_ignore_glob = ["*_worker.py"]
+collect_ignore_glob = ["*_worker.py", "rounds.py"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "only_in_rounds" in item.keywords and "FAULT_SEED" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="takes long: make faults, or FAULT_SEED=0"))
 
 
 def pytest_report_header():
@@ -47,9 +53,9 @@ def nothing_is_left(request, started):
         assert before.left() == {}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def no_thread_is_left(started):
-    """After a file's tests: no thread of Paddle's either."""
+    """After all tests: no thread of Paddle's either, nor a pipe."""
     before = Traces(started, lingering=True)
     yield
     assert before.left() == {}

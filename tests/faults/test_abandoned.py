@@ -66,9 +66,7 @@ def test_an_epoch_left_at_each_step_is_gone_on_with_where_it_was_left(workers, r
 
 def test_loaders_that_are_read_by_turns_do_not_meet(rng):
     found = [[] for _ in range(3)]
-    passes = [
-        iter(loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng))) for _ in found
-    ]
+    passes = [iter(loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng))) for _ in found]
     running = list(range(len(passes)))
     while running:
         number = rng.choice(running)

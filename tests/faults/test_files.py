@@ -46,7 +46,10 @@ def tar_of(first, length):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for number in range(first, first + length):
-            for ending, content in (("json", str(number).encode()), ("bin", bytes([number % 251]) * (number % 7 * 100))):
+            for ending, content in (
+                ("json", str(number).encode()),
+                ("bin", bytes([number % 251]) * (number % 7 * 100)),
+            ):
                 info = tarfile.TarInfo(f"{number:04d}.{ending}")
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
@@ -139,7 +142,9 @@ def test_a_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_pat
         try:
             found = [sample["__key__"] for sample in stream]
         except Exception as error:
-            assert path.name in str(error)
+            found = str(error)
+        if isinstance(found, str):
+            assert path.name in found
             named += 1
         else:
             assert found == keys, at
@@ -155,9 +160,7 @@ def test_a_sample_that_cannot_be_decoded_is_named_by_shard_and_key(rng, folder):
     assert content != TARS[name]
     stream = Stream.webdataset(f"{folder}/{{000..003}}.tar").decode()
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    together = DataLoader(
-        stream.map(lambda sample: sample["json"]), batch_size=BATCH, num_workers=rng.choice([0, 2])
-    )
+    together = DataLoader(stream.map(lambda sample: sample["json"]), batch_size=BATCH, num_workers=rng.choice([0, 2]))
     loader = paddle_shard.shard_dataloader(together, mesh, shard_dims="dp", num_parts=4)
     (folder / name).write_bytes(content)
     _, failure = read(loader)

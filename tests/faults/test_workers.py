@@ -13,8 +13,8 @@ from paddle.io import DataLoader, Dataset
 
 import paddle_shard
 from paddle_shard.errors import DataReadError
-from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, rows, the_rest
-from tests.faults.traces import children, gone, kill, shared_memory
+from tests.faults.feeds import HAS_PREFETCH, drawn_options, loader_of, numbers, read_until, rows, the_rest
+from tests.faults.traces import children, gone, kill, shared_memory, unlink
 
 LENGTH = 400
 KINDS = ["map", "stream", "cut"]
@@ -106,8 +106,7 @@ def test_a_killed_worker_leaves_no_shared_memory():
     gone({victim})
     batches.close()
     left = shared_memory(own)
-    for name in left:
-        os.unlink(f"/dev/shm/{name}")
+    unlink(left)
 
     assert left == set()
 
@@ -126,11 +125,38 @@ def test_a_worker_that_is_slow_to_leave_leaves_no_shared_memory():
     own = children() - before
     batches.close()
     left = shared_memory(own)
-    for name in left:
-        os.unlink(f"/dev/shm/{name}")
+    unlink(left)
 
     assert gone(own) == set()
     assert left == set()
+
+
+@pytest.mark.leaves
+@pytest.mark.xfail(strict=True, reason="a prefetching pass that is closed terminates its workers; their memory stays")
+@pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
+def test_prefetching_workers_leave_no_shared_memory():
+    own, before = set(), children()
+    for _ in range(5):
+        batches = iter(loader_of("map", LENGTH, workers=3, prefetch=2))
+        read_until(batches, steps=3)
+        own |= children() - before
+        batches.close()
+    left = shared_memory(own)
+    unlink(left)
+
+    assert gone(own) == set()
+    assert left == set()
+
+
+def test_an_epoch_that_is_left_or_ends_leaves_no_shared_memory(rng):
+    own, before = set(), children()
+    for _ in range(5):
+        batches = iter(loader_of(rng.choice(KINDS), LENGTH, workers=3))
+        read_until(batches, steps=rng.choice([0, 1, 5, None]))
+        own |= children() - before
+        batches.close()
+    assert gone(own) == set()
+    assert shared_memory(own) == set()
 
 
 def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng):
@@ -173,13 +199,14 @@ def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(r
         assert read + the_rest(loader.state_dict(), "map", 96) == list(range(96))
 
 
-@pytest.mark.xfail(strict=True, reason="Paddle's wait for a batch has no end while the worker lives")
 def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
     script = Path(__file__).parent / "hung_worker.py"
+    root = str(script.parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     with open(tmp_path / "log", "w") as log:
-        child = subprocess.Popen([sys.executable, str(script), "1.5"], stdout=log, stderr=log)
+        child = subprocess.Popen([sys.executable, str(script), "1.5"], env=environment, stdout=log, stderr=log)
         try:
-            child.wait(4.0 + SLACK)
+            child.wait(30.0)  # most of it to start, on a loaded machine
         except subprocess.TimeoutExpired:
             pytest.fail("it hangs")
         finally:
@@ -188,8 +215,8 @@ def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
             child.wait()
             assert gone(workers) == set()
     text = (tmp_path / "log").read_text()
-    assert "DataReadError" in text
-    assert "worker" in text
+    assert "DataReadError" in text, text
+    assert "worker 1 has said nothing for 1.5 s" in text
 
 
 def test_workers_killed_between_epochs_or_all_at_once_cost_nothing(rng):
