@@ -25,13 +25,16 @@ class Agreement:
         """Start at step 0; see `Coordinator.open`."""
         self._coordinator, self._changed = coordinator, coordinator.changed
         self._number, self._prefetch, self._ends_must_agree = number, prefetch, ends_must_agree
-        self.label = label
+        self.label, self.exit_when_lost = label, False
         self.outlook = Outlook(tag=coordinator.tag(label))
         self._released = 0
         self._verdict: Decision | None = None
         self._outlooks: Sequence[Outlook] = ()
         self._window, self._size = 1, 1  # end and size of the window that is being read
         self._waiting = self._closed = False
+        self.unsent: list[tuple[int, bytes]] = []
+        """(step, note) of this rank that the others have not been told."""
+        self._notes: dict[int, list[tuple[int, bytes]]] = {}
         self.waited = 0.0
         """Seconds for which `deliver` has waited, in all."""
 
@@ -39,6 +42,28 @@ class Agreement:
     def announced(self) -> int:
         """Number of steps that this rank has said it can serve."""
         return self.outlook.step
+
+    def note(self, payload: bytes) -> None:
+        """Tell all ranks something about the step that is announced next; they have it before they deliver that step.
+
+        Args:
+            payload: A short text; each note costs all ranks an exchange, so say what is new.
+        """
+        with self._changed:
+            step = self.outlook.step
+            if self._coordinator.group.size == 1:
+                self.hear_note(self._coordinator.group.names[0], step, payload)
+            else:
+                self.unsent.append((step, payload))
+
+    def hear_note(self, name: int, step: int, payload: bytes) -> None:
+        """Take a rank's note; called with the lock held."""
+        self._notes.setdefault(step, []).append((name, payload))
+
+    def take_notes(self, step: int) -> list[tuple[int, bytes]]:
+        """Return (global rank, note) of all ranks, this one too, for a step that was delivered; once."""
+        with self._changed:
+            return self._notes.pop(step, [])
 
     def announce_ok(self) -> None:
         """Say that the next step can be served, with real rows."""

@@ -1,8 +1,8 @@
 """When do the ranks exchange what they know, and who hears of it?
 
 All ranks take part in one series of rounds, in one background thread each. A round is one `minimum` of
-`[passes opened, is anybody asking]` and five values a pass, for the passes that all ranks are known to have
-opened and that are not decided. Which these are follows from the results of earlier rounds alone, so every rank
+`[passes opened, is anybody asking, has anybody noted anything]` and five values a pass, for the passes that all ranks
+are known to have opened and that are not decided. Which these are follows from the results of earlier rounds alone, so every rank
 lays the vector out alike, whatever its training thread does meanwhile: passes that overlap (`zip(loader, loader)`),
 that are given up, or that one rank has reached before the others can not be mixed up. A decided pass is followed by
 one `gather` on all ranks, in which everybody learns who failed, ended or left.
@@ -14,37 +14,48 @@ A round is entered by a rank when a window of steps has been read, when its trai
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 
 from paddle_shard.agree.agreement import Agreement
 from paddle_shard.agree.group import Group
 from paddle_shard.agree.outlook import CLOSED, OK, SIZE, WIDTH, Outlook, decide
 from paddle_shard.errors import ArgumentError, PeerLostError
 
+GRACE = 10.0
+"""Seconds for which a training thread may take to hear that a rank is lost, before its process is ended."""
 _LONGEST_PAUSE = 0.02
 _LEAVE = 1.0
 _NUMBER = struct.Struct("<q")
+_NOTE = struct.Struct("<qqq")
+"""Pass, step, bytes of the note that follows."""
 
 
 class Coordinator:
     """Owns the group and its background thread. With one rank there is no thread, and nothing is waited for."""
 
-    def __init__(self, group: Group, *, timeout: float = 1800.0) -> None:
+    def __init__(
+        self, group: Group, *, timeout: float = 1800.0, end_process: Callable[[], None] = lambda: os._exit(1)
+    ) -> None:
         """Start nothing yet: the thread starts with the first pass.
 
         Args:
             group: Of all ranks; used by nobody else from here on.
             timeout: Seconds for which a rank may be silent while another waits for it.
+            end_process: What is done where a rank is lost, a pass is to end the process then, and its training thread
+                has not heard of it within `GRACE` seconds: it may be stuck in a collective.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
         """
         if not timeout > 0:
             raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
-        self.group, self.timeout = group, timeout
+        self.group, self.timeout, self._end_process = group, timeout, end_process
         self.heartbeat = min(5.0, timeout / 8)
         self.changed = threading.Condition()
         self._passes: dict[int, Agreement] = {}  # opened here, not decided
@@ -53,10 +64,13 @@ class Coordinator:
         self._asking = False
         self._answer: list[dict[int, Outlook]] | None = None
         self._lost: PeerLostError | None = None
+        self._heard = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def open(self, prefetch: int, *, ends_must_agree: bool = False, label: str = "") -> Agreement:
+    def open(
+        self, prefetch: int, *, ends_must_agree: bool = False, label: str = "", exit_when_lost: bool = False
+    ) -> Agreement:
         """Start a pass; all ranks open theirs in the same order. Waits for nothing.
 
         Args:
@@ -64,6 +78,7 @@ class Coordinator:
                 agree while training goes on.
             ends_must_agree: Whether ends at different steps are an error.
             label: What is iterated over. Must be equal on all ranks, and is named where it is not.
+            exit_when_lost: Whether the process ends when a rank is lost while the pass is open.
 
         Raises:
             ArgumentError: If `prefetch` is less than 1, or the coordinator is closed.
@@ -74,6 +89,7 @@ class Coordinator:
             if self._closed:
                 raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
             agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label)
+            agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:
                 self._passes[self._opened] = agreement
                 if self._thread is None:
@@ -121,6 +137,8 @@ class Coordinator:
             PeerLostError: If the wait began at `start` and is over, or the group has lost a rank.
         """
         if self._lost is not None:
+            self._heard = True
+            self.changed.notify_all()
             raise PeerLostError.of(str(self._lost), self._lost.ranks, self._lost.timeout) from self._lost
         if self._closed:
             raise ArgumentError(f"step {step} cannot be agreed on: the coordinator was closed.")
@@ -156,6 +174,23 @@ class Coordinator:
             self.timeout,
         )
 
+    def _exchange_notes(self) -> None:
+        """Tell the others what this rank has noted; that of all steps which this round may release is among it."""
+        with self.changed:
+            mine = []
+            for number in self._common:
+                agreement = self._passes[number]
+                mine += [(number, step, payload) for step, payload in agreement.unsent]
+                agreement.unsent = []
+            said = b"".join(_NOTE.pack(number, step, len(payload)) + payload for number, step, payload in mine)
+        for name, theirs in zip(self.group.names, self.group.gather(said), strict=True):
+            at = 0
+            while at < len(theirs):
+                number, step, length = _NOTE.unpack_from(theirs, at)
+                at += _NOTE.size + length
+                with self.changed:
+                    self._passes[number].hear_note(name, step, theirs[at - length : at])
+
     def _due(self) -> bool:
         return (
             self._opened > self._opened_by_all
@@ -181,14 +216,38 @@ class Coordinator:
             with self.changed:
                 self._lost = lost
                 self.changed.notify_all()
+            self._tell(lost)
+
+    def _tell(self, lost: PeerLostError) -> None:
+        """Say who is lost, where the training thread may not be able to; end the process if that is wanted."""
+        with self.changed:
+            in_use = [a for a in self._passes.values() if a.outlook.kind != CLOSED]
+            if self._closed or not in_use:
+                return
+            exits = any(agreement.exit_when_lost for agreement in in_use)
+            then = f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
+            logging.getLogger("paddle_shard").error("global rank %s: %s%s", self._name, lost, then)
+            deadline = time.monotonic() + GRACE
+            while exits and not (self._heard or self._closed) and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
+            exits = exits and not self._heard and not self._closed
+        if exits:
+            self._end_process()
+
+    @property
+    def _name(self) -> int:
+        return self.group.names[self.group.rank]
 
     def _round(self) -> bool:
         """Exchange what the ranks know; return whether that brought news."""
         with self.changed:
-            vector = [self._opened, -int(self._asking and self._answer is None)]
+            noted = any(self._passes[number].unsent for number in self._common)
+            vector = [self._opened, -int(self._asking and self._answer is None), -int(noted)]
             for number in self._common:
                 vector += self._passes[number].outlook.vector()
-        opened, asking, *least = self.group.minimum(vector)
+        opened, asking, noting, *least = self.group.minimum(vector)
+        if noting:
+            self._exchange_notes()
         news, undecided = opened > self._opened_by_all, []
         for i, number in enumerate(self._common):
             decision, agreement = decide(least[WIDTH * i : WIDTH * (i + 1)]), self._passes[number]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 
 import paddle.distributed as dist
+from paddle.framework import core
 
 from paddle_shard.agree import Agreement, Coordinator
 from paddle_shard.replicas.star_group import group_of
@@ -23,7 +25,7 @@ def ranks_of_run() -> tuple[int, ...]:
 
 
 def open_agreement(
-    ranks: Sequence[int], *, prefetch: int, ends_must_agree: bool, label: str, timeout: float
+    ranks: Sequence[int], *, prefetch: int, ends_must_agree: bool, label: str, timeout: float, on_lost: str
 ) -> Agreement:
     """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
 
@@ -33,9 +35,10 @@ def open_agreement(
         ends_must_agree: Whether it is an error that the data of some ends before that of others.
         label: What is read; the same on every rank.
         timeout: Seconds for which a rank may be silent.
+        on_lost: "raise" or "exit".
     """
     coordinator = _coordinator(tuple(ranks), timeout, os.getpid())
-    return coordinator.open(prefetch, ends_must_agree=ends_must_agree, label=label)
+    return coordinator.open(prefetch, ends_must_agree=ends_must_agree, label=label, exit_when_lost=on_lost == "exit")
 
 
 @cache
@@ -44,7 +47,15 @@ def _coordinator(ranks: tuple[int, ...], timeout: float, process: int) -> Coordi
     if len(ranks) == 1:
         return Coordinator(_Alone(), timeout=timeout)
     key = f"loaders of {','.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'} {timeout:g}"
-    return Coordinator(group_of(ranks, key, timeout), timeout=timeout)
+    return Coordinator(group_of(ranks, key, timeout), timeout=timeout, end_process=_end_process)
+
+
+def _end_process() -> None:
+    """End this process, whatever its training thread does; its workers follow."""
+    core._cleanup_mmap_fds()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class _Alone:

@@ -135,9 +135,9 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
         draw(0)
         reading = loader._reading.start(drawn)
     if look or len(loader._agreeing_ranks) == 1:
-        return PlacedPass(reading, place, prefetch, draw)
+        return PlacedPass(reading, place, prefetch, loader._worth, draw)
     agreement = _agreement(loader, start, ends_must_agree=True)
-    return AgreedPass(reading, agreement, prepare=place, prefetch=prefetch, draw=draw)
+    return AgreedPass(reading, agreement, prepare=place, prefetch=prefetch, worth=loader._worth, draw=draw)
 
 
 def _draw_nothing(count: int) -> None:
@@ -272,6 +272,7 @@ def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: 
         ends_must_agree=ends_must_agree,
         label=f"{type(loader.dataset).__name__} {what}, epoch {start.epoch}, step {start.steps}",
         timeout=loader.timeout,
+        on_lost=loader._on_lost,
     )
 
 

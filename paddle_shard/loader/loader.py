@@ -115,7 +115,7 @@ class ShardDataloader(PaddleShardDataloader):
             )
         self.seed, self.timeout, self._on_lost, self._on_error = seed, timeout, on_lost, on_error
         dealt = self._source.stream is not None and self._source.stream.dealt
-        self._prefetch = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
+        self._prefetch, self._worth = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
         self._agreeing_ranks = self._who_agrees(layouts) if agree else (dist.get_rank(),)
         self._given = dataloader
         self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims

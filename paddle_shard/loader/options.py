@@ -8,6 +8,7 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.loader.prefetch import WORTH
 from paddle_shard.loader.stream_source import say_once
 
 ON_LOST = ("raise", "exit")
@@ -54,8 +55,13 @@ def check_no_stream_options(dataloader: Any, num_batches: Any, num_parts: Any) -
             )
 
 
-def checked_prefetch(prefetch: Any, dataloader: paddle.io.DataLoader, *, stream: bool, dealt: bool) -> int:
-    """Return how many batches a thread keeps ready; 0: there is no thread.
+def checked_prefetch(
+    prefetch: Any, dataloader: paddle.io.DataLoader, *, stream: bool, dealt: bool
+) -> tuple[int, float]:
+    """Return how many batches a thread keeps ready, and the seconds that reading one must take for that.
+
+    Without workers Paddle reads in a thread of its own (`use_buffer_reader`), so that is the default here, too, where
+    it is worth its while.
 
     Args:
         prefetch: As given.
@@ -66,11 +72,13 @@ def checked_prefetch(prefetch: Any, dataloader: paddle.io.DataLoader, *, stream:
     Raises:
         ArgumentError: It is no number, or the DataLoader cannot be read in another thread.
     """
+    own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
     if prefetch is None:
-        return 0
+        unasked = not (dataloader.num_workers or stream or own) and dataloader.use_buffer_reader
+        return (2, WORTH) if unasked else (0, 0.0)
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
-    if prefetch and type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__:
+    if prefetch and own:
         raise ArgumentError(
             f"prefetch={prefetch}: the {type(dataloader).__name__} has an __iter__ of its own, which belongs to the "
             "thread that iterates. Leave prefetch out; workers (num_workers=) read ahead all the same."
@@ -81,5 +89,5 @@ def checked_prefetch(prefetch: Any, dataloader: paddle.io.DataLoader, *, stream:
             "while the training waits for it. Give the DataLoader workers (num_workers=) to read ahead.",
             prefetch,
         )
-        return 0
-    return int(prefetch)
+        return 0, 0.0
+    return int(prefetch), 0.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,58 +17,70 @@ from paddle.base.framework import _current_expected_place, _set_expected_place
 _JOIN_SECONDS = 1.0
 """How long a read that cannot be interrupted is waited for when a pass is closed; then its thread ends by itself."""
 
+WORTH = 0.001
+"""Seconds that a batch must take to be read for a thread to be worth its while, which costs some 50 us a batch."""
+_TRIALS = 3
+
 _open: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
 
 class Ahead:
     """Does a pass's work in a thread of its own, some steps ahead of the caller.
 
-    Work that may draw from the global random generators is done only while the caller waits for it, so that nothing is
-    drawn or seeded beside the training thread; and all of it in the same thread, since a data set may hold what only
-    the thread can use that has made it (a connection to SQLite).
+    Only work that is known to draw nothing from the global random generators, so that nothing is drawn or seeded beside
+    the training thread; the caller does the rest itself, when it needs it.
     """
 
-    def __init__(self, work: Callable[[bool], bool], runs_free: Callable[[], bool]) -> None:
-        """Start nothing yet: the thread starts when something is needed.
+    def __init__(self, work: Callable[[bool], bool], runs_free: Callable[[], bool], *, worth: float = 0.0) -> None:
+        """Start nothing yet.
 
         Args:
             work: Does one step and returns whether that is done; raises StopIteration where there is none. It is told
-                whether the caller may be at work, too; then it may refuse.
-            runs_free: Whether work can be done then.
+                whether the caller may be at work, too; then it may find that the caller has to do it.
+            runs_free: Whether it can be done then, as far as is known.
+            worth: Seconds that a step must take on the caller's thread before another thread is started.
         """
-        self._work, self._runs_free = work, runs_free
+        self._work, self._runs_free, self._worth = work, runs_free, worth
         self._changed = threading.Condition()
         self._done = self._limit = 0
-        self._waiting = self._over = False
+        self._quickest = math.inf
+        self._busy = self._over = False
         self._failure: BaseException | None = None
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._place = _current_expected_place()
 
-    def need(self, count: int, limit: int) -> None:
-        """Wait until `count` steps are done, or there are no more; the thread goes on to `limit` meanwhile."""
+    def start(self) -> bool:
+        """Start the thread, if it is worth its while; return whether it goes on while the caller does other things."""
         with self._changed:
-            self._limit = limit
-            if self._thread is None and not self._over:
+            worth_it = not self._worth or (self._done >= _TRIALS and self._quickest >= self._worth)
+            if self._thread is None and worth_it and not self._over and self._runs_free():
                 self._thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
                 self._thread.start()
                 _open.add(self)
+            return self._running()
+
+    def _running(self) -> bool:
+        return self._thread is not None and self._runs_free()
+
+    def need(self, count: int, limit: int) -> None:
+        """Have `count` steps done, if there are so many; the thread goes on to `limit` meanwhile."""
+        with self._changed:
+            self._limit = limit
             self._changed.notify_all()
-            self._waiting = True
-            try:
-                while self._done < count and not self._over:
+            while self._done < count and not self._over:
+                if self._busy or self._running():
                     self._changed.wait()
-            finally:
-                self._waiting = False
+                else:
+                    self._do_here()
         if self._failure is not None:
             raise self._failure
 
-    def stop(self, interrupt: Callable[[], None] = lambda: None, seconds: float = _JOIN_SECONDS) -> bool:
+    def stop(self, interrupt: Callable[[], None] = lambda: None) -> bool:
         """End the thread; return whether it has ended. Safe to call again, and from any thread.
 
         Args:
             interrupt: Makes a read return that waits for something.
-            seconds: To wait for it.
         """
         if os.getpid() != self._process:  # a forked child has no such thread, and perhaps a lock that nobody lets go
             return True
@@ -77,26 +91,33 @@ class Ahead:
         if thread is None or thread is threading.current_thread():
             return True
         interrupt()
-        thread.join(seconds)
+        thread.join(_JOIN_SECONDS)
         _open.discard(self)
         return not thread.is_alive()
 
-    def _may_work(self) -> bool:
-        return self._done < self._limit and (self._waiting or self._runs_free())
+    def _do_here(self) -> None:
+        """Do a step on the caller's thread, with the lock held."""
+        began = time.perf_counter()
+        try:
+            self._done += self._work(False)
+        except StopIteration:
+            self._over = True
+        self._quickest = min(self._quickest, time.perf_counter() - began)
 
     def _run(self) -> None:
         _set_expected_place(self._place)  # a thread's own; the device's, where it has one
         try:
             while True:
                 with self._changed:
-                    while not self._over and not self._may_work():
+                    while not self._over and not (self._done < self._limit and self._runs_free()):
                         self._changed.wait()
                     if self._over:
                         return
-                    free = not self._waiting
-                done = self._work(free)
+                    self._busy = True
+                done = self._work(True)
                 with self._changed:
                     self._done += done
+                    self._busy = False
                     self._changed.notify_all()
         except StopIteration:
             pass
@@ -104,7 +125,7 @@ class Ahead:
             self._failure = failure
         finally:
             with self._changed:
-                self._over = True
+                self._busy, self._over = False, True
                 self._changed.notify_all()
 
 

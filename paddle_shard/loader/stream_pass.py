@@ -48,6 +48,7 @@ class AgreedPass:
         prepare: Callable[[Any], Any] = lambda found: found,
         num_steps: int | None = None,
         prefetch: int = 0,
+        worth: float = 0.0,
         draw: Callable[[int], None] = lambda count: None,
     ) -> None:
         """Start the pass.
@@ -59,12 +60,13 @@ class AgreedPass:
             prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
             prefetch: Steps that a thread of its own keeps ready; 0: there is none.
+            worth: Seconds that reading a step must take for that.
             draw: Draws the requests of so many steps, on the caller's thread.
         """
         self._reading, self._agreement = reading, agreement
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
         self._prefetch, self._draw = prefetch, draw
-        self._ahead = Ahead(self._step, lambda: runs_free(reading)) if prefetch else None
+        self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
         self._announced = self._delivered = 0
@@ -102,9 +104,11 @@ class AgreedPass:
             while not self._over and self._announced < wanted:
                 self._step()
             return
-        limit = step + 1 + self._prefetch
+        count = limit = wanted
+        if self._ahead.start():
+            count, limit = min(wanted, step + 1), step + 1 + self._prefetch
         self._draw(limit)
-        self._ahead.need(min(wanted, step + 1) if runs_free(self._reading) else wanted, limit)
+        self._ahead.need(count, limit)
 
     def _in_order(self) -> None:
         """End a pass that all ranks have come to the end of; its workers may serve another."""
@@ -198,11 +202,12 @@ class PlacedPass:
         reading: Any,
         prepare: Callable[[Any], Any],
         prefetch: int = 0,
+        worth: float = 0.0,
         draw: Callable[[int], None] = lambda count: None,
     ) -> None:
         """Start the pass; see `AgreedPass`."""
         self._reading, self._prepare, self._prefetch, self._draw = reading, prepare, prefetch, draw
-        self._ahead = Ahead(self._step, lambda: runs_free(reading)) if prefetch else None
+        self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
         self._ready: deque[tuple[Any, Exception | None]] = deque()
         self._delivered = 0
         self._over = False
@@ -214,9 +219,11 @@ class PlacedPass:
         """Return what is delivered next."""
         if self._ahead is None:
             return self._prepare(next(self._reading))
-        limit = self._delivered + 1 + self._prefetch
+        count = limit = self._delivered + 1
+        if self._ahead.start():
+            limit += self._prefetch
         self._draw(limit)
-        self._ahead.need(self._delivered + 1, limit)
+        self._ahead.need(count, limit)
         if not self._ready:
             raise StopIteration
         self._delivered += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import deque
@@ -23,6 +24,7 @@ from paddle_shard.reading.worker_guards import (
     freed,
     garbage_left_to_the_parent,
     in_use,
+    remove_shared_memory,
 )
 from paddle_shard.reading.worker_info import ShownInfo, shown
 from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
@@ -277,11 +279,13 @@ class WorkerPool:
         self.feed.stop()
         if iterator is None:
             return
-        iterator._try_shutdown_all(timeout=CLOSE_SECONDS)
+        with contextlib.suppress(OSError, ValueError):  # another thread that waited for the workers ends it, too
+            iterator._try_shutdown_all(timeout=CLOSE_SECONDS)
         for worker in iterator._workers:
             if worker.is_alive():
                 worker.kill()
                 worker.join()
+        remove_shared_memory([worker.pid for worker in iterator._workers])
 
 
 class WorkerPass:
@@ -353,8 +357,6 @@ class WorkerPass:
         if pool is not None and pool.iterator is not None:
             self._interrupted = True
             pool.iterator._exit_thread_expectedly()
-            for worker in pool.iterator._workers:  # or Paddle, which is told of the end, waits for what they read
-                worker.terminate()
 
     @staticmethod
     def _lost(pool: WorkerPool, error: Exception | None) -> DataReadError:

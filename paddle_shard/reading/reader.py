@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from paddle_shard.samplers.randomness import Generator
 from paddle_shard.sources.arrays import ArrayDataset
 
 AGAIN = object()
-"""Instead of a batch: it must be read once more, while no other thread is at work."""
+"""Instead of a batch: it must be read once more, by the caller."""
 _ALARMS = 3
 
 
@@ -72,20 +73,20 @@ class BatchReader:
         except BaseException as error:  # also SystemExit, which would end a worker without a word
             return ReadFailure.of(error, worker=worker, **at)
 
-    def read_freely(self, request: ReadRequest) -> Any | ReadFailure:
-        """Return the same while another thread may draw from the generators, where reading is known not to.
+    def read_freely(self, request: ReadRequest) -> Any:
+        """Return the same in another thread than the caller's, where reading is known to draw nothing.
 
-        Nothing is seeded. If anything was drawn, which may have been the other thread, it returns `AGAIN`: the batch
-        is to be read while that thread waits.
+        Nothing is seeded. `AGAIN`, for the caller to read it, if anything was drawn, though it may have been the caller
+        who did, and if it failed, which may be because it is another thread (SQLite's connections are a thread's own).
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
         before = self._marks()
         try:
             batch = self._batch(request, at, lambda index: None)
-        except BaseException as error:
-            batch = ReadFailure.of(error, worker=None, **at)
-        if self._marks() == before:
-            return batch
+            if self._marks() == before:
+                return batch
+        except BaseException:
+            logging.getLogger(__name__).debug("a batch is read again, by the caller", exc_info=True)
         self._alarms += 1  # a training loop that draws at every step would have every batch read twice
         self.draws = True if self._alarms > _ALARMS else None
         return AGAIN

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import glob
 import multiprocessing
 import os
 import queue
@@ -10,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +86,18 @@ def deaths_unheard() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
         if heard:  # the user may have a handler, too
             signal.raise_signal(signal.SIGCHLD)
+
+
+def remove_shared_memory(workers: Iterable[int | None]) -> None:
+    """Remove the names of shared memory that ended workers have left.
+
+    A batch that was on its way when the queue was closed, or when its worker was killed, is nobody's. What is mapped
+    stays until it is let go.
+    """
+    for worker in workers:
+        for name in glob.glob(f"/dev/shm/paddle_{worker}_*"):
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 class WatchedQueue:

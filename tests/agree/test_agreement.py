@@ -73,7 +73,19 @@ class ReleasesItsWindow(Agreement):
         return news
 
 
-@pytest.mark.parametrize("defect", [DeliversUnasked, ReleasesItsWindow])
+class NotesTooLate(Agreement):
+    """A planted defect: what is noted is told once the step it is about may have been released."""
+
+    def note(self, payload):
+        super().note(payload)
+        self.held, self.unsent = [*getattr(self, "held", []), *self.unsent], []
+
+    def advance(self, decision, outlooks=()):
+        self.unsent, self.held = [*self.unsent, *getattr(self, "held", [])], []
+        return super().advance(decision, outlooks)
+
+
+@pytest.mark.parametrize("defect", [DeliversUnasked, ReleasesItsWindow, NotesTooLate])
 def test_a_weaker_rule_is_caught(defect, monkeypatch):
     monkeypatch.setattr("paddle_shard.agree.coordinator.Agreement", defect)
     with pytest.raises(AssertionError, match=r"seed \d+, rank"):
@@ -152,6 +164,27 @@ def test_reading_ahead_is_spread_over_the_steps(prefetch):
     assert max(reads) <= 2
     assert set(reads[prefetch:]) == {1}
     assert agreement.announced == 29 + prefetch
+
+
+def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(monkeypatch, caplog):
+    monkeypatch.setattr("paddle_shard.agree.coordinator.GRACE", 0.2)
+    for exits, stuck in ((True, True), (True, False), (False, True)):
+        world, ended = World(2, random.Random(0)), threading.Event()
+        one, two = (Coordinator(SimulatedGroup(world, r), timeout=2, end_process=ended.set) for r in range(2))
+        passes = [c.open(1, exit_when_lost=exits) for c in (one, two)]
+        for agreement in passes:
+            agreement.announce_ok()
+        assert together(*(lambda a=a: a.deliver(0) for a in passes)) == [True, True]
+        caplog.clear()
+        world.kill(1)
+        if not stuck:  # its training thread comes by and hears of it
+            passes[0].announce_ok()
+            with pytest.raises(PeerLostError):
+                passes[0].deliver(1)
+        assert ended.wait(1.5) == (exits and stuck)
+        assert "Global ranks [1] died" in caplog.text
+        assert ("on_lost='exit'" in caplog.text) == exits
+        one.close()
 
 
 def test_a_rank_alone_needs_no_thread():

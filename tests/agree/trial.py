@@ -27,6 +27,14 @@ class Script:
     exhausted: dict = field(default_factory=dict)  # rank -> first step of padding
     break_at: int | None = None  # all ranks leave before this step
     must_agree: bool = False
+    noisy: float = 0.0  # how often a rank notes something
+
+
+def note_of(rank, step, script):
+    """What a rank has to say of a step: its first one and now and then."""
+    if step and random.Random(f"{rank} {step} {script.noisy}").random() >= script.noisy:
+        return None
+    return f"rank {rank}, step {step}".encode() * (1 + 3 * rank)
 
 
 def outcome(script, size):
@@ -68,6 +76,7 @@ def random_script(rng, size):
                 del script.fails[r]
     if rng.random() < 0.25:
         script.break_at = rng.randint(0, horizon)
+    script.noisy = rng.choice([0.0, 0.1, 0.7])
     return script
 
 
@@ -90,6 +99,8 @@ class Rank:
         step = agreement.announced
         if self.pause:
             time.sleep(self.rng.random() * self.pause)
+        if (text := note_of(self.rank, step, script)) is not None:
+            agreement.note(text)
         if script.fails.get(self.rank) == step:
             agreement.announce_failure(report_of(self.rank))
         elif script.ends.get(self.rank) == step:
@@ -121,6 +132,10 @@ class Rank:
                 return step, "unequal" if error.step == step else f"wrongly: {error}", list(error.ended)
             except PeerLostError as error:
                 return step, "lost", sorted(error.ranks)
+            told = dict(agreement.take_notes(step))
+            noted = {r: note_of(r, step, script) for r in range(self.group.size)}
+            if told != {rank: said for rank, said in noted.items() if said is not None}:
+                return step, f"wrongly told: {told}", None
             if self.barrier is not None:
                 self.barrier.wait(HANG)  # a rank that parts from the others breaks it for all
             step += 1

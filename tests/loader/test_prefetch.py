@@ -1,0 +1,277 @@
+"""What is promised of a pass that a thread reads ahead; `tests/faults` ends it in real processes."""
+
+import gc
+import glob
+import os
+import sqlite3
+import threading
+import time
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import ArgumentError, DataReadError
+from paddle_shard.loader.prefetch import Ahead
+from paddle_shard.reading.passes import WorkerPool
+
+ONE = dist.ProcessMesh([0], dim_names=["dp"])
+
+
+class Rows(paddle.io.Dataset):
+    """Notes by which thread each sample was read."""
+
+    def __init__(self, length=64, *, draws=False, fails_at=None, seconds=0.0):
+        self.length, self.draws, self.fails_at, self.seconds = length, draws, fails_at, seconds
+        self.read, self.threads = [], []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        self.threads.append(threading.current_thread())
+        time.sleep(self.seconds)
+        if index == self.fails_at:
+            raise ValueError(f"sample {index} is bad")
+        noise = np.random.rand() if self.draws else 0.5
+        return np.array([index, noise], "float64")
+
+
+def sharded(dataset, *, size=4, workers=0, **options):
+    given = paddle.io.DataLoader(dataset, batch_size=size, num_workers=workers, shuffle=not isinstance(dataset, Stream))
+    return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "paddle_shard-prefetch"]
+
+
+def soon(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("kind", ["index", "draws", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_and_states_are_the_same_at_every_step(kind, workers):
+    def make(prefetch):
+        dataset = Stream.of(lambda: ({"x": float(i)} for i in range(61))) if kind == "stream" else Rows(61)
+        if kind == "draws":
+            dataset.draws = True
+        return sharded(dataset, workers=workers, prefetch=prefetch)
+
+    def trace(loader):
+        found = []
+        batches = iter(loader)
+        for batch in batches:
+            leaf = batch["x"] if kind == "stream" else batch
+            found.append((leaf.numpy().tolist(), batches.valid.numpy().tolist(), loader.state_dict()))
+        return found
+
+    def resumed(prefetch, state):
+        loader = make(prefetch)
+        loader.load_state_dict(state)
+        return trace(loader)
+
+    expected = trace(make(0))
+    gone_on = resumed(0, expected[6][2])
+    for prefetch in (1, 3):
+        assert trace(make(prefetch)) == expected
+        assert resumed(prefetch, expected[6][2]) == gone_on
+    assert not threads()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_more_is_read_ahead_than_was_asked_for(workers):
+    dataset = Rows(400)
+    batches = iter(sharded(dataset, workers=workers, prefetch=3))
+    for step in range(1, 12):
+        next(batches)
+        time.sleep(0.02)
+        if not workers:
+            assert len(dataset.read) <= 4 * (step + 3)
+    if not workers:
+        assert soon(lambda: len(dataset.read) == 4 * (11 + 3))
+    batches.close()
+
+
+def test_a_data_set_that_draws_is_read_on_the_callers_thread_and_the_others_beside_it():
+    quiet, drawing = Rows(), Rows(draws=True)
+    for dataset in (quiet, drawing):
+        for _ in sharded(dataset, prefetch=2):
+            pass
+    main = threading.main_thread()
+
+    assert main in quiet.threads  # the first batch is watched
+    assert len(set(quiet.threads)) == 2
+    assert set(drawing.threads) == {main}
+
+
+def test_a_training_loop_that_draws_gets_the_same_numbers_and_the_same_batches():
+    class Rarely(Rows):
+        def __getitem__(self, index):
+            self.draws = index > 40
+            return super().__getitem__(index)
+
+    def trace(dataset, prefetch):
+        np.random.seed(5)
+        found = []
+        for batch in sharded(dataset, prefetch=prefetch):
+            found.append((batch.numpy().tolist(), np.random.rand(100).sum()))
+        return found
+
+    assert trace(Rows(), 2) == trace(Rows(), 0)
+    assert [batch for batch, _ in trace(Rarely(), 2)] == [batch for batch, _ in trace(Rarely(), 0)]
+
+
+def test_what_only_the_thread_can_use_that_made_it_is_used_there():
+    class Table(Rows):
+        connection = None
+
+        def __getitem__(self, index):
+            if self.connection is None:
+                self.connection = sqlite3.connect(":memory:")
+            (found,) = self.connection.execute("select ?", (index,)).fetchone()
+            return np.array([found])
+
+    dataset = Table()
+    found = np.concatenate([batch.numpy() for batch in sharded(dataset, prefetch=2)])
+    dataset.connection.close()
+
+    assert sorted(found.ravel().tolist()) == list(range(64))
+
+
+def test_slow_reads_get_a_thread_without_asking_and_quick_ones_do_not():
+    slow, quick = Rows(seconds=0.002), Rows()
+    for dataset in (slow, quick):
+        batches = iter(sharded(dataset))
+        for _ in range(8):
+            next(batches)
+        batches.close()
+    given = paddle.io.DataLoader(Rows(seconds=0.002), batch_size=4, use_buffer_reader=False)
+    for _ in paddle_shard.shard_dataloader(given, ONE, shard_dims="dp"):
+        pass
+
+    assert len(set(slow.threads)) == 2
+    assert set(quick.threads) == set(given.dataset.threads) == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failure_is_raised_at_its_own_step(workers):
+    expected, delivered = [], []
+    for _ in range(2):
+        for prefetch, found in ((0, expected), (3, delivered)):
+            loader = sharded(Rows(fails_at=33), workers=workers, prefetch=prefetch)
+            with pytest.raises(DataReadError, match="sample 33 is bad") as raised:
+                for batch in loader:
+                    found.append(batch.numpy().tolist())
+            found.append((raised.value.step, raised.value.index))
+    assert delivered == expected
+    assert soon(lambda: not threads())
+
+
+ENDINGS = {
+    "exhaustion": lambda loader: list(loader),
+    "break": lambda loader: next(iter(loader)),
+    "close": lambda loader: [(batches := iter(loader)), next(batches), batches.close()],
+    "with": lambda loader: with_block(loader),
+    "exception": lambda loader: failing_loop(loader),
+    "a cycle of garbage": lambda loader: cycle(loader),
+}
+
+
+def with_block(loader):
+    with iter(loader) as batches:
+        next(batches)
+
+
+def failing_loop(loader):
+    with pytest.raises(ZeroDivisionError):
+        for _ in loader:
+            _ = 1 / 0
+
+
+def cycle(loader):
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.me, holder.batches = holder, iter(loader)
+    next(holder.batches)
+    del holder
+    gc.collect()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_nothing_is_left_behind(ending, workers, monkeypatch):
+    pids = []
+    start = WorkerPool.start
+
+    def noted(pool, requests):
+        start(pool, requests)
+        pids.extend(worker.pid for worker in pool.iterator._workers)
+
+    monkeypatch.setattr(WorkerPool, "start", noted)
+    loader = sharded(Rows(400), workers=workers, prefetch=2)
+    ENDINGS[ending](loader)
+
+    assert soon(lambda: not threads())
+    assert soon(lambda: not [t for t in threading.enumerate() if "_thread_loop" in t.name])
+    assert len(pids) == workers
+    assert soon(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    assert soon(lambda: not [name for pid in pids for name in glob.glob(f"/dev/shm/paddle_{pid}_*")])
+
+
+def test_closing_during_a_long_read_does_not_wait_for_it():
+    class Hangs(Rows):
+        def __getitem__(self, index):
+            if len(self.read) >= 8:
+                time.sleep(0.7)
+            return super().__getitem__(index)
+
+    batches = iter(sharded(Hangs(), prefetch=2))
+    next(batches), next(batches)
+    start = time.monotonic()
+    batches.close()
+
+    assert time.monotonic() - start < 2.5
+    assert soon(lambda: not threads(), 5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_passes_beside_each_other_are_independent(workers):
+    loader = sharded(Rows(), workers=workers, prefetch=2)
+    expected = [batch.numpy().tolist() for batch in sharded(Rows())]
+
+    pairs = [(one.numpy().tolist(), two.numpy().tolist()) for one, two in zip(loader, loader, strict=True)]
+
+    assert [one for one, _ in pairs] == [two for _, two in pairs] == expected
+
+
+def test_a_loader_of_a_users_own_iteration_is_not_read_by_a_thread():
+    class Own(paddle.io.DataLoader):
+        def __iter__(self):
+            yield from super().__iter__()
+
+    with pytest.raises(ArgumentError, match=r"prefetch=2: the Own has an __iter__ of its own"):
+        paddle_shard.shard_dataloader(Own(Rows(), batch_size=4), ONE, shard_dims="dp", prefetch=2)
+    for value in (-1, True, 1.5, "2"):
+        with pytest.raises(ArgumentError, match="prefetch must be None or an int >= 0"):
+            sharded(Rows(), prefetch=value)
+
+
+def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting():
+    def work(free):
+        raise RuntimeError("broken")
+
+    ahead = Ahead(work, lambda: True)
+    ahead.start()
+    with pytest.raises(RuntimeError, match="broken"):
+        ahead.need(1, 3)
