@@ -230,7 +230,6 @@ def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path)
 
 
 @pytest.mark.only_in_rounds
-@pytest.mark.xfail(strict=True, reason="on_lost='exit' is taken, but does nothing yet")
 @pytest.mark.skipif(not HAS_ON_LOST, reason="no on_lost= yet")
 def test_a_rank_that_is_stuck_when_another_dies_is_ended_after_a_report(rng, tmp_path):
     victim = rng.randrange(RANKS)

@@ -1,6 +1,7 @@
 """Worker processes that are killed, or fail, at any moment."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -93,8 +94,7 @@ def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named
     assert time.monotonic() - start < PADDLE_LOOKS_AFTER + SLACK
 
 
-@pytest.mark.leaves  # that is the claim
-@pytest.mark.xfail(strict=True, reason="SIGKILL leaves in /dev/shm what a worker has sent and nobody has taken")
+@pytest.mark.leaves  # it looks itself
 def test_a_killed_worker_leaves_no_shared_memory():
     before = children()
     batches = iter(loader_of("map", LENGTH, workers=2))
@@ -112,7 +112,6 @@ def test_a_killed_worker_leaves_no_shared_memory():
 
 
 @pytest.mark.leaves
-@pytest.mark.xfail(strict=True, reason="close() kills a worker that is in a slow sample, and its shared memory stays")
 def test_a_worker_that_is_slow_to_leave_leaves_no_shared_memory():
     def slow(number):
         if number == 40:  # the first of worker 1's third batch
@@ -132,7 +131,6 @@ def test_a_worker_that_is_slow_to_leave_leaves_no_shared_memory():
 
 
 @pytest.mark.leaves
-@pytest.mark.xfail(strict=True, reason="a prefetching pass that is closed terminates its workers; their memory stays")
 @pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
 def test_prefetching_workers_leave_no_shared_memory():
     own, before = set(), children()
@@ -216,7 +214,7 @@ def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
             assert gone(workers) == set()
     text = (tmp_path / "log").read_text()
     assert "DataReadError" in text, text
-    assert "worker 1 has said nothing for 1.5 s" in text
+    assert re.search(r"worker 1 has said nothing for 1\.\d+ s", text), text
 
 
 def test_workers_killed_between_epochs_or_all_at_once_cost_nothing(rng):

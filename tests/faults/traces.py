@@ -19,9 +19,7 @@ LINGERS = re.compile(r"_thread_loop")
 """Paddle's threads: each looks every 5 s whether its loader is there."""
 NOTHING = "nothing came"
 KILLED = set()
-"""Workers that a test has killed: what they leave in shared memory is the claim of some tests only."""
-MEMORY_IS_LEFT = True
-"""Workers that are killed or terminated leave shared memory: `test_workers.py` says so. False when that is mended."""
+"""Processes that a test has killed, and their workers: some tests look at their memory."""
 
 
 def kill(pid):
@@ -133,7 +131,7 @@ class Traces:
         return waited_for(self._left, seconds)
 
     def _left(self):
-        unlink(shared_memory(KILLED if not MEMORY_IS_LEFT else KILLED | self._started))
+        unlink(shared_memory(KILLED))
         opened, threads = descriptors(), set(threading.enumerate()) - self._threads
         found = {
             "processes": children() - self._children,
