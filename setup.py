@@ -8,7 +8,8 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "paddle_shard/__init__.py").read_text())[1]
 
-DEMO = ["scikit-learn", "tqdm"]
+PROGRESS = ["tqdm"]
+DEMO = ["scikit-learn", *PROGRESS]
 WEBDATASET = ["webdataset>=0.2.90", "fsspec"]
 PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
@@ -36,6 +37,7 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.0"],
         "gpu": ["paddlepaddle-gpu>=3.0"],
+        "progress": PROGRESS,
         "demo": DEMO,
         "webdataset": WEBDATASET,
         "parquet": PARQUET,

@@ -2,10 +2,10 @@
 
 All ranks take part in one series of rounds, in one background thread each. A round is one `minimum` of
 `[passes opened, is anybody asking, has anybody noted anything]` and five values a pass, for the passes that all ranks
-are known to have opened and that are not decided. Which these are follows from the results of earlier rounds alone, so every rank
-lays the vector out alike, whatever its training thread does meanwhile: passes that overlap (`zip(loader, loader)`),
-that are given up, or that one rank has reached before the others can not be mixed up. A decided pass is followed by
-one `gather` on all ranks, in which everybody learns who failed, ended or left.
+are known to have opened and that are not decided. Which these are follows from the results of earlier rounds alone, so
+every rank lays the vector out alike, whatever its training thread does meanwhile: passes that overlap (`zip(loader,
+loader)`), that are given up, or that one rank has reached before the others can not be mixed up. A decided pass is
+followed by one `gather` on all ranks, in which everybody learns who failed, ended or left.
 
 A round is entered by a rank when a window of steps has been read, when its training thread waits, or after
 `heartbeat` seconds; so nobody waits longer for a rank that has nothing to say.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -17,6 +17,7 @@ import paddle
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import BatchStructureError, DataReadError, SplitError, UnequalEndsError
 from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
+from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.prefetch import DrawnAhead
 from paddle_shard.loader.stream_pass import AgreedPass, PlacedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
@@ -48,9 +49,22 @@ class Pending:
     """Of the rows that were read."""
     layout: FieldLayout | None = None
     """Of the batch's last field."""
+    row_shapes: Sequence[Any] = ()
+    """(dtype, *shape of a row) of each tensor."""
+    skipped: npt.NDArray[np.bool_] | None = None
+    """Of the rows that are read, those whose sample could not be; None: there are none."""
+
+    @property
+    def all_real(self) -> bool:
+        """Whether every row is; False also where that is not known."""
+        return self.skipped is None and self.batch.all_real
 
     def valid(self) -> Any:
         """bool, one for each row that is read."""
+        found = self._served()
+        return found if self.skipped is None else found & ~self.skipped
+
+    def _served(self) -> Any:
         assert self.rows is not None
         if self.local:
             return self.batch.valid(np.arange(len(self.rows.read)))
@@ -61,7 +75,11 @@ class Pending:
     def num_real_rows(self) -> int:
         """Return how many of the rows that this process reads are real."""
         assert self.rows is not None
-        return len(self.rows.read) if self.batch.all_real else int(np.count_nonzero(self.valid()))
+        return len(self.rows.read) if self.all_real else int(np.count_nonzero(self.valid()))
+
+    def num_skipped(self) -> int:
+        """Return how many of the rows that this process reads stand for samples that could not be."""
+        return 0 if self.skipped is None else int(np.count_nonzero(self.skipped & self._served()))
 
     def own_ids(self, layout: FieldLayout) -> list[Any] | npt.NDArray[np.int64]:
         """Return the samples of this process's slice, padding left out."""
@@ -70,7 +88,7 @@ class Pending:
         if not layout.on_mesh:
             return []
         mine = self.rows.positions(layout)
-        if not self.batch.all_real:
+        if not self.all_real:
             mine = mine[self.valid()[mine]]
         if len(mine) == len(self.indices):
             return self.indices
@@ -120,9 +138,13 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
                 "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
                 "super().__iter__() once, and yield one batch for each of that."
             )
-        return _placed(loader, batch, pending.popleft())
+        found = pending.popleft()
+        skipped = [row for row, _ in reading.skipped.popleft()] if loader._on_error == "skip" else ()
+        if skipped:
+            found.skipped = np.isin(np.arange(len(found.indices)), skipped)
+        return _placed(loader, batch, found)
 
-    prefetch = 0 if look else loader._prefetch
+    own, prefetch = loader._own_layout, 0 if look else loader._prefetch
     if not prefetch:
         reading, draw = loader._reading.start(requests), _draw_nothing
     else:
@@ -137,7 +159,8 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
     if look or len(loader._agreeing_ranks) == 1:
         return PlacedPass(reading, place, prefetch, loader._worth, draw)
     agreement = _agreement(loader, start, ends_must_agree=True)
-    return AgreedPass(reading, agreement, prepare=place, prefetch=prefetch, worth=loader._worth, draw=draw)
+    notes = StepNotes(holds_rows=own.on_mesh or not loader._source.split)
+    return AgreedPass(reading, agreement, prepare=place, notes=notes, prefetch=prefetch, worth=loader._worth, draw=draw)
 
 
 def _draw_nothing(count: int) -> None:
@@ -148,12 +171,13 @@ def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
     """Start reading a stream; yields (placed batch, what it holds)."""
     source = loader._source
     assert source.stream is not None
-    num_steps = source.stream.batches.steps_left(start)
+    num_steps, own = source.stream.batches.steps_left(start), loader._own_layout
     return AgreedPass(
         _reading(loader, source.stream, start, num_steps),
         _agreement(loader, start, ends_must_agree=source.tail == "error"),
         outlook=stream_outlook(source.tail, num_steps),
         prepare=_StreamSteps(loader, start),
+        notes=StepNotes(holds_rows=own.on_mesh or not source.split),
         num_steps=num_steps,
         prefetch=loader._prefetch,
     )
@@ -195,7 +219,7 @@ class _StreamSteps:
             real=found.real,
             sampler_state=found.state,
         )
-        return _placed(self._loader, self._last, Pending(batch, self._rows, True, []))
+        return _placed(self._loader, self._last, Pending(batch, self._rows, True, [], skipped=found.skipped))
 
 
 def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int, local_rows: int) -> Any:
@@ -232,7 +256,9 @@ def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any,
     loader._check_split(batch)
     if pending.rows is None:
         pending.rows = loader._item_rows(batch)
+    found = [(tensor.dtype, *tensor.shape[1:]) for tensor in tensors(batch)]
     pending.num_bytes = sum(_num_bytes(tensor) for tensor in tensors(batch))
+    pending.row_shapes = found
     placed, pending.layout = loader._placer.place(batch, pending.rows, loader._input_keys)
     return placed, pending
 

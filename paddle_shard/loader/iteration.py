@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import paddle
+import paddle.distributed as dist
 from paddle.profiler import RecordEvent
 
 from paddle_shard.errors import (
@@ -17,6 +18,7 @@ from paddle_shard.errors import (
 )
 from paddle_shard.loader.begin import NO_STAND_IN, Pending, index_pass, stream_pass, unequal_ends
 from paddle_shard.loader.compat import asked_by_to_static
+from paddle_shard.loader.progress_bar import ProgressBar
 from paddle_shard.loader.stats import PassClock
 
 if TYPE_CHECKING:
@@ -45,6 +47,9 @@ class ShardIterator:
         self._closed = False
         self._current: Pending | None = None
         self._clock = PassClock(loader.stats)
+        self._bar = None
+        if loader._progress and not look and dist.get_rank() == 0:
+            self._bar = ProgressBar(start.epoch, self._progress.num_steps, start.steps)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass: Any = stream_pass(loader, start) if loader._source.stream else index_pass(loader, start, look)
 
@@ -87,9 +92,13 @@ class ShardIterator:
         except BaseException:
             self.close()
             raise
+        ids = pending.own_ids(self._loader._own_layout)
+        if self._bar is not None:
+            self._bar.step(self._loader.stats.epoch.starved)
+        self._clock.leave(entered, pending.num_real_rows(), pending.num_bytes, pending.num_skipped())
+        # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = pending
-        self._loader._run.delivered(self._progress, pending.batch, pending.own_ids(self._loader._own_layout))
-        self._clock.leave(entered, pending.num_real_rows(), pending.num_bytes)
+        self._loader._run.delivered(self._progress, pending.batch, ids)
         return placed
 
     def peek(self) -> Any:
@@ -111,6 +120,8 @@ class ShardIterator:
     def close(self) -> None:
         """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
         self._closed = True
+        if self._bar is not None:
+            self._bar.close()
         self._pass.close()
 
     def __enter__(self) -> ShardIterator:

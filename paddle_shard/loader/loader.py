@@ -18,6 +18,7 @@ from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import LoaderCall, ShardIterator
 from paddle_shard.loader.options import check_no_stream_options, check_options, checked_prefetch
+from paddle_shard.loader.progress_bar import import_tqdm
 from paddle_shard.loader.run import Run
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.loader.source import read_source
@@ -102,6 +103,7 @@ class ShardDataloader(PaddleShardDataloader):
                 tail=tail,
                 num_parts=num_parts,
                 num_batches=num_batches,
+                skip_errors=on_error == "skip",
             )
             if not agree and not self._source.batches.knows_length:
                 raise ArgumentError(
@@ -114,6 +116,9 @@ class ShardDataloader(PaddleShardDataloader):
                 dataloader, layouts, is_dataset_splitted=split, shuffle=shuffle, seed=seed, tail=tail
             )
         self.seed, self.timeout, self._on_lost, self._on_error = seed, timeout, on_lost, on_error
+        self._progress = bool(progress)
+        if progress:
+            import_tqdm()  # so that it is missed on every rank, and now
         dealt = self._source.stream is not None and self._source.stream.dealt
         self._prefetch, self._worth = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
         self._agreeing_ranks = self._who_agrees(layouts) if agree else (dist.get_rank(),)
@@ -149,7 +154,7 @@ class ShardDataloader(PaddleShardDataloader):
             )
             self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         else:
-            self._reading = UserLoader(dataloader, drawn, to_tensor, patience)
+            self._reading = UserLoader(dataloader, drawn, to_tensor, patience, skip_errors=on_error == "skip")
             self._dataloader = self._reading.dataloader
         size = self._source.batch_size
         self.batch_size = None

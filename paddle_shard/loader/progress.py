@@ -35,14 +35,20 @@ class PassProgress:
             num_data_ranks: How many there are.
             num_steps: Of the whole epoch; None if it shows only at its end.
         """
-        self.epoch, self.samples, self.steps, self.ended = start.epoch, start.samples, start.steps, start.ended
+        self.epoch = start.epoch
         self.segments = start.continued(batch_size) if batch_size is not None else start.segments
-        self.sampler_state = start.sampler
         self.number = next(_numbers)
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
         self._legs: list[Leg] = list(start.certificate)
-        self._leg_first, self._tally = start.samples, Tally()
+        self._leg_first = start.samples
+        # In one value, so that a signal handler that saves the state finds all of a batch or nothing.
+        self._at = (start.samples, start.steps, start.ended, start.sampler, Tally())
+
+    @property
+    def steps(self) -> int:
+        """Batches of the epoch that were delivered."""
+        return self._at[1]
 
     def deliver(
         self, num_real: int, ids: Sequence[Any] | npt.NDArray[np.int64], sampler_state: Mapping[str, Any] | None
@@ -54,33 +60,34 @@ class PassProgress:
             ids: The samples of this process's slice of it, padding left out.
             sampler_state: Of a sampler of the user's own, after this batch.
         """
-        self.samples += num_real
-        self.steps += 1
-        self.ended = self.steps == self._num_steps
-        self.sampler_state = sampler_state
-        self._tally.add(ids)
+        samples, steps, _, _, tally = self._at
+        ended = steps + 1 == self.num_steps
+        self._at = (samples + num_real, steps + 1, ended, sampler_state, tally.added(ids))
 
     def legs(self) -> list[Leg]:
         """Return what has been delivered, up to here."""
-        if self.samples == self._leg_first or self._data_rank is None:
+        samples, _, _, _, tally = self._at
+        if samples == self._leg_first or self._data_rank is None:
             return list(self._legs)
-        counted = (self._tally.count, *self._tally.sums)
-        now = (self.epoch, self._leg_first, self.samples, self._data_rank, self._num_data_ranks, *counted)
+        counted = (tally.count, *tally.sums)
+        now = (self.epoch, self._leg_first, samples, self._data_rank, self._num_data_ranks, *counted)
         return [*self._legs, now]
 
     def close_legs(self, merged: list[Leg]) -> None:
         """Replace what has been delivered by what all ranks together have."""
-        self._legs, self._leg_first, self._tally = merged, self.samples, Tally()
+        self._legs, self._leg_first = merged, self._at[0]
+        self._at = (*self._at[:4], Tally())
 
     def state(self, fingerprint: Mapping[str, Any]) -> LoaderState:
         """Return the position as a value."""
+        samples, steps, ended, sampler, _ = self._at
         return LoaderState(
             epoch=self.epoch,
-            samples=self.samples,
-            steps=self.steps,
-            ended=self.ended,
+            samples=samples,
+            steps=steps,
+            ended=ended,
             segments=self.segments,
-            sampler=self.sampler_state,
+            sampler=sampler,
             certificate=tuple(self.legs()),
             fingerprint=fingerprint,
         )

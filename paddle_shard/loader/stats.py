@@ -13,6 +13,8 @@ class Counts:
     batches: int = 0
     samples: int = 0
     """Real rows of this rank's slices."""
+    skipped: int = 0
+    """Rows of samples that could not be read (`on_error="skip"`); their ids are in the log."""
     bytes: int = 0
     """Of the rows that this rank reads."""
     wait_seconds: float = 0.0
@@ -30,6 +32,7 @@ class Counts:
         """Count another time, too."""
         self.batches += other.batches
         self.samples += other.samples
+        self.skipped += other.skipped
         self.bytes += other.bytes
         self.wait_seconds += other.wait_seconds
         self.step_seconds += other.step_seconds
@@ -62,8 +65,8 @@ class LoaderStats:
 
     def __repr__(self) -> str:
         lines = [
-            f"{name}: {c.batches} batches, {c.samples} samples, {c.bytes / 1e6:.1f} MB, {c.wait_seconds:.2f} s waiting "
-            f"for data, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
+            f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped), {c.bytes / 1e6:.1f} MB, "
+            f"{c.wait_seconds:.2f} s waiting for data, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
         return "\n".join(lines)
@@ -85,10 +88,11 @@ class PassClock:
             self._stats.total.step_seconds += step
         return now
 
-    def leave(self, entered: float, samples: int, num_bytes: int) -> None:
+    def leave(self, entered: float, samples: int, num_bytes: int, skipped: int) -> None:
         """Note that a batch is delivered."""
         self._left = time.perf_counter()
-        found = Counts(batches=1, samples=samples, bytes=num_bytes, wait_seconds=self._left - entered)
+        waited = self._left - entered
+        found = Counts(batches=1, samples=samples, skipped=skipped, bytes=num_bytes, wait_seconds=waited)
         self._pass.add(found)
         self._stats.total.add(found)
 

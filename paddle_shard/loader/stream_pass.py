@@ -11,6 +11,7 @@ from typing import Any
 from paddle_shard import errors
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, UnequalEndsError
+from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.chunk import Slice
 from paddle_shard.reading.reader import AGAIN
@@ -47,6 +48,7 @@ class AgreedPass:
         outlook: Callable[[Any], Outlook] = lambda found: OK,
         prepare: Callable[[Any], Any] = lambda found: found,
         num_steps: int | None = None,
+        notes: StepNotes | None = None,
         prefetch: int = 0,
         worth: float = 0.0,
         draw: Callable[[int], None] = lambda count: None,
@@ -59,13 +61,14 @@ class AgreedPass:
             outlook: Says of what was read whether it can be delivered.
             prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
+            notes: What the ranks tell each other of each step.
             prefetch: Steps that a thread of its own keeps ready; 0: there is none.
             worth: Seconds that reading a step must take for that.
             draw: Draws the requests of so many steps, on the caller's thread.
         """
         self._reading, self._agreement = reading, agreement
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
-        self._prefetch, self._draw = prefetch, draw
+        self._prefetch, self._draw, self._notes = prefetch, draw, notes
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
@@ -84,6 +87,7 @@ class AgreedPass:
             DataReadError: Reading it failed, on this rank or another; on every rank.
             UnequalEndsError: The ranks do not end together, and that is not to be; on every rank.
             PeerLostError: Another rank died or is silent.
+            BatchStructureError: The ranks' rows do not fit together; on every rank.
         """
         step = self._delivered
         self._read_ahead(step)
@@ -96,7 +100,10 @@ class AgreedPass:
             mine = self._failure is not None and failure.step == self._announced
             raise (self._failure if mine else _of_another(failure)) from None  # type: ignore[misc]
         self._delivered += 1
-        return self._ready.popleft()
+        found = self._ready.popleft()
+        if self._notes is not None:
+            self._notes.heed(found, self._agreement.take_notes(step))
+        return found
 
     def _read_ahead(self, step: int) -> None:
         wanted = self._agreement.wanted(step)
@@ -175,6 +182,8 @@ class AgreedPass:
                 )
             with in_use:
                 self._ready.append(self._prepare(found))
+            if self._notes is not None and (note := self._notes.say(self._ready[-1])) is not None:
+                say.note(note)
         except StopIteration:
             return self._end()
         except Exception as failure:  # also of a batch that does not fit the meshes

@@ -33,6 +33,8 @@ class StreamSetup:
     """Readers beside the main process; 0: it reads itself."""
     several: bool
     """Whether other ranks read other rows."""
+    skip_errors: bool = False
+    """Whether a sample that the user's code fails on is a row that is not valid."""
     dealt: bool = False
     """Whether the main process reads samples for its workers."""
     foreign: bool = False
@@ -118,6 +120,7 @@ class StreamSetup:
                     accumulation=plan.accumulation,
                     pad=plan.tail == "pad" and not plan.repeats,
                     repeat=plan.repeats,
+                    skip_errors=self.skip_errors,
                     rows_are_split=self.several or len(chunks) > 1,
                 )
                 for parts in chunks

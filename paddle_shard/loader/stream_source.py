@@ -68,6 +68,7 @@ def read_stream(
     tail: str | None,
     num_parts: int | None,
     num_batches: int | None,
+    skip_errors: bool = False,
 ) -> Source:
     """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
 
@@ -146,6 +147,7 @@ def read_stream(
         parts=parts,
         num_workers=num_workers if plan is None else min(num_workers, len(parts)),
         several=own.num_data_ranks > 1,
+        skip_errors=skip_errors,
         dealt=stream.is_dealt(),
         foreign=foreign,
     )

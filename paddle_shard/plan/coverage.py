@@ -129,33 +129,29 @@ def _one_sum(words: npt.NDArray[np.uint64], key: np.uint64) -> int:
     return int(np.add.reduce(h, dtype=np.uint64))
 
 
+@dataclass(frozen=True, slots=True)
 class Tally:
-    """Counts what one data rank delivers, at about a microsecond a batch."""
+    """Counts what one data rank delivers, at about a microsecond a batch. A value: what is added makes another one."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._sums: Sums = (0, 0)
-        self._waiting: list[Any] = []
-        self._num_waiting = 0
+    count: int = 0
+    _sums: Sums = (0, 0)
+    _waiting: Any = None
+    """(samples, those before them) that are not yet in the sums, or None."""
+    _num_waiting: int = 0
 
-    def add(self, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
-        """Count some samples, by whatever the data set is indexed with."""
-        self.count += len(ids)
-        self._waiting.append(ids)
-        self._num_waiting += len(ids)
-        if self._num_waiting >= _CHUNK:
-            self._flush()
+    def added(self, ids: Sequence[Any] | npt.NDArray[np.int64]) -> Tally:
+        """Return the count with some more samples, by whatever the data set is indexed with."""
+        found = Tally(self.count + len(ids), self._sums, (ids, self._waiting), self._num_waiting + len(ids))
+        return found if found._num_waiting < _CHUNK else Tally(found.count, found.sums)
 
     @property
     def sums(self) -> Sums:
         """The sums so far."""
-        self._flush()
-        return self._sums
-
-    def _flush(self) -> None:
-        if self._waiting:
-            self._sums = plus(self._sums, id_sums(np.concatenate([as_ids(ids) for ids in self._waiting])))
-            self._waiting, self._num_waiting = [], 0
+        waiting, found = self._waiting, []
+        while waiting is not None:
+            found.append(as_ids(waiting[0]))
+            waiting = waiting[1]
+        return plus(self._sums, id_sums(np.concatenate(found))) if found else self._sums
 
 
 def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -41,6 +41,9 @@ class Opening:
     seed_generators: Callable[[int], None] = _leave_generators
     """Seeds the global random generators with a number in [0, 2^64); called before each piece of the user's code."""
 
+    skip_errors: bool = False
+    """Whether a sample that the user's code fails on is an `Unreadable`, not the end."""
+
     def uncut(self, skip: int) -> Opening:
         """Return the opening of the whole stream, which is part 0 of 1."""
         return replace(self, parts=(0,), num_parts=1, skip=skip)
@@ -48,6 +51,17 @@ class Opening:
     def key(self, part: int, *purpose: Any) -> int:
         """Return a seed for something that is done in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
+
+    def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
+        """Return what the user's function makes of a sample; `Unreadable` where it fails and errors are skipped."""
+        if not self.skip_errors:
+            return function(sample)
+        if isinstance(sample, Unreadable):
+            return sample
+        try:
+            return function(sample)
+        except Exception as error:
+            return Unreadable(f"{type(error).__name__}: {error}")
 
     def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:
         """Yield what the user's code yields, without the first `skip`; the generators are seeded before each item."""
@@ -59,6 +73,13 @@ class Opening:
                 return
             if number >= self.skip:
                 yield item
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands in a part where a sample would, of which the user's code could not make one."""
+
+    why: str
 
 
 class Stated(NamedTuple):

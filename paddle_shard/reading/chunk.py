@@ -40,6 +40,8 @@ class ChunkRequest:
     """Whether a sample is a whole batch, which is not collated."""
     local_rows: int | None = None
     """Where a sample is a rank's own batch: the rows of each, 0 if the first one tells. None: it is a global one."""
+    skip_errors: bool = False
+    """Whether a sample that the user's code fails on is a row that is not valid."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
     fed: Mapping[int, Sequence[tuple[int, Any]]] | bytes | None = None
@@ -79,6 +81,8 @@ class Chunk(NamedTuple):
     """Whether a row is of its part's first round."""
     state: Any = None
     """What the pass can be gone on with behind this step, where the source has a state of its own."""
+    skipped: Sequence[tuple[int, str]] = ()
+    """(row, why) of samples that could not be read; the row holds another sample's data."""
 
 
 class Slice(NamedTuple):
@@ -88,6 +92,8 @@ class Slice(NamedTuple):
     real: npt.NDArray[np.bool_]
     fresh: bool
     state: Any = None
+    skipped: npt.NDArray[np.bool_] | None = None
+    """Which rows are of samples that could not be read; None: there are none."""
 
     @property
     def whole(self) -> bool:
@@ -124,6 +130,15 @@ class Joiner:
         Raises:
             ValueError: The chunks differ in structure or in the shape of a row; the text says where.
         """
+        found = self._joined(chunks)
+        if not any(chunk.skipped for chunk in chunks):
+            return found
+        skipped = np.zeros(len(found.real), np.bool_)
+        for chunk, place in zip(chunks, self.places, strict=True):
+            skipped[place[[row for row, _ in chunk.skipped]]] = True
+        return found._replace(skipped=skipped)
+
+    def _joined(self, chunks: Sequence[Chunk]) -> Slice:
         fresh = any(chunk.fresh for chunk in chunks)
         real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])
         real = real[self._order] if len(real) == len(self._order) else real  # a local batch has rows of its own

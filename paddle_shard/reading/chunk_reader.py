@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.plan.opening import Stage, Stated
+from paddle_shard.plan.opening import Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import filled, num_rows_of
@@ -70,13 +70,14 @@ class ChunkReader:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
             samples, real, fresh = self._rows(request, at)
+            skipped = self._without_unreadable(samples, request, at) if request.skip_errors else []
             if not (all(real) or request.pad) or not samples:
                 return Chunk(None, bytes(real), fresh)
             at.update(what=f"collating {len(samples)} samples", index=None)
             self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
             if request.local_rows is not None:
                 return self._local(self._collated(samples, request), request, fresh, there=real[0])
-            return Chunk(self._collated(samples, request), bytes(real), fresh)
+            return Chunk(self._collated(samples, request), bytes(real), fresh, None, skipped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
@@ -94,7 +95,7 @@ class ChunkReader:
             generator.seed(seed)
 
     def _begin(self, request: ChunkRequest) -> None:
-        opening = replace(request.opening, seed_generators=self._seed)
+        opening = replace(request.opening, seed_generators=self._seed, skip_errors=request.skip_errors)
         self._number, self._next_step, self._parts, self._filler = request.number, request.first_step, [], []
         self._state, self._local_rows = request.opening.state, request.local_rows or 0
         if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
@@ -124,9 +125,8 @@ class ChunkReader:
                 column.append(sample)
             columns.append(column)
         real = [len(column) > row for column in columns for row in range(size)]
-        last = next((column[-1] for column in reversed(columns) if column), None)
-        if any(real):
-            self._filler = [last]
+        readable = (s for column in reversed(columns) for s in reversed(column) if not isinstance(s, Unreadable))
+        self._filler = list(islice(readable, 1)) or self._filler
         if request.pad and not all(real):
             if not self._filler:  # nothing was read yet: somebody else's rows stand in
                 return [], real, fresh
@@ -141,6 +141,33 @@ class ChunkReader:
         if not (all(real) or request.pad):
             return [], real, fresh
         return [columns[p][r] for p, r in order], real, fresh
+
+    def _without_unreadable(
+        self, samples: list[Any], request: ChunkRequest, at: dict[str, Any]
+    ) -> list[tuple[int, str]]:
+        """Put another sample into the place of each that could not be read; return (row, why)."""
+        skipped = [(row, sample.why) for row, sample in enumerate(samples) if isinstance(sample, Unreadable)]
+        if not skipped:
+            return []
+        why = f"{skipped[0][1]}; and no other sample was read that its row could hold"
+        if request.whole_items or not self._filler:
+            at.update(what=f"reading any of {len(samples)} samples", index=None)
+            raise ValueError(why)
+        good = next((sample for sample in samples if not isinstance(sample, Unreadable)), self._filler[0])
+        told = []
+        for row, why in skipped:
+            samples[row] = good
+            part, number = self._place_of(row, request)
+            told.append((row, f"sample {number} of part {part}: {why}"))
+        return told
+
+    @staticmethod
+    def _place_of(row: int, request: ChunkRequest) -> tuple[int, int]:
+        """Return the part and the number in it of a chunk's row."""
+        parts = request.opening.parts
+        micro, row = divmod(row, len(parts) * request.stripe)
+        part, row = divmod(row, request.stripe)
+        return parts[part], request.position + micro * request.stripe + row
 
     def _local(self, batch: Any, request: ChunkRequest, fresh: bool, *, there: bool) -> Chunk:
         """Return a rank's own batch, with as many rows as the ones before it."""

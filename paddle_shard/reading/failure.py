@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,12 @@ def _guarded(text: Callable[[], str]) -> str:
         return text()
     except Exception as error:  # an exception whose own __str__ raises
         return f"(its text cannot be had: {type(error).__name__})"
+
+
+def log_skipped(told: Iterable[str]) -> None:
+    """Log the samples that were not read (`on_error="skip"`)."""
+    for why in told:
+        logging.getLogger("paddle_shard").warning("skipped %s", why)
 
 
 def _plain(index: Any) -> Any:

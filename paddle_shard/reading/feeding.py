@@ -48,7 +48,9 @@ def fed(
                     with kept(generators):
                         if parts is None:
                             mine = tuple(sorted(part for chunk in step for part in chunk.opening.parts))
-                            opening = replace(request.opening, parts=mine, seed_generators=seed)
+                            opening = replace(
+                                request.opening, parts=mine, seed_generators=seed, skip_errors=request.skip_errors
+                            )
                             opened = in_rounds(stage, opening, None if request.repeat else 1)
                             parts = dict(zip(mine, opened, strict=True))
                         for part in request.opening.parts:

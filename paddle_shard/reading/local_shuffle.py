@@ -108,10 +108,12 @@ class MixedPass:
         total = sum(sizes)
         order = Permutation(total, derive_key(self._key, number, size=64))(np.arange(total, dtype=np.int64))
         real = np.concatenate([one.real for one in held])
+        skipped = np.concatenate([np.zeros_like(one.real) if one.skipped is None else one.skipped for one in held])
         # Missing rows stay last, so that only the last batch has any.
         order = np.concatenate([order[real[order]], order[~real[order]]])
         ends = np.cumsum(sizes)
         for end, size in zip(ends.tolist(), sizes, strict=True):
             rows = order[end - size : end]
             batch = take_rows([one.batch for one in held], sizes, rows, self._gather)
-            self._mixed.append(Slice(batch, real[rows], any(one.fresh for one in held)))
+            lost = skipped[rows] if skipped.any() else None
+            self._mixed.append(Slice(batch, real[rows], any(one.fresh for one in held), None, lost))

@@ -13,10 +13,11 @@ import paddle.io
 from paddle.io.dataloader import dataloader_iter as machinery
 
 from paddle_shard.errors import DataReadError
-from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.parcel import map_leaves, pack, unpack
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
+from paddle_shard.reading.skipping import Patched
 from paddle_shard.reading.worker_guards import (
     WatchedQueue,
     deaths_unheard,
@@ -63,6 +64,15 @@ class Pass(Protocol):
         """End its workers and threads; safe to call again."""
 
 
+def without_patches(batch: Any, skipped: deque[list[tuple[int, str]]]) -> Any:
+    """Return a batch alone; which of its samples were skipped is logged and noted."""
+    if not isinstance(batch, Patched):
+        return batch
+    log_skipped(why for _, why in batch.skipped)
+    skipped.append(batch.skipped)
+    return batch.batch
+
+
 class DirectPass:
     """Reads in this process, on the caller's thread, when asked.
 
@@ -82,6 +92,8 @@ class DirectPass:
         self._generators = generators
         self._to_tensor = to_tensor
         self._again: list[Request] = []
+        self.skipped: deque[list[tuple[int, str]]] = deque()
+        """For each batch: (row, why) of its samples that could not be read, where those are skipped."""
 
     def __iter__(self) -> DirectPass:
         return self
@@ -110,7 +122,7 @@ class DirectPass:
         if not isinstance(batch, ReadFailure):
             try:
                 with in_use:
-                    return map_leaves(batch, self._to_tensor)
+                    return without_patches(map_leaves(batch, self._to_tensor), self.skipped)
             except Exception as error:
                 batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
         self.close()
@@ -310,6 +322,8 @@ class WorkerPass:
         self._idle = idle
         self._to_tensor = to_tensor
         self._interrupted = False
+        self.skipped: deque[list[tuple[int, str]]] = deque()
+        """See `DirectPass`."""
         pool.start(requests)
 
     def __iter__(self) -> WorkerPass:
@@ -343,7 +357,7 @@ class WorkerPass:
         if isinstance(batch, ReadFailure):
             self.close()
             raise batch.error(request)
-        return batch
+        return without_patches(batch, self.skipped)
 
     runs_free = True
 

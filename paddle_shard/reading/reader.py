@@ -12,6 +12,7 @@ from paddle_shard.collate import TEXT, collate, is_sequence
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
+from paddle_shard.reading.skipping import Patched, read_skipping
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.sources.arrays import ArrayDataset
 
@@ -32,6 +33,8 @@ class BatchReader:
         dataset: Any,
         collate_fn: Callable[[Any], Any] | None,
         generators: Sequence[Generator],
+        *,
+        skip_errors: bool = False,
     ) -> None:
         """Set up the reader.
 
@@ -39,8 +42,10 @@ class BatchReader:
             dataset: Has `__getitem__`.
             collate_fn: The user's, or None to stack the samples with `collate`.
             generators: Global generators to seed before each sample.
+            skip_errors: A sample that cannot be read is no failure: another's data stands in its row, and what is
+                returned is `Patched`.
         """
-        self.dataset = dataset
+        self.dataset, self._skip_errors = dataset, skip_errors
         self._collate_fn = collate_fn
         self._generators = generators
         self._read_many = getattr(dataset, "__getitems__", None)
@@ -101,6 +106,29 @@ class BatchReader:
 
     def _batch(self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None]) -> Any:
         """Read and collate; `at` says what is being done."""
+        if not self._skip_errors:
+            return self._whole_batch(request, at, seed)
+        try:
+            if self._read_many is not None or request.item_is_batch:
+                return Patched(self._whole_batch(request, at, seed), [])
+        except Exception:
+            if request.item_is_batch or not hasattr(self.dataset, "__getitem__"):
+                raise
+
+        def read(index: Any) -> Any:
+            seed(index)
+            return self.dataset[index]
+
+        at.update(what=f"reading any of {len(request.indices)} samples", index=None)
+        indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
+        return read_skipping(
+            indices,
+            read,
+            range(len(self.dataset)) if hasattr(self.dataset, "__len__") else (),
+            lambda samples: collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split),
+        )
+
+    def _whole_batch(self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None]) -> Any:
         indices = request.indices
         if self._read_many is not None and not request.item_is_batch:
             at.update(what=f"reading {len(indices)} samples at once", index=None)

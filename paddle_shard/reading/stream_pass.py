@@ -12,7 +12,7 @@ from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
 from paddle_shard.samplers.randomness import Generator
@@ -102,6 +102,7 @@ class StreamPass:
         chunks = []
         for _ in self._joiner.places:
             chunks.append(Chunk(*next(self._core)))
+            log_skipped(why for _, why in chunks[-1].skipped)
             request = self._asked.popleft()
         try:
             return self._joiner.join(chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class UserLoader:
         generators: Sequence[Generator],
         to_tensor: Callable[[Any], Any],
         patience: float,
+        *,
+        skip_errors: bool,
     ) -> None:
         """Copy the settings; the given object is never changed.
 
@@ -43,11 +46,12 @@ class UserLoader:
             dataloader: The user's; may be of a subclass.
             generators: Global generators that are seeded for each sample.
             to_tensor: Makes a tensor of an array, on the loader's place; used without workers.
+            skip_errors: Whether a sample that cannot be read is another's row, not a failure.
             patience: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
         self._to_tensor, self._patience = to_tensor, patience
-        self._reader = BatchReader(dataloader.dataset, dataloader.collate_fn, generators)
+        self._reader = BatchReader(dataloader.dataset, dataloader.collate_fn, generators, skip_errors=skip_errors)
         self._idle: list[WorkerPool] = []
         self._class = _reading_class(type(dataloader))
         self.dataloader = shallow_copy(dataloader, self._class)
@@ -79,7 +83,7 @@ class UserPass:
     """One pass through the user's DataLoader subclass."""
 
     def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
-        self._cores = cores = []  # type: list[Pass]
+        self._cores = cores = []  # type: list[Any]
 
         def start_pass() -> Pass:  # does not refer to self, so that abandoning it ends its workers at once
             if cores:
@@ -105,6 +109,11 @@ class UserPass:
     def runs_free(self) -> bool:
         """See `Pass`."""
         return self._cores[0].runs_free
+
+    @property
+    def skipped(self) -> deque[list[tuple[int, str]]]:
+        """See `DirectPass`."""
+        return self._cores[0].skipped
 
     def next_free(self) -> Any:
         """See `Pass`; the user's own `__iter__` is passed by, which only a plain DataLoader has none of."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.opening import Opening, Stage, Unreadable
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import mix
 
@@ -66,6 +66,9 @@ class Unbatch(Stage):
         key, seed = opening.key(part, "unbatch", self.depth), opening.seed_generators
         number = count()
         for group in groups:
+            if isinstance(group, Unreadable):
+                yield group
+                continue
             if isinstance(group, Sequence):
                 yield from group
                 continue

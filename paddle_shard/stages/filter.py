@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.opening import Opening, Stage, Unreadable
 from paddle_shard.plan.seeding import mix
 
 
@@ -42,5 +42,8 @@ class Filter(Stage):
             except StopIteration:
                 return
             seed(mix(key, number))
-            if predicate(item):
+            keep = opening.tried(predicate, item)
+            if isinstance(keep, Unreadable):
+                yield keep
+            elif keep:
                 yield item

@@ -34,4 +34,4 @@ class Map(Stage):
             except StopIteration:
                 return
             seed(mix(key, number))
-            yield function(item)
+            yield opening.tried(function, item)

@@ -169,8 +169,8 @@ def test_reading_ahead_is_spread_over_the_steps(prefetch):
 def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(monkeypatch, caplog):
     monkeypatch.setattr("paddle_shard.agree.coordinator.GRACE", 0.2)
     for exits, stuck in ((True, True), (True, False), (False, True)):
-        world, ended = World(2, random.Random(0)), threading.Event()
-        one, two = (Coordinator(SimulatedGroup(world, r), timeout=2, end_process=ended.set) for r in range(2))
+        world, ended = World(2, random.Random(0)), [threading.Event(), threading.Event()]
+        one, two = (Coordinator(SimulatedGroup(world, r), timeout=2, end_process=ended[r].set) for r in range(2))
         passes = [c.open(1, exit_when_lost=exits) for c in (one, two)]
         for agreement in passes:
             agreement.announce_ok()
@@ -181,7 +181,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
             passes[0].announce_ok()
             with pytest.raises(PeerLostError):
                 passes[0].deliver(1)
-        assert ended.wait(1.5) == (exits and stuck)
+        assert ended[0].wait(1.5) == (exits and stuck)
         assert "Global ranks [1] died" in caplog.text
         assert ("on_lost='exit'" in caplog.text) == exits
         one.close()

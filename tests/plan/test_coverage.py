@@ -48,8 +48,7 @@ def test_a_long_data_set_is_covered_by_arithmetic():
 
 
 def leg(ids, first, end, data_rank=0, num_data_ranks=1, epoch=0):
-    tally = Tally()
-    tally.add(list(ids))
+    tally = Tally().added(list(ids))
     return (epoch, first, end, data_rank, num_data_ranks, tally.count, *tally.sums)
 
 
@@ -142,8 +141,6 @@ def test_sums_do_not_depend_on_the_order_but_on_every_id(ids):
 
 
 def test_ids_may_be_anything():
-    tally, other = Tally(), Tally()
-    tally.add(["a", ("b", 1), 3])
-    other.add([3, "a", ("b", 1)])
+    tally, other = Tally().added(["a", ("b", 1), 3]), Tally().added([3, "a", ("b", 1)])
 
     assert tally.sums == other.sums
