@@ -18,7 +18,6 @@ ALL = list(range(LENGTH))
 KINDS = ["map", "stream", "cut"]
 needs_prefetch = pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
 needs_on_error = pytest.mark.skipif(not HAS_ON_ERROR, reason="no on_error= yet")
-SKIPS = pytest.mark.xfail(strict=True, reason='on_error="skip" is taken, but does nothing yet')
 
 
 class Left(Exception):
@@ -112,7 +111,6 @@ def test_a_read_that_is_slow_does_not_hold_up_the_end_of_a_pass_for_long(rng):
 
 
 @needs_on_error
-@SKIPS
 @pytest.mark.parametrize("prefetch", [0, 2] if HAS_PREFETCH else [0])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skipped_samples_are_invalid_rows_are_logged_and_counted(workers, prefetch, rng, caplog):
