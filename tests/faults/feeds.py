@@ -43,12 +43,12 @@ class Faulty:
 
 
 def loader_of(kind, length, *, workers=0, batch_size=8, fault=None, mesh=None, settings=None, **own):
-    """A loader over the numbers below a length: "map", with an index; "stream", read whole; "cut", read in parts."""
+    """A loader over the numbers below a length: "map", with an index; "stream", read whole by all; "cut", in parts."""
     if kind == "map":
         dataset = Rows(length, fault)
     else:
-        stream = Stream.of(range(length))
-        dataset = (stream.sharding_filter() if kind == "cut" else stream).map(Faulty(fault))
+        stream, faulty = Stream.of(range(length)), Faulty(fault)
+        dataset = stream.map(faulty).sharding_filter() if kind == "stream" else stream.sharding_filter().map(faulty)
     mesh = dist.ProcessMesh([0], dim_names=["dp"]) if mesh is None else mesh
     dataloader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **(settings or {}))
     return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **own)

@@ -37,7 +37,7 @@ def main():
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         print(f"round {number} of {rounds}, FAULT_SEED={seed}: {time.monotonic() - began:.0f} s {last}", flush=True)
         if code:
-            print(log.read_text(errors="replace")[-20_000:])
+            print(log.read_text(errors="replace")[-8000:])
             sys.exit(f"red in round {number} (exit code {code}): FAULT_SEED={seed} python -m pytest tests/faults")
     print(f"{rounds} rounds green in {time.monotonic() - start:.0f} s")
 
