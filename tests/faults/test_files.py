@@ -134,10 +134,7 @@ def test_a_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_pat
     keys = [f"{number:04d}" for number in range(LENGTHS[0])]
     named = 0
     for _ in range(25):
-        # Of gzip's own header nothing is checked, nor the bits that fill its last byte before the sum.
-        at = rng.choice(
-            [*range(10, len(whole) - 9), *range(len(whole) - 8, len(whole))] if packed else range(len(whole))
-        )
+        at = rng.randrange(10 if packed else 0, len(whole))  # of gzip's own header nothing is checked
         content = bytearray(whole)
         content[at] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
@@ -151,8 +148,8 @@ def test_a_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_pat
             named += 1
         else:
             assert found == keys, at
-            assert not packed
-    assert named == 25 if packed else named > 0
+            assert not packed or gzip.decompress(content) == TARS["000.tar"]
+    assert named
 
 
 def test_a_sample_that_cannot_be_decoded_is_named_by_shard_and_key(rng, folder):
