@@ -8,7 +8,7 @@ ADAPTERS ?= torchdata mds dali ffcv
 STEPS ?= 100000
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test test-oldest test-adapters bench soak lint clean
+.PHONY: help demo demos test test-oldest test-adapters faults bench soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -41,7 +41,11 @@ test-oldest: $(OLDEST)/.ready
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 
-## bench: ratios against peers, about six minutes; benchmarks/README.md says how to read them
+## faults: the fault suite 50 times, each with another seed, over an hour (FAULT_ROUNDS=5 FAULT_SEED=100: seeds 100 to 104)
+faults: $(READY)
+	$(PY) tests/faults/rounds.py
+
+## bench: ratios against peers, about eight minutes; benchmarks/README.md says how to read them
 bench: $(READY)
 	$(PY) benchmarks/order.py
 	$(PY) benchmarks/agreement.py

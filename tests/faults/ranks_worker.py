@@ -1,0 +1,183 @@
+"""What real ranks see of faults on one of them: `ranks_worker.py soundly|killed|hung|told|stuck JSON`.
+
+Faults are drawn by the test; every rank is told all of them.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import paddle.distributed as dist
+
+from paddle_shard.errors import PeerLostError
+from paddle_shard.testing import report
+from tests.faults.feeds import HAS_PREFETCH, loader_of, numbers, read_until
+from tests.faults.traces import LINGERS, children, gone
+
+LENGTH = 320
+
+
+class Fault:
+    """Fails at a number, on one rank or on all."""
+
+    def __init__(self, number, ranks, seconds=0.0):
+        self.number, self.ranks, self.seconds = number, ranks, seconds
+
+    def __call__(self, number):
+        if number == self.number and dist.get_rank() in self.ranks:
+            time.sleep(self.seconds)
+            raise OSError("no disk")
+
+
+def mesh():
+    return dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+
+
+def options(given):
+    return {name: value for name, value in given.items() if name != "prefetch" or HAS_PREFETCH}
+
+
+def told(failure):
+    """A failure as the test compares it."""
+    names = ("index", "step", "worker", "ranks")
+    return [type(failure).__name__, *(getattr(failure, name, None) for name in names), str(failure)[:2000]]
+
+
+def fails(case):
+    """A read fails; then the fault is over, and the rest is read by a loader that goes on."""
+    kind, workers = case["kind"], case["workers"]
+    fault = Fault(case["number"], case["ranks"])
+    own = options(case["options"])
+    loader = loader_of(kind, LENGTH, workers=workers, fault=fault, mesh=mesh(), **own)
+    read, _, failure, waited = read_until(iter(loader), pause=case["pause"])
+    rest = loader_of(kind, LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
+    rest.load_state_dict(loader.state_dict())
+    return [read, told(failure), waited, numbers(iter(rest))]
+
+
+def loses_a_worker(case):
+    """A worker of one rank is killed."""
+    before = children()
+    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **options(case["options"]))
+    batches = iter(loader)
+    read, *_ = read_until(batches, steps=case["steps"])
+    time.sleep(case["moment"])
+    if dist.get_rank() in case["ranks"]:
+        os.kill(sorted(children() - before)[0], signal.SIGKILL)
+    more, _, failure, waited = read_until(batches)
+    rest = loader_of(case["kind"], LENGTH, mesh=mesh())
+    rest.load_state_dict(loader.state_dict())
+    return [read + more, told(failure), waited, numbers(iter(rest))]
+
+
+def is_left(case):
+    """All ranks leave at the same step; a second loader goes by turns with the first."""
+    own = options(case["options"])
+    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **own)
+    other = iter(loader_of("stream", LENGTH, workers=case["workers_later"], mesh=mesh()))
+    batches = iter(loader)
+    read, *_ = read_until(batches, steps=case["steps"])
+    beside, *_ = read_until(other, steps=case["steps"])
+    batches.close()
+    beside += numbers(other)
+    rest = loader_of(case["kind"], LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
+    rest.load_state_dict(loader.state_dict())
+    return [read, beside, 0.0, numbers(iter(rest))]
+
+
+def soundly(cases):
+    """All that ranks survive, in one job."""
+    dist.init_parallel_env()
+    found = []
+    before, threads = children(), None
+    for number, case in enumerate(cases):
+        found.append({"fails": fails, "loses": loses_a_worker, "left": is_left}[case["what"]](case))
+        if number == 0:
+            threads = set(threading.enumerate())
+    left = gone(children() - before)
+    time.sleep(0.1)
+    more = [t.name for t in set(threading.enumerate()) - threads if not LINGERS.search(t.name)]
+    report({"found": found, "processes": sorted(left), "threads": more})
+    dist.barrier()
+
+
+def when(name):
+    return Path(os.environ["PADDLE_SHARD_REPORT_DIR"], name)
+
+
+def killed(case):
+    """One rank is killed while all read; the others report whom they miss, and where they stand."""
+    dist.init_parallel_env()
+    own = options(case["options"])
+    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=30.0, **own)
+    if dist.get_rank() == case["victim"]:
+
+        def kill():
+            when("killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Timer(case["moment"], kill).start()
+    batches = iter(loader)
+    read, _, failure, _ = read_until(batches, pause=0.03)
+    report([read, told(failure), time.time() - float(when("killed").read_text()), loader.state_dict()])
+    os._exit(0)  # Paddle's own groups wait for the dead
+
+
+def hung(case):
+    """A worker of one rank never comes back from a sample."""
+    dist.init_parallel_env()
+
+    def fault(number):
+        if number == case["number"]:
+            time.sleep(1000)
+
+    loader = loader_of(
+        case["kind"], LENGTH, workers=2, fault=fault, mesh=mesh(), timeout=case["timeout"], **options(case["options"])
+    )
+    read, _, failure, waited = read_until(iter(loader))
+    report([read, told(failure), waited])
+    os._exit(0)
+
+
+def asked_to_save(case):
+    """SIGTERM at any moment; the handler asks the loop to save and leave, each rank by itself."""
+    dist.init_parallel_env()
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    loader = loader_of(
+        case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=30.0, **options(case["options"])
+    )
+    read, why = [], "ended"
+    when(f"started-{dist.get_rank()}").touch()
+    try:
+        for batch in loader:
+            read += batch._local_value().numpy()[:, 0].tolist()
+            time.sleep(0.02)
+            if asked:
+                why = "asked"
+                break
+    except PeerLostError:  # the other has heard it a step earlier, and left
+        why = "left alone"
+    report([read, why, loader.state_dict()])
+    os._exit(0)
+
+
+def stuck(case):
+    """One rank is killed while the other is in a call that nothing wakes, as a collective on a GPU."""
+    dist.init_parallel_env()
+    loader = loader_of(case["kind"], 100_000, workers=0, mesh=mesh(), timeout=30.0, on_lost=case["on_lost"])
+    for step, _ in enumerate(loader):
+        if step == case["steps"]:
+            if dist.get_rank() == case["victim"]:
+                when("killed").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+
+
+if __name__ == "__main__":
+    roles = {"soundly": soundly, "killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
+    roles[sys.argv[1]](json.loads(sys.argv[2]))

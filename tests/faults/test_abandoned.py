@@ -1,0 +1,116 @@
+"""Epochs that are left at any step, and several loaders at once."""
+
+import gc
+
+import pytest
+
+from paddle_shard.errors import DataReadError
+from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, the_rest
+from tests.faults.traces import children, kill
+
+LENGTH, STEPS = 88, 11
+ALL = list(range(LENGTH))
+KINDS = ["map", "stream", "cut"]
+
+
+class Left(Exception):
+    """The user's own."""
+
+
+def leave(loader, steps, how):
+    """Read some steps and leave in a way of choice; return what was read."""
+    read = []
+    if how == "break":
+        for batch in loader:
+            if len(read) == 8 * steps:
+                break
+            read += batch._local_value().numpy()[:, 0].tolist()
+        return read[: 8 * steps]
+    batches = iter(loader)
+    if how == "raise":
+        try:
+            with batches:
+                read, *_ = read_until(batches, steps=steps)
+                raise Left
+        except Left:
+            return read
+    read, *_ = read_until(batches, steps=steps)
+    if how == "close":
+        batches.close()
+        batches.close()
+    elif how == "cycle":
+        batches.itself = batches
+        del batches
+        gc.collect()
+    return read
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_left_at_each_step_is_gone_on_with_where_it_was_left(workers, rng):
+    before = children()
+    for steps in range(STEPS + 1):
+        kind, how = rng.choice(KINDS), rng.choice(["break", "raise", "close", "cycle", "drop"])
+        options = drawn_options(rng)
+        loader = loader_of(kind, LENGTH, workers=workers, **options)
+        read = leave(loader, steps, how)
+        state = loader.state_dict()
+        assert read == ALL[: 8 * steps], (kind, how)
+        assert children() == before, f"{how} leaves workers"
+        if how != "break" or steps == STEPS:  # a loop that is left has been given one more than it counted
+            assert state["steps"] == steps
+        rest = the_rest(state, kind, LENGTH, workers=rng.choice([0, 0, 2]))
+        assert rest == ALL[8 * state["steps"] :]
+        if state["epoch"] == 0:
+            assert numbers(iter(loader)) == ALL, "a new loop repeats the epoch"
+
+
+def test_loaders_that_are_read_by_turns_do_not_meet(rng):
+    found = [[] for _ in range(3)]
+    passes = [iter(loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng))) for _ in found]
+    running = list(range(len(passes)))
+    while running:
+        number = rng.choice(running)
+        read, *_ = read_until(passes[number], steps=1)
+        if not read:
+            running.remove(number)
+        found[number] += read
+    assert found == [ALL] * 3
+
+
+def test_what_befalls_one_loader_does_not_befall_another(rng):
+    bad = rng.randrange(LENGTH)
+
+    def fault(number):
+        if number == bad:
+            raise ValueError("this one")
+
+    own = loader_of(rng.choice(KINDS), LENGTH, workers=rng.randint(1, 2), **drawn_options(rng))
+    other = iter(own)
+    before = children()
+    failing = iter(loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), fault=fault))
+    killed = iter(loader_of(rng.choice(KINDS), LENGTH, workers=1, settings={"prefetch_factor": 2}))
+    victim = max(children() - before)
+    read, *_ = read_until(other, steps=rng.randrange(6))
+    _, _, failure, _ = read_until(failing)
+    assert isinstance(failure, DataReadError)
+    kill(victim)
+    more, *_ = read_until(other, steps=rng.randrange(6))
+    read += more
+    state = own.state_dict()
+    _, _, failure, _ = read_until(killed)
+    assert isinstance(failure, DataReadError)
+    assert "exit code -9" in str(failure)
+
+    assert state["steps"] == len(read) // 8
+    assert read + numbers(other) == ALL
+
+
+def test_both_of_two_passes_over_one_loader_are_whole_and_the_state_is_the_newers(rng):
+    loader = loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng))
+    older, newer = iter(loader), iter(loader)
+    first, *_ = read_until(older, steps=rng.randrange(1, 11))
+    second, *_ = read_until(newer, steps=(steps := rng.randrange(1, 11)))
+    assert loader.state_dict()["steps"] == steps
+    older.close()
+    assert second + numbers(newer) == ALL
+    assert first == ALL[: len(first)]

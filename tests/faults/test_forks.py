@@ -1,0 +1,80 @@
+"""A loader in a forked process, in whatever state its parent's is."""
+
+import pytest
+
+from paddle_shard.errors import PaddleShardError
+from tests.faults.feeds import HAS_PREFETCH, drawn_options, loader_of, numbers, read_until
+from tests.faults.traces import in_a_fork
+
+LENGTH = 96
+ALL = list(range(LENGTH))
+
+
+@pytest.mark.parametrize("kind", ["map", "cut"])
+def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, rng):
+    for persistent in (False, True):
+        workers, steps = rng.choice([0, 1, 2]), rng.randrange(1, 12)
+        settings = {"persistent_workers": persistent and workers > 0}
+        loader = loader_of(kind, LENGTH, workers=workers, settings=settings, **drawn_options(rng))
+        assert in_a_fork(lambda loader=loader: numbers(iter(loader))) == ALL
+        batches = iter(loader)
+        read, *_ = read_until(batches, steps=steps)
+        state = loader.state_dict()
+        assert in_a_fork(lambda loader=loader: numbers(iter(loader))) == ALL
+        assert loader.state_dict() == state
+        assert read + numbers(batches) == ALL
+        loader.close()
+
+
+# What follows is tried in a child and its own fork, as it may hang both.
+
+
+@pytest.mark.xfail(strict=True, reason="a child looks whether its parent's idle workers live: AssertionError")
+def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
+    def parent():
+        loader = loader_of("map", LENGTH, workers=2, settings={"persistent_workers": True})
+        found = [numbers(iter(loader)), in_a_fork(lambda: numbers(iter(loader)), 4.0), numbers(iter(loader))]
+        loader.close()
+        return found
+
+    assert in_a_fork(parent, 15.0) == [ALL] * 3
+
+
+@pytest.mark.xfail(strict=True, reason="closing an iterator in a child ends the workers of the parent's")
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parents(how):
+    def parent():
+        held = [iter(loader_of("map", LENGTH, workers=2))]
+        read, *_ = read_until(held[0], steps=2)
+
+        def let_go():
+            if how == "close":
+                held[0].close()
+            held.clear()
+
+        in_a_fork(let_go, 4.0)
+        return read + numbers(held[0])
+
+    assert in_a_fork(parent, 12.0) == ALL
+
+
+@pytest.mark.xfail(strict=True, reason="reading on in a child waits for ever: nobody fills its queue")
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
+    def parent():
+        batches = iter(loader_of(kind, LENGTH, workers=2))
+        read, *_ = read_until(batches, steps=2)
+        found = in_a_fork(lambda: numbers(batches), 2.0)
+        return [read + numbers(batches), isinstance(found, PaddleShardError)]
+
+    assert in_a_fork(parent, 6.0) == [ALL, True]
+
+
+@pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fork_while_batches_are_prefetched_serves_and_disturbs_nothing(workers, rng):
+    loader = loader_of("map", LENGTH, workers=workers, prefetch=rng.randint(1, 4))
+    batches = iter(loader)
+    read, *_ = read_until(batches, steps=rng.randrange(1, 10))
+    assert in_a_fork(lambda: numbers(iter(loader))) == ALL
+    assert read + numbers(batches) == ALL

@@ -1,0 +1,230 @@
+"""Worker processes that are killed, or fail, at any moment."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import paddle.distributed as dist
+import pytest
+from paddle.io import DataLoader, Dataset
+
+import paddle_shard
+from paddle_shard.errors import DataReadError
+from tests.faults.feeds import HAS_PREFETCH, drawn_options, loader_of, numbers, read_until, rows, the_rest
+from tests.faults.traces import children, gone, kill, shared_memory, unlink
+
+LENGTH = 400
+KINDS = ["map", "stream", "cut"]
+PADDLE_LOOKS_AFTER = 5.0
+"""Seconds without a batch after which Paddle looks for dead workers."""
+SLACK = 6.0
+"""Seconds by which a loaded machine may be late."""
+
+
+def drawn_settings(rng):
+    return {
+        "persistent_workers": rng.random() < 0.3,
+        "use_shared_memory": rng.random() < 0.7,
+        "prefetch_factor": rng.choice([2, 2, 5]),
+    }
+
+
+def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
+    trials = []  # together, as each waits for Paddle to look
+    for kind in [*KINDS, rng.choice(KINDS)]:
+        workers = rng.randint(1, 3)
+        loader = loader_of(
+            kind,
+            LENGTH,
+            workers=workers,
+            fault=lambda number: time.sleep(0.0005),
+            settings=drawn_settings(rng),
+            **drawn_options(rng),
+        )
+        before = children()
+        batches = iter(loader)
+        own = sorted(children() - before)
+        assert len(own) == workers
+        read, _, failure, _ = read_until(batches, steps=rng.randrange(25))
+        assert failure is None
+        trials.append((kind, loader, batches, read, own.index(victim := rng.choice(own)), victim))
+    time.sleep(rng.uniform(0, 0.05))
+    for trial in trials:
+        kill(trial[-1])
+    killed = time.monotonic()
+
+    for kind, loader, batches, read, worker, _ in trials:
+        more, _, failure, _ = read_until(batches)
+        assert time.monotonic() - killed < PADDLE_LOOKS_AFTER + SLACK
+        assert isinstance(failure, DataReadError), f"{kind}: {len(read + more)} of {LENGTH} numbers, then {failure!r}"
+        assert f"worker {worker} (exit code -9)" in str(failure)
+        assert failure.worker == worker
+        size = rng.choice([8, 16]) if kind == "map" else 8
+        assert read + more + the_rest(loader.state_dict(), kind, LENGTH, batch_size=size) == list(range(LENGTH))
+        loader.close()
+
+
+def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named(rng):
+    class Long(Dataset):
+        def __len__(self):
+            return LENGTH
+
+        def __getitem__(self, index):
+            return np.array([index, os.getpid()]), "x" * 60_000
+
+    def together(samples):
+        return [np.stack([pair for pair, _ in samples]), [text for _, text in samples]]
+
+    dataloader = DataLoader(
+        Long(), batch_size=8, num_workers=2, collate_fn=together, use_shared_memory=rng.random() < 0.5
+    )
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+    batches = iter(paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp"))
+    victim = int(rows(next(batches)[0])[0, 1])
+    time.sleep(rng.uniform(0.05, 0.4))  # the queue is full, and the worker in the middle of its next message
+    kill(victim)
+    start = time.monotonic()
+    with pytest.raises(DataReadError, match=r"exit code -9"):
+        for _ in batches:
+            pass
+    assert time.monotonic() - start < PADDLE_LOOKS_AFTER + SLACK
+
+
+@pytest.mark.leaves  # it looks itself
+def test_a_killed_worker_leaves_no_shared_memory():
+    before = children()
+    batches = iter(loader_of("map", LENGTH, workers=2))
+    victim = int(rows(next(batches))[0, 1])
+    time.sleep(0.3)
+    assert shared_memory({victim})
+    own = children() - before
+    kill(victim)
+    gone({victim})
+    batches.close()
+    left = shared_memory(own)
+    unlink(left)
+
+    assert left == set()
+
+
+@pytest.mark.leaves
+def test_a_worker_that_is_slow_to_leave_leaves_no_shared_memory():
+    def slow(number):
+        if number == 40:  # the first of worker 1's third batch
+            time.sleep(30)
+
+    before = children()
+    batches = iter(loader_of("map", LENGTH, workers=2, fault=slow, settings={"prefetch_factor": 4}))
+    next(batches)
+    time.sleep(0.3)
+    own = children() - before
+    batches.close()
+    left = shared_memory(own)
+    unlink(left)
+
+    assert gone(own) == set()
+    assert left == set()
+
+
+@pytest.mark.leaves
+@pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
+def test_prefetching_workers_leave_no_shared_memory():
+    own, before = set(), children()
+    for _ in range(5):
+        batches = iter(loader_of("map", LENGTH, workers=3, prefetch=2))
+        read_until(batches, steps=3)
+        own |= children() - before
+        batches.close()
+    left = shared_memory(own)
+    unlink(left)
+
+    assert gone(own) == set()
+    assert left == set()
+
+
+def test_an_epoch_that_is_left_or_ends_leaves_no_shared_memory(rng):
+    own, before = set(), children()
+    for _ in range(5):
+        batches = iter(loader_of(rng.choice(KINDS), LENGTH, workers=3))
+        read_until(batches, steps=rng.choice([0, 1, 5, None]))
+        own |= children() - before
+        batches.close()
+    assert gone(own) == set()
+    assert shared_memory(own) == set()
+
+
+def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng):
+    for _ in range(8):
+        kind, workers, bad = rng.choice(KINDS), rng.choice([0, 1, 2, 3]), rng.randrange(96)
+        error = rng.choice([ValueError, KeyError, StopIteration, SystemExit, MemoryError, OSError])
+
+        def fault(number, bad=bad, error=error):
+            if number == bad:
+                raise error("this one")
+
+        loader = loader_of(kind, 96, workers=workers, fault=fault, **drawn_options(rng))
+        read, _, failure, waited = read_until(iter(loader))
+
+        assert isinstance(failure, DataReadError), (kind, workers, bad, failure)
+        in_generator = kind != "map" and error is StopIteration  # Python makes it a RuntimeError
+        assert failure.cause_type == ("RuntimeError" if in_generator else error.__name__)
+        assert "this one" in str(failure)
+        assert failure.index == bad if kind == "map" else failure.index[1] >= 0
+        assert waited < 2.0 + SLACK
+        assert read == list(range(bad // 8 * 8))
+        assert read + the_rest(loader.state_dict(), kind, 96, workers=rng.choice([0, 2])) == list(range(96))
+
+
+def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(rng):
+    for workers in (0, rng.randint(1, 3)):
+        bad = rng.randrange(96)
+
+        def collate(samples, bad=bad):
+            if any(sample[0] == bad for sample in samples):
+                raise ValueError("cannot collate")
+            return np.stack(samples)
+
+        loader = loader_of("map", 96, workers=workers, settings={"collate_fn": collate}, **drawn_options(rng))
+        read, _, failure, _ = read_until(iter(loader))
+
+        assert isinstance(failure, DataReadError)
+        assert "cannot collate" in str(failure)
+        assert failure.indices == tuple(range(bad // 8 * 8, bad // 8 * 8 + 8))
+        assert read + the_rest(loader.state_dict(), "map", 96) == list(range(96))
+
+
+def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
+    script = Path(__file__).parent / "hung_worker.py"
+    root = str(script.parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    with open(tmp_path / "log", "w") as log:
+        child = subprocess.Popen([sys.executable, str(script), "1.5"], env=environment, stdout=log, stderr=log)
+        try:
+            child.wait(30.0)  # most of it to start, on a loaded machine
+        except subprocess.TimeoutExpired:
+            pytest.fail("it hangs")
+        finally:
+            workers = children(child.pid)
+            child.kill()
+            child.wait()
+            assert gone(workers) == set()
+    text = (tmp_path / "log").read_text()
+    assert "DataReadError" in text, text
+    assert re.search(r"worker 1 has said nothing for 1\.\d+ s", text), text
+
+
+def test_workers_killed_between_epochs_or_all_at_once_cost_nothing(rng):
+    loader = loader_of("map", 96, workers=2, settings={"persistent_workers": True})
+    before = children()
+    for _ in range(3):
+        assert numbers(iter(loader)) == list(range(96))
+        own = sorted(children() - before)
+        for victim in rng.sample(own, rng.randint(1, len(own))):
+            kill(victim)
+        time.sleep(rng.uniform(0.1, 0.3))
+    assert numbers(iter(loader)) == list(range(96))
+    loader.close()

@@ -1,0 +1,146 @@
+"""What has a fault left behind in this process?"""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+from paddle_shard.errors import PaddleShardError
+
+KEPT = re.compile(r"^paddle_shard-agree")
+"""Threads that live as long as the process."""
+LINGERS = re.compile(r"_thread_loop")
+"""Paddle's threads: each looks every 5 s whether its loader is there."""
+NOTHING = "nothing came"
+KILLED = set()
+"""Processes that a test has killed, and their workers: some tests look at their memory."""
+
+
+def kill(pid):
+    """Kill a worker."""
+    KILLED.add(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def children(pid="self"):
+    """The processes that a process has started and that have not been waited for."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread has just ended
+                found |= {int(child) for child in (task / "children").read_text().split()}
+    return found
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids, seconds=10.0):
+    """The processes that still run when the time is over."""
+    return waited_for(lambda: {pid for pid in pids if alive(pid)}, seconds)
+
+
+def waited_for(find, seconds):
+    """What is found, as soon as it is nothing, or when the time is over."""
+    deadline = time.monotonic() + seconds
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def in_a_fork(work, seconds=8.0):
+    """What a forked child returns, or the exception that it raises; it and its children are killed in the end."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+
+    def go():
+        os.setsid()
+        try:
+            found = work()
+        except BaseException as error:
+            found = error if isinstance(error, PaddleShardError) else f"{type(error).__name__}: {error}"
+        writer.send(found)
+
+    child = context.Process(target=go)
+    child.start()
+    try:
+        found = reader.recv() if reader.poll(seconds) else NOTHING
+        if found is not NOTHING:
+            child.join(seconds)
+            assert child.exitcode == 0, f"exit code {child.exitcode}; None: it does not end"
+        return found
+    finally:
+        KILLED.add(child.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        child.close()
+        reader.close()
+        writer.close()
+
+
+def shared_memory(pids):
+    """Shared memory that Paddle has made in some processes."""
+    found = set()
+    for name in os.listdir("/dev/shm"):
+        owner = re.match(r"paddle_(\d+)_", name)
+        if owner and int(owner[1]) in pids:
+            found.add(name)
+    return found
+
+
+def unlink(names):
+    """Remove shared memory."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{name}")
+
+
+def descriptors():
+    """How many sockets, pipes and other things are open."""
+    kinds = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            target = os.readlink(f"/proc/self/fd/{number}")
+            kinds[target.partition(":")[0] if ":" in target else "file"] += 1
+    return kinds
+
+
+class Traces:
+    """What is there before a test."""
+
+    def __init__(self, started, *, lingering=False):
+        self._started, self._lingering = started, lingering
+        self._children, self._threads = children(), set(threading.enumerate())
+        self._open, self._memory = descriptors(), shared_memory({os.getpid(), *started})
+
+    def left(self, seconds=10.0):
+        """What is there now and was not before, when it has had time to go."""
+        gc.collect()
+        return waited_for(self._left, seconds)
+
+    def _left(self):
+        unlink(shared_memory(KILLED))
+        opened, threads = descriptors(), set(threading.enumerate()) - self._threads
+        found = {
+            "processes": children() - self._children,
+            "threads": {thread for thread in threads if not KEPT.search(thread.name)},
+            "shared memory": shared_memory({os.getpid(), *self._started}) - self._memory,
+            "open": {kind: opened[kind] - self._open[kind] for kind in ("socket", "pipe")},
+        }
+        found["open"] = {kind: number for kind, number in found["open"].items() if number > 0}
+        if not self._lingering:
+            found["open"].pop("pipe", None)  # those of Paddle's threads
+            found["threads"] = {thread for thread in found["threads"] if not LINGERS.search(thread.name)}
+        return {what: left for what, left in found.items() if left}
