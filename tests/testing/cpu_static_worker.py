@@ -202,7 +202,7 @@ def undo():
 
 def late():
     """The last: from here on the ranks would no longer prepare in the same order."""
-    with cpu_static(timeout=3.0):
+    with cpu_static(timeout=1.0):
         return refusal(to_static(DP)) if RANK == 0 else None
 
 
