@@ -13,10 +13,7 @@ if "PADDLE_SHARD_ADAPTER" not in os.environ:
 
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory):
-    """`run_ranks`, by which a module's tests that ask for the same job share its reports, or its failure.
-
-    A worker that is given several cases prints the name of each before it begins: a log says which one broke or hung.
-    """
+    """`run_ranks`, by which a module's tests that ask for the same job share its reports, or its failure."""
     found = {}
 
     def run(script, num_ranks, args=(), **options):
@@ -29,5 +26,22 @@ def run_once(tmp_path_factory):
         if isinstance(found[job], RanksFailed):
             raise found[job]
         return found[job]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_case(run_once):
+    """What each rank reports of one of several cases, which one job runs; if that job fails, of the case run alone.
+
+    The script is given the names of cases, does one after the other, and reports {name: what it found}.
+    """
+
+    def run(script, num_ranks, case, cases, **options):
+        try:
+            reports = run_once(script, num_ranks, cases, **options)
+        except RanksFailed:  # so that a case that breaks or hangs takes no other with it
+            reports = run_once(script, num_ranks, [case], **options)
+        return [report[case] for report in reports]
 
     return run

@@ -10,16 +10,17 @@ from loader_cases import cases, summary
 
 from paddle_shard.testing import report
 
+
+def loaders():
+    return {name: summary(make()) for name, make in cases(dist.get_world_size()).items()}
+
+
+CASES = {"loaders": loaders, "sequence": sequence_worker.both, "split": split_worker.outcomes}
+
 dist.init_parallel_env()
-num_ranks, found = dist.get_world_size(), {}
-for name, make in cases(num_ranks).items():
+found = {}
+for name in sys.argv[1:]:
     print("case:", name, flush=True)
-    found[name] = summary(make())
-if num_ranks == 2:
-    print("case: sequence", flush=True)
-    found["sequence"] = sequence_worker.both()
-if num_ranks == 4:
-    print("case: split", flush=True)
-    found["split"] = split_worker.outcomes()
+    found[name] = CASES[name]()
 report(found)
 dist.barrier()

@@ -7,11 +7,12 @@ from tests.multiprocess.loader_cases import cases, summary
 
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("loader_worker.py")
+CASES = {2: ["loaders", "sequence"], 4: ["loaders", "split"], 8: ["loaders"]}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_once):
-    reports = run_once(WORKER, num_ranks, timeout=180)
+def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
+    reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=180)
 
     for name, make in cases(num_ranks).items():
         simulated = on_each_rank(range(num_ranks), lambda make=make: summary(make()))
@@ -19,9 +20,11 @@ def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_once):
             assert reports[rank][name] == simulated[rank], f"rank {rank}: {name}"
 
 
-def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_once):
-    for rank, found in enumerate(run_once(WORKER, 4, timeout=180)):
-        report, data_rank = found["split"], rank // 2
+def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
+    reports = run_case(WORKER, 4, "split", CASES[4], timeout=180)
+
+    for rank, report in enumerate(reports):
+        data_rank = rank // 2
         assert "different data ranks, read the same first batch: the data is not split" in report["not split"]
         assert report["split"] == [[4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)]
         if rank in (1, 3):  # ranks 0 and 2 lead their replica groups
@@ -32,8 +35,8 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_once):
         assert "nranks=4 parts, but shard_dims gives 2 data ranks" in report["sampler of the world"]
 
 
-def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(run_once):
-    reports = [found["sequence"] for found in run_once(WORKER, 2, timeout=180)]
+def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(run_case):
+    reports = run_case(WORKER, 2, "sequence", CASES[2], timeout=180)
 
     for rank, chunks in enumerate([(0, 3), (1, 2)]):
         expected = [[100 * row + 4 * chunk + i for chunk in chunks for i in range(4)] for row in range(2)]

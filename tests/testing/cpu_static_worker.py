@@ -208,7 +208,7 @@ def late():
 
 found = {}
 for name in sys.argv[1:]:
-    print("case:", name, flush=True)  # so that a log says which one broke or hung
+    print("case:", name, flush=True)
     found[name] = globals()[name]()
     paddle.disable_static()  # whatever this one has left: the cases say themselves
 dist.barrier()

@@ -11,9 +11,9 @@ CASES = {2: ["parity", "second_model", "one_rank", "undo", "late"], 4: ["parity"
 
 
 @pytest.fixture
-def of_ranks(run_once):
+def of_ranks(run_case):
     """What each of so many ranks reports of a case."""
-    return lambda num_ranks, case: [report[case] for report in run_once(WORKER, num_ranks, CASES[num_ranks])]
+    return lambda num_ranks, case: run_case(WORKER, num_ranks, case, CASES[num_ranks])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -11,13 +11,13 @@ LAYOUTS = {8: ["docstring", "partial gradient"], 4: ["data parallel"]}
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "num_ranks"), [("docstring", 8), ("partial gradient", 8), ("data parallel", 4)])
-def test_the_losses_are_those_of_one_process(name, num_ranks, run_once):
-    reports = run_once(WORKER, num_ranks, LAYOUTS[num_ranks])
+def test_the_losses_are_those_of_one_process(name, num_ranks, run_case):
+    reports = run_case(WORKER, num_ranks, name, LAYOUTS[num_ranks])
 
-    assert sum(report[name]["stage"] for report in reports) == num_ranks // 2
+    assert sum(report["stage"] for report in reports) == num_ranks // 2
     for report in reports:
-        expected = report["whole"] if report[name]["stage"] == 1 else []
-        assert report[name]["losses"] == pytest.approx(expected, rel=1e-6)
+        expected = report["whole"] if report["stage"] == 1 else []
+        assert report["losses"] == pytest.approx(expected, rel=1e-6)
         assert report["whole"] == pytest.approx([231.17969, 394.97314, 388.04575, 358.34125], rel=1e-6)
 
 
