@@ -1,7 +1,47 @@
 import os
 
+import pytest
+
+from paddle_shard.testing import RanksFailed, run_ranks
+
 # Scripts that ranks run are no test modules: collecting one for doctests would run it.
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`.
 if "PADDLE_SHARD_ADAPTER" not in os.environ:
     collect_ignore = ["adapters"]
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory):
+    """`run_ranks`, by which a module's tests that ask for the same job share its reports, or its failure."""
+    found = {}
+
+    def run(script, num_ranks, args=(), **options):
+        job = script, num_ranks, *args
+        if job not in found:
+            try:
+                found[job] = run_ranks(script, num_ranks, tmp_path_factory.mktemp("job"), args=args, **options)
+            except RanksFailed as error:
+                found[job] = error
+        if isinstance(found[job], RanksFailed):
+            raise found[job]
+        return found[job]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_case(run_once):
+    """What each rank reports of one of several cases, which one job runs; if that job fails, of the case run alone.
+
+    The script is given the names of cases, does one after the other, and reports {name: what it found}.
+    """
+
+    def run(script, num_ranks, case, cases, **options):
+        try:
+            reports = run_once(script, num_ranks, cases, **options)
+        except RanksFailed:  # so that a case that breaks or hangs takes no other with it
+            reports = run_once(script, num_ranks, [case], **options)
+        return [report[case] for report in reports]
+
+    return run

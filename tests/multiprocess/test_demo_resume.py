@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,21 +52,34 @@ def processes_with(mark):
     return found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "killed", "resumed"),
-    [
-        ([], "4 processes (dp=4)", "2 processes (mp=1,dp=2)"),
-        # The kill falls into epoch 1, the last checkpoint into epoch 0.
-        (
-            ["--kill-at", "46", "--meshes", "dp=2,mp=2", "mp=2,dp=1"],
-            "4 processes (dp=2,mp=2)",
-            "2 processes (mp=2,dp=1)",
-        ),
-    ],
-    ids=["random", "split_weights"],
-)
-def test_a_run_that_is_killed_and_resumed_is_the_straight_run(arguments, killed, resumed, tmp_path):
-    code, text, left = run_demo(arguments, tmp_path)
+RUNS = {
+    "random": ([], "4 processes (dp=4)", "2 processes (mp=1,dp=2)"),
+    # The kill falls into epoch 1, the last checkpoint into epoch 0.
+    "split_weights": (
+        ["--kill-at", "46", "--meshes", "dp=2,mp=2", "mp=2,dp=1"],
+        "4 processes (dp=2,mp=2)",
+        "2 processes (mp=2,dp=1)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory):
+    """The runs of the tests that were chosen, at the same time: name -> (future result, directory)."""
+    chosen = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if hasattr(item, "callspec") and item.path == request.path
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        directories = {name: tmp_path_factory.mktemp(name) for name in chosen}
+        yield {name: (pool.submit(run_demo, RUNS[name][0], where), where) for name, where in directories.items()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_is_killed_and_resumed_is_the_straight_run(name, runs):
+    (future, directory), (_, killed, resumed) = runs[name], RUNS[name]
+    code, text, left = future.result()
 
     assert code == 0, text
     stopped_at, resumed_at = map(
@@ -85,7 +99,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_straight_run(arguments, killed,
     assert [name for name, _ in certificates] == ["epoch 0", "epoch 1", "epoch 2"]
     assert certificates[epoch][1] == f" ({steps} steps by the killed run, {45 - steps} by the resumed run)"
     assert left == [], f"processes are left: {left}"
-    assert list(tmp_path.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
 def test_a_step_that_cannot_be_killed_is_refused(tmp_path):

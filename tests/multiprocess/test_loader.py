@@ -2,17 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
 from paddle_shard.testing.simulated import on_each_rank
 from tests.multiprocess.loader_cases import cases, summary
 
 pytestmark = pytest.mark.multiprocess
-HERE = Path(__file__).parent
+WORKER = Path(__file__).with_name("loader_worker.py")
+CASES = {2: ["loaders", "sequence"], 4: ["loaders", "split"], 8: ["loaders"]}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_real_ranks_get_what_simulated_ranks_get(num_ranks, tmp_path):
-    reports = run_ranks(HERE / "loader_worker.py", num_ranks, tmp_path, timeout=180)
+def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
+    reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=180)
 
     for name, make in cases(num_ranks).items():
         simulated = on_each_rank(range(num_ranks), lambda make=make: summary(make()))
@@ -20,8 +20,8 @@ def test_real_ranks_get_what_simulated_ranks_get(num_ranks, tmp_path):
             assert reports[rank][name] == simulated[rank], f"rank {rank}: {name}"
 
 
-def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(tmp_path):
-    reports = run_ranks(HERE / "split_worker.py", 4, tmp_path)
+def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
+    reports = run_case(WORKER, 4, "split", CASES[4], timeout=180)
 
     for rank, report in enumerate(reports):
         data_rank = rank // 2
@@ -35,8 +35,8 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(tmp_path):
         assert "nranks=4 parts, but shard_dims gives 2 data ranks" in report["sampler of the world"]
 
 
-def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(tmp_path):
-    reports = run_ranks(HERE / "sequence_worker.py", 2, tmp_path)
+def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(run_case):
+    reports = run_case(WORKER, 2, "sequence", CASES[2], timeout=180)
 
     for rank, chunks in enumerate([(0, 3), (1, 2)]):
         expected = [[100 * row + 4 * chunk + i for chunk in chunks for i in range(4)] for row in range(2)]

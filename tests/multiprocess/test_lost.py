@@ -15,7 +15,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.replicas import star_group
 from paddle_shard.replicas.star_group import StarGroup, group_of
 from paddle_shard.testing.simulated import simulated_rank
-from tests.multiprocess import test_agreement
+from tests.multiprocess.test_agreement import Forks, run_unsound
 
 WORKER = Path(__file__).parent / "lost_worker.py"
 TOKEN = "LOST_TEST_RUN"
@@ -31,39 +31,46 @@ def alive(token):
     return found
 
 
+@pytest.fixture(scope="module")
+def forks():
+    """What forks the ranks. All that it and the tests start has the token in its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN, uuid.uuid4().hex)
+        with Forks(WORKER) as forks:
+            yield forks
+
+
 @pytest.fixture
-def token(monkeypatch):
-    """In the environment of all that is started; what is left at the end is killed."""
-    value = uuid.uuid4().hex
-    monkeypatch.setenv(TOKEN, value)
-    yield value
-    for pid in set(alive(value)) - {os.getpid()}:
+def left(forks):
+    """Which processes of a test are left, after a moment; at its end they are killed."""
+
+    def left(seconds=10.0):
+        deadline = time.monotonic() + seconds
+        ours = {os.getpid(), forks.process.pid}
+        while (found := set(alive(os.environ[TOKEN])) - ours) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    yield left
+    for pid in left(0.0):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def left(token, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while (found := set(alive(token)) - {os.getpid()}) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("kind", "loop", "victim"), [("map", 1, 0), ("map", 2, 1), ("stream", 1, 1), ("stream", 2, 0)])
-def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, workers, tmp_path, token, monkeypatch):
-    monkeypatch.setattr(test_agreement, "WORKER", WORKER)
+def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, workers, tmp_path, forks, left):
     args = [kind, str(workers), str(loop), str(victim)]
-    [(done, ranks, seconds)] = test_agreement.run_unsound("lost", 2, tmp_path, victim, args)
+    [(done, ranks, seconds)] = run_unsound(forks, "lost", 2, tmp_path, victim, args)
 
     assert (done, ranks) == (loop - 1, [victim])
     assert seconds < 10
-    assert left(token) == set()
+    assert left() == set()
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_paddle_spawns_meet(tmp_path, token):
+def test_ranks_that_paddle_spawns_meet(tmp_path, left):
     given = ("PADDLE_", "POD_", "MASTER_", "FLAGS_selected_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(given)}
     variables["PADDLE_SHARD_REPORT_DIR"] = str(tmp_path)

@@ -2,8 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
-
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).parent / "stream_faults_worker.py"
 PARTS = 8
@@ -18,8 +16,8 @@ def part_lengths():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_all_ranks_end_or_fail_at_the_same_step(num_ranks, tmp_path):
-    reports = run_ranks(WORKER, num_ranks, tmp_path)
+def test_all_ranks_end_or_fail_at_the_same_step(num_ranks, run_once):
+    reports = run_once(WORKER, num_ranks)
     lengths = part_lengths()
     assert (min(lengths), max(lengths)) == (5, 8)
 
@@ -52,8 +50,8 @@ def test_all_ranks_end_or_fail_at_the_same_step(num_ranks, tmp_path):
         assert all(one[1][0] == "UnequalEndsError" and "choose tail=" in one[1][1].lower() for one in found), found
 
 
-def test_local_batches_of_unequal_number_and_length_are_evened_out(tmp_path):
-    reports = run_ranks(WORKER, 2, tmp_path)
+def test_local_batches_of_unequal_number_and_length_are_evened_out(run_once):
+    reports = run_once(WORKER, 2)
 
     for rank, report in enumerate(reports):
         own = [[100 * rank + 10 * k + i for i in range(4 if k < 2 + rank else 2)] for k in range(3 + rank)]

@@ -170,9 +170,9 @@ def ids_of(steps):
     return [i for step in steps for i, _ in step]
 
 
-def check_laws(source, folder, workers, stops=(1, 3, 5)):
-    """On two simulated data ranks, compared with one that has no workers."""
-    loader = make(source, folder, 0)
+def check_laws(source, folder, workers, stops=(1, 3, 5), oracle=None):
+    """On two simulated data ranks, compared with one that has no workers and reads `oracle`: by default the folder."""
+    loader = make(source, folder if oracle is None else oracle, 0)
     alone = [steps_of(loader) for _ in range(2)]
     assert [sorted(ids_of(epoch)) for epoch in alone] == [list(range(TOTAL))] * 2, "each sample exactly once"
     assert ids_of(alone[0]) != ids_of(alone[1]), "two epochs differ"

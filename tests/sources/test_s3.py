@@ -21,14 +21,23 @@ def server():
         yield environment["AWS_ENDPOINT_URL"]
 
 
-# The passes that are compared, and those that are resumed, have no workers.
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The same files on disk: what a store must deliver, too."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, content in files().items():
+        (folder / name).write_bytes(content)
+    return str(folder)
+
+
+# The passes that are resumed go on without workers, or begin so.
 @pytest.mark.parametrize(("source", "workers"), [("parquet", 0), ("parquet", 2), ("lines", 2), ("webdataset", 2)])
-def test_the_laws_hold_over_s3(server, source, workers):
-    check_laws(source, FOLDER, workers, stops=[3])
+def test_the_laws_hold_over_s3(server, local, source, workers):
+    check_laws(source, FOLDER, workers, stops=[3], oracle=local)
 
 
-def test_the_laws_hold_over_http_by_fsspec(server):
-    check_laws("parquet", f"{server}/{BUCKET}", 2, stops=[3])
+def test_the_laws_hold_over_http_by_fsspec(server, local):
+    check_laws("parquet", f"{server}/{BUCKET}", 2, stops=[3], oracle=local)
 
 
 def test_workers_are_left_no_connection_of_their_parent(server):

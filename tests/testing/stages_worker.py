@@ -1,4 +1,4 @@
-"""The two-mesh model of Paddle's `shard_dataloader` docstring, by stages or as one process."""
+"""The two-mesh model of Paddle's `shard_dataloader` docstring, as one process and then by stages on named layouts."""
 
 import sys
 
@@ -15,8 +15,6 @@ LAYOUTS = {  # meshes, and the placements of each stage's weight
     "partial gradient": ([[3, 1], [2, 0]], [[4, 5], [6, 7]], [R, R], [R, S(1)]),  # ranks out of order too
     "data parallel": ([[1], [2]], [[3], [0]], [R, R], [R, R]),
 }
-MODE, NAME = sys.argv[1:]
-*MESHES, FIRST, SECOND = LAYOUTS[NAME]
 BATCHES, BATCH = 4, 2
 
 
@@ -50,18 +48,18 @@ def whole():
     return losses
 
 
-def staged():
-    dist.init_parallel_env()
-    stages = Stages(*(dist.ProcessMesh(mesh, ["x", "y"]) for mesh in MESHES))
+def staged(name):
+    *meshes, first, second = LAYOUTS[name]
+    stages = Stages(*(dist.ProcessMesh(mesh, ["x", "y"]) for mesh in meshes))
     mesh, i = stages.mesh, stages.index
     batches = data()
-    weight = dist.shard_tensor(weights()[i], mesh, (FIRST, SECOND)[i])
+    weight = dist.shard_tensor(weights()[i], mesh, (first, second)[i])
     optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(learning_rate=0.001, parameters=[weight]))
     local = BATCH // mesh.shape[0]
-    first = mesh.process_ids.index(dist.get_rank()) // mesh.shape[1] * local
+    start = mesh.process_ids.index(dist.get_rank()) // mesh.shape[1] * local
 
     def placed(array):
-        return dtensor_from_local(paddle.to_tensor(array[first : first + local]), mesh, [S(0), R])
+        return dtensor_from_local(paddle.to_tensor(array[start : start + local]), mesh, [S(0), R])
 
     losses = []
     for x, y in batches:
@@ -81,4 +79,9 @@ def staged():
     return {"stage": i, "losses": losses}
 
 
-report(whole() if MODE == "whole" else staged())
+expected, found = whole(), {}
+dist.init_parallel_env()
+for name in sys.argv[1:]:
+    print("case:", name, flush=True)
+    found[name] = {"whole": expected, **staged(name)}
+report(found)

@@ -4,21 +4,27 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
-
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("cpu_static_worker.py")
+# The cases of each number of ranks are run by one job.
+CASES = {2: ["parity", "second_model", "one_rank", "undo", "late"], 4: ["parity", "other_groups", "two_groups"]}
+
+
+@pytest.fixture
+def of_ranks(run_case):
+    """What each of so many ranks reports of a case."""
+    return lambda num_ranks, case: run_case(WORKER, num_ranks, case, CASES[num_ranks])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_static_losses_are_the_dynamic_ones(num_ranks, tmp_path):
-    for report in run_ranks(WORKER, num_ranks, tmp_path, args=["parity"]):
+def test_static_losses_are_the_dynamic_ones(num_ranks, of_ranks):
+    for report in of_ranks(num_ranks, "parity"):
         assert report["static"] == pytest.approx(report["dynamic"], abs=1e-5)
         assert len(set(report["static"])) == 5
 
 
-def test_a_second_model_of_the_process_trains_and_evaluates(tmp_path):
-    for report in run_ranks(WORKER, 2, tmp_path, args=["second_model"]):
+def test_a_second_model_of_the_process_trains_and_evaluates(of_ranks):
+    for report in of_ranks(2, "second_model"):
         first, second = report["runs"]
         assert first["train"] == pytest.approx(second["train"], abs=1e-6)
         for run in (first, second):
@@ -26,17 +32,17 @@ def test_a_second_model_of_the_process_trains_and_evaluates(tmp_path):
         assert report["eval_after_undo"] == pytest.approx(second["eval"], abs=1e-6)
 
 
-def test_groups_used_between_steps_do_not_leak_into_a_step(tmp_path):
-    for report in run_ranks(WORKER, 4, tmp_path, args=["other_groups"]):
+def test_groups_used_between_steps_do_not_leak_into_a_step(of_ranks):
+    for report in of_ranks(4, "other_groups"):
         assert report["static"] == pytest.approx(report["dynamic"], abs=1e-5)
         assert report["replicas"] == pytest.approx(report["dynamic"], abs=1e-5)
         assert report["again"] < report["static"]  # it went on training
 
 
-def test_a_program_of_two_groups_is_refused_on_every_rank(tmp_path):
+def test_a_program_of_two_groups_is_refused_on_every_rank(of_ranks):
     groups = {0: [[0, 1], [0, 2]], 1: [[0, 1], [1, 3]], 2: [[0, 2], [2, 3]], 3: [[1, 3], [2, 3]]}
 
-    for report in run_ranks(WORKER, 4, tmp_path, args=["two_groups"]):
+    for report in of_ranks(4, "two_groups"):
         kind, text, dynamic_mode = report["refused"]
         assert kind == "StaticGroupsError"
         assert dynamic_mode
@@ -45,25 +51,25 @@ def test_a_program_of_two_groups_is_refused_on_every_rank(tmp_path):
         assert report["static"] == pytest.approx(report["dynamic"], abs=1e-5)
 
 
-def test_a_refusal_on_one_rank_is_raised_on_all(tmp_path):
-    for kind, text, _ in run_ranks(WORKER, 2, tmp_path, args=["one_rank"]):
+def test_a_refusal_on_one_rank_is_raised_on_all(of_ranks):
+    for kind, text, _ in of_ranks(2, "one_rank"):
         assert kind == "StaticGroupsError"
         assert "Groups by rank:\n  rank 1: train uses [[0, 1], [0, 1, 2]]\nTest training" in text
 
 
-def test_undo_puts_back_what_it_found(tmp_path):
-    for report in run_ranks(WORKER, 2, tmp_path, args=["undo"]):
+def test_undo_puts_back_what_it_found(of_ranks):
+    for report in of_ranks(2, "undo"):
         assert report["pod_name"] == [True, False, False, True]
         assert report["changed"] == [False, True, True, False]
         assert report["refused"][1] == "No CUDA device found"
 
 
-def test_a_rank_that_never_prepares_is_named_at_the_deadline(tmp_path):
-    reports = run_ranks(WORKER, 2, tmp_path, args=["late"])
+def test_a_rank_that_never_prepares_is_named_at_the_deadline(of_ranks):
+    reports = of_ranks(2, "late")
 
     kind, text, dynamic_mode = reports[0]
     assert kind == "TimeoutError"
-    assert "rank 0 waited 3 s for ranks [1]" in text
+    assert "rank 0 waited 1 s for ranks [1]" in text
     assert dynamic_mode
 
 
