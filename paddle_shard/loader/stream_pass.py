@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_shard import errors
 from paddle_shard.agree import Agreement
-from paddle_shard.errors import AgreedFailure, DataReadError, UnequalEndsError
+from paddle_shard.errors import AgreedFailure, DataReadError, PeerLostError, UnequalEndsError
 from paddle_shard.loader.agreeing import steps_ahead
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.prefetch import Ahead
@@ -104,6 +104,11 @@ class AgreedPass:
             self.close()
             mine = self._failure is not None and failure.step == self._announced
             raise (self._failure if mine else _of_another(failure)) from None  # type: ignore[misc]
+        except PeerLostError as lost:  # who may have lost patience with what has failed here
+            if self._failure is None or self._announced != step:
+                raise
+            self.close()
+            raise self._failure from lost
         self._delivered += 1
         found = self._ready.popleft()
         if self._least_ahead and found is not None:

@@ -162,7 +162,7 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
         (64, 48, 8)
     """
     limit = MAX_PARTS if num_shards is None else min(MAX_PARTS, max(1, num_shards))
-    return max(d for d in _divisors(micro_rows) if d <= limit)
+    return max(d for d in range(1, min(limit, micro_rows) + 1) if micro_rows % d == 0)
 
 
 def check_count(name: str, value: object) -> None:

@@ -81,6 +81,7 @@ class LoaderState:
             value = saved[name]
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise StateError(f"state is damaged: {name} must be an int >= 0, got {value!r}.")
+        _check_shape(saved)
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
         if "num_parts" in different:  # parts that were cut otherwise hold other samples
@@ -98,7 +99,7 @@ class LoaderState:
             )
         return cls(
             **{name: saved[name] for name in _COUNTS},
-            ended=bool(saved["ended"]),
+            ended=saved["ended"],
             segments=tuple((int(first), int(size)) for first, size in saved["segments"]),
             sampler=saved["sampler"],
             certificate=tuple(tuple(leg) for leg in saved["certificate"]),
@@ -111,3 +112,35 @@ class LoaderState:
         if kept and kept[-1][1] == batch_size:
             return kept
         return (*kept, (self.samples, batch_size))
+
+
+def _check_shape(saved: Mapping[str, Any]) -> None:
+    """Refuse a state whose fields are not of their types, or contradict each other."""
+    fine = {
+        "ended": isinstance(saved["ended"], bool),
+        "fingerprint": isinstance(saved["fingerprint"], Mapping),
+        "segments": _rows_of(saved["segments"], 2),
+        "certificate": _rows_of(saved["certificate"], 8),
+    }
+    for name, right in fine.items():
+        if not right:
+            raise StateError(f"state is damaged: {name} is {saved[name]!r}.")
+    segments, samples, steps = saved["segments"], saved["samples"], 0
+    ends = [*(first for first, _ in segments[1:]), samples][: len(segments)]
+    for (first, size), end in zip(segments, ends, strict=True):
+        if not (size > 0 and 0 <= first <= end):
+            raise StateError(f"state is damaged: segments is {segments!r}, of {samples} samples.")
+        steps += -(-(end - first) // size)
+    if segments and (segments[0][0] != 0 or steps != saved["steps"]):
+        raise StateError(
+            f"state is damaged: {samples} samples in batches of {segments!r} are {steps} steps, not {saved['steps']}."
+        )
+
+
+def _rows_of(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(row, list | tuple)
+        and len(row) == length
+        and all(isinstance(number, int) and not isinstance(number, bool) for number in row)
+        for row in value
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.opening import Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest
-from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
 from paddle_shard.reading.local_batch import filled, num_rows_of
 from paddle_shard.reading.reader import collate_rows
 from paddle_shard.samplers.randomness import Generator
@@ -81,6 +81,8 @@ class ChunkReader:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
+            if worker is None and raised_by_a_handler(error):
+                raise
             index = getattr(error, FAILED_AT, None)
             if index is not None:  # it was read on the way to this reader's own
                 at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)

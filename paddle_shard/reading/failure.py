@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,13 @@ def log_skipped(told: Iterable[str]) -> None:
 
 def _plain(index: Any) -> Any:
     return index.item() if isinstance(index, np.generic) else index
+
+
+def raised_by_a_handler(error: BaseException) -> bool:
+    """Return whether an exception is that of a signal's handler, which ran while something was read."""
+    handlers = (getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals())
+    codes = {code for code in handlers if code is not None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

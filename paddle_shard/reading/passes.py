@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 import paddle.io
 from paddle.io.dataloader import dataloader_iter as machinery
 
-from paddle_shard.errors import DataReadError
+from paddle_shard.errors import ArgumentError, DataReadError
 from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.parcel import map_leaves, pack, unpack
 from paddle_shard.reading.reader import AGAIN
@@ -20,12 +22,12 @@ from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.skipping import Patched
 from paddle_shard.reading.worker_guards import (
     WatchedQueue,
-    deaths_unheard,
     end_with_the_parent,
     freed,
     garbage_left_to_the_parent,
     in_use,
     remove_shared_memory,
+    signals_held,
 )
 from paddle_shard.reading.worker_info import ShownInfo, shown
 from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
@@ -224,6 +226,19 @@ def _only(items: list[Any]) -> Any:
     return items[0]
 
 
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_of_the_parent: list[Any] = []
+"""Kept in a forked child: their finalizers would end the parent's workers, or wait for threads that are not here."""
+
+
+def _leave_workers_to_the_parent() -> None:
+    for pool in list(_pools):
+        pool.leave_to_the_parent()
+
+
+os.register_at_fork(after_in_child=_leave_workers_to_the_parent)
+
+
 class WorkerPool:
     """A set-up of Paddle's worker machinery; with persistent workers it serves one pass after another."""
 
@@ -258,6 +273,16 @@ class WorkerPool:
         view.num_workers = num_workers or settings.num_workers
         self._view, self.patience = view, patience
         self.iterator: Any = None
+        self.process = os.getpid()
+        """Whose workers they are."""
+        _pools.add(self)
+
+    def leave_to_the_parent(self) -> None:
+        """Forget the workers, in a forked child: they are its parent's."""
+        if self.iterator is not None:
+            self.iterator._shutdown = True
+            _of_the_parent.append(self.iterator)
+        self.iterator = self._view._iterator = None
 
     def start(self, requests: Iterator[Request]) -> None:
         """Start a pass; the one before it must have ended.
@@ -267,9 +292,10 @@ class WorkerPool:
         """
         if self.iterator is not None and not all(worker.is_alive() for worker in self.iterator._workers):
             self.shut_down()
+        self.process = os.getpid()
         self.feed.start(requests)
         # Paddle draws the workers' seeds from the user's generator.
-        with kept([NumpyGenerator()]), garbage_left_to_the_parent(), deaths_unheard(), freed(self.iterator):
+        with kept([NumpyGenerator()]), garbage_left_to_the_parent(), signals_held(), freed(self.iterator):
             self.iterator = paddle.io.DataLoader.__iter__(self._view)
             machinery.core._erase_process_pids(id(self.iterator))
         if not isinstance(self.iterator._data_queue, WatchedQueue):
@@ -333,6 +359,11 @@ class WorkerPass:
         pool = self._pool
         if pool is None:
             raise StopIteration
+        if pool.process != os.getpid():
+            raise ArgumentError(
+                f"this iterator was made by process {pool.process}, whose workers read for it; a forked child makes "
+                "one of its own: iter(loader)."
+            )
         try:
             parcel = next(pool.iterator)
         except StopIteration:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.collate import TEXT, collate, is_sequence
-from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.skipping import Patched, read_skipping
@@ -81,6 +81,8 @@ class BatchReader:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
+            if worker is None and raised_by_a_handler(error):
+                raise
             return ReadFailure.of(error, worker=worker, **at)
 
     def read_freely(self, request: ReadRequest) -> Any:

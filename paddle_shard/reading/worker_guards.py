@@ -67,25 +67,26 @@ def garbage_left_to_the_parent() -> Iterator[None]:
 
 
 @contextmanager
-def deaths_unheard() -> Iterator[None]:
-    """Hold back SIGCHLD, on which Paddle's handler would raise in the middle of what is done here."""
+def signals_held() -> Iterator[None]:
+    """Hold back signals that Python code handles.
+
+    On SIGCHLD Paddle's handler would raise in the middle of what is done here; what another raises while this process
+    is forked is lost; and a child would run the user's handlers until Paddle has set its own.
+    """
     if threading.current_thread() is not threading.main_thread():  # where no handler runs
         yield
         return
     machinery._set_SIGCHLD_handler()  # once a process; it would do so in between
-    heard = False
-
-    def note(*_: Any) -> None:
-        nonlocal heard
-        heard = True
-
-    before = signal.signal(signal.SIGCHLD, note)
+    heard: list[int] = []
+    held = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in held}
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
-        if heard:  # the user may have a handler, too
-            signal.raise_signal(signal.SIGCHLD)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for caught in dict.fromkeys(heard):
+            signal.raise_signal(caught)
 
 
 def remove_shared_memory(workers: Iterable[int | None]) -> None:

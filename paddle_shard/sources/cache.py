@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import IO
 
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.files import BUFFER, base_name, open_file
@@ -28,18 +29,22 @@ def cached(name: str, cache_dir: str) -> str:
     Raises:
         OSError: The download failed, ended too soon, or the disk is full; no half file is left.
     """
-    os.makedirs(cache_dir, exist_ok=True)
+    with _room(name, cache_dir):
+        os.makedirs(cache_dir, exist_ok=True)
     kept = f"{derive_key(shown(name)).hex()}-{base_name(name)}"
     path = os.path.join(cache_dir, kept)
     if os.path.exists(path):
         return path
-    with _lock(os.path.join(cache_dir, f".{kept}.lock")) as alone:
+    with _room(name, cache_dir):
+        lock = open(os.path.join(cache_dir, f".{kept}.lock"), "wb")  # noqa: SIM115
+    with lock, _held(lock) as alone:
         if os.path.exists(path):
             return path
         if alone:  # what a killed process has left
             for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
                 os.unlink(stale)
-        handle, part = tempfile.mkstemp(prefix=f".{kept}.", suffix=".part", dir=cache_dir)
+        with _room(name, cache_dir):
+            handle, part = tempfile.mkstemp(prefix=f".{kept}.", suffix=".part", dir=cache_dir)
         try:
             with open(handle, "wb", buffering=0) as target:
                 _download(name, target, cache_dir)
@@ -72,6 +77,21 @@ def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
         raise OSError(f"the download has {copied} bytes, the server said {size}")
 
 
+@contextmanager
+def _room(name: str, cache_dir: str) -> Iterator[None]:
+    """Explain that there is none for a file or a directory."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise OSError(
+            error.errno,
+            f"cache_dir {cache_dir!r} is full: no file can be made in it for {shown(name)}; the file system may have "
+            "bytes left, but no inodes. Make room, or choose another cache_dir",
+        ) from error
+
+
 def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copied: int) -> OSError:
     if error.errno not in _FULL:
         return OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}")
@@ -84,14 +104,17 @@ def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copi
 
 
 @contextmanager
-def _lock(path: str) -> Iterator[bool]:
+def _held(file: IO[bytes]) -> Iterator[bool]:
     """Hold a lock among processes and threads; False where there are none to be had."""
-    with open(path, "wb") as file:
-        try:
-            import fcntl
+    try:
+        import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX)
-            locked = True
-        except (ImportError, OSError):
-            locked = False
-        yield locked  # closing the file lets go of it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        locked = True
+    except (ImportError, OSError):
+        locked = False
+    try:
+        yield locked
+    finally:
+        if locked:  # closing does not let go of it where a child was forked meanwhile, which has the file, too
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -270,7 +270,6 @@ def test_a_full_disk_is_said_leaves_no_half_file_and_with_room_it_is_gone_on_wit
         assert len(kept(disk)) == len(TARS)
 
 
-@pytest.mark.xfail(strict=True, reason="only what is written is explained, not the making of a file")
 def test_a_disk_without_room_for_another_file_is_said_too(tmp_path):
     with small_disk(tmp_path / "disk", "size=10m,nr_inodes=3") as disk, serving(TARS) as server:
         _, failure = read(loader_over(server.url, cache_dir=str(disk)))
@@ -317,7 +316,6 @@ def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_take
         assert sorted(os.path.getsize(disk / name) for name in kept(disk)) == sorted(map(len, TARS.values()))
 
 
-@pytest.mark.xfail(strict=True, reason="the lock of a download is held by children that were forked meanwhile")
 def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_path):
     disk = str(tmp_path / "disk")
     with serving(TARS, stalls=[5000], statuses=[200, 404]) as server:

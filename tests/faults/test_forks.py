@@ -29,7 +29,6 @@ def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, r
 # What follows is tried in a child and its own fork, as it may hang both.
 
 
-@pytest.mark.xfail(strict=True, reason="a child looks whether its parent's idle workers live: AssertionError")
 def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
     def parent():
         loader = loader_of("map", LENGTH, workers=2, settings={"persistent_workers": True})
@@ -40,7 +39,6 @@ def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
     assert in_a_fork(parent, 15.0) == [ALL] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="closing an iterator in a child ends the workers of the parent's")
 @pytest.mark.parametrize("how", ["close", "delete"])
 def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parents(how):
     def parent():
@@ -58,7 +56,6 @@ def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parent
     assert in_a_fork(parent, 12.0) == ALL
 
 
-@pytest.mark.xfail(strict=True, reason="reading on in a child waits for ever: nobody fills its queue")
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
     def parent():

@@ -214,7 +214,6 @@ def test_sigterm_at_any_moment_saves_on_each_rank_what_it_was_given(rng, tmp_pat
 
 
 @pytest.mark.only_in_rounds
-@pytest.mark.xfail(strict=False, reason="PeerLostError, at about the same time, hides the worker that was found hung")
 def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path):
     timeout = 4.0
     case = {"kind": rng.choice(["map", "cut"]), "number": rng.randrange(8, LENGTH), "timeout": timeout}

@@ -163,18 +163,7 @@ def lines(path, known={}):  # noqa: B006
     return known[path]
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [
-        pytest.param(
-            0,
-            marks=pytest.mark.xfail(
-                strict=True, reason="SystemExit of a handler during a read in the main process becomes a DataReadError"
-            ),
-        ),
-        2,
-    ],
-)
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_handler_that_exits_ends_the_process_in_the_middle_of_a_read(workers, tmp_path):
     def work(path):
         def slow(number):
@@ -217,7 +206,6 @@ def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(to, rng, tmp_pat
         assert memory == set()
 
 
-@pytest.mark.xfail(strict=True, reason="until Paddle sets its own, a worker has the handler that it was forked with")
 def test_a_worker_that_is_just_being_started_does_not_run_the_users_handler(tmp_path):
     def work(path):
         def handler(*_):
@@ -237,7 +225,6 @@ def test_a_worker_that_is_just_being_started_does_not_run_the_users_handler(tmp_
     assert not os.path.exists(f"{path}.saved")
 
 
-@pytest.mark.xfail(strict=True, reason="Python drops what a handler raises in the callbacks around os.fork()")
 def test_ctrl_c_while_workers_are_started_is_not_lost(tmp_path):
     def work(path):
         once = []
