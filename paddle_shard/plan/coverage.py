@@ -20,6 +20,8 @@ EXACT_MAX = 1 << 22
 """Up to so many samples a plan's deliveries are counted one by one."""
 
 _CHUNK = 1 << 16
+_TOGETHER = 64
+"""Batches whose samples are added at once."""
 _KEYS = tuple(np.uint64(derive_seed("certificate", number)) for number in range(2))
 _MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
 _FINISH = np.uint64(0xD6E8FEB86659FD93)
@@ -138,11 +140,12 @@ class Tally:
     _waiting: Any = None
     """(samples, those before them) that are not yet in the sums, or None."""
     _num_waiting: int = 0
+    """Batches of them."""
 
     def added(self, ids: Sequence[Any] | npt.NDArray[np.int64]) -> Tally:
         """Return the count with some more samples, by whatever the data set is indexed with."""
-        found = Tally(self.count + len(ids), self._sums, (ids, self._waiting), self._num_waiting + len(ids))
-        return found if found._num_waiting < _CHUNK else Tally(found.count, found.sums)
+        found = Tally(self.count + len(ids), self._sums, (ids, self._waiting), self._num_waiting + 1)
+        return found if found._num_waiting < _TOGETHER else Tally(found.count, found.sums)
 
     @property
     def sums(self) -> Sums:

@@ -23,6 +23,7 @@ from paddle_shard.reading.skipping import Patched
 from paddle_shard.reading.worker_guards import (
     WatchedQueue,
     end_with_the_parent,
+    forget_shared_memory,
     freed,
     garbage_left_to_the_parent,
     in_use,
@@ -34,6 +35,10 @@ from paddle_shard.samplers.randomness import Generator, NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
 """How long a worker may finish its sample when its pass is closed, before it is killed."""
+
+
+_FORGET_AFTER = 1024
+"""Batches."""
 
 
 class Pass(Protocol):
@@ -347,7 +352,7 @@ class WorkerPass:
         self._pool: WorkerPool | None = pool
         self._idle = idle
         self._to_tensor = to_tensor
-        self._interrupted = False
+        self._interrupted, self._taken = False, 0
         self.skipped: deque[list[tuple[int, str]]] = deque()
         """See `DirectPass`."""
         pool.start(requests)
@@ -384,6 +389,9 @@ class WorkerPass:
             self.close()
             raise dead from error
         request = pool.feed.pending.popleft()
+        self._taken += 1
+        if self._taken % _FORGET_AFTER == 0:
+            forget_shared_memory()
         batch = unpack(parcel, self._to_tensor)
         if isinstance(batch, ReadFailure):
             self.close()

@@ -101,6 +101,16 @@ def remove_shared_memory(workers: Iterable[int | None]) -> None:
                 os.unlink(name)
 
 
+def forget_shared_memory() -> None:
+    """Let Paddle forget the names of tensors that have come through shared memory, all of which are mapped or gone.
+
+    It keeps each for ever, some 125 bytes (3.3.1). Not where this process shares tensors of its own, which others may
+    still have to open.
+    """
+    if not glob.glob(f"/dev/shm/paddle_{os.getpid()}_*"):
+        machinery.core._cleanup_mmap_fds()
+
+
 class WatchedQueue:
     """The queue on which Paddle's machinery waits for its workers, which it would do for ever for one that hangs.
 
