@@ -298,9 +298,9 @@ def unequal_ends(loader: ShardDataloader, error: UnequalEndsError) -> Exception:
 
 
 def _least_ahead(loader: ShardDataloader) -> int:
-    """Return how many steps are read ahead at least; 0: as many as the user has said."""
-    if loader._prefetch and not loader._worth:
-        return 0
+    """Return how many steps are read ahead at least where ranks agree on them."""
+    if loader._prefetch and not loader._worth:  # as the user has said
+        return loader._prefetch
     return PREFETCH if loader._given.num_workers else PREFETCH_ALONE
 
 
@@ -310,7 +310,7 @@ def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: 
     what = {} if source.split else source.batches.fingerprint()
     return open_agreement(
         loader._agreeing_ranks,
-        prefetch=_least_ahead(loader) or loader._prefetch,
+        prefetch=_least_ahead(loader),
         ends_must_agree=ends_must_agree,
         label=f"{type(loader.dataset).__name__} {what}, epoch {start.epoch}, step {start.steps}",
         timeout=loader.timeout,

@@ -65,7 +65,7 @@ class AgreedPass:
             prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
             notes: What the ranks tell each other of each step.
-            least_ahead: Steps that are read ahead; more where they are quick and small. 0: as the agreement says.
+            least_ahead: Steps that are read ahead; more where they are quick and small. 0: as the agreement is opened.
             prefetch: Steps that a thread of its own keeps ready; 0: there is none.
             worth: Seconds that reading a step must take for that.
             draw: Draws the requests of so many steps, on the caller's thread.
@@ -133,7 +133,7 @@ class AgreedPass:
             return
         count = limit = wanted
         if self._ahead.start():
-            count, limit = min(wanted, step + 1), step + 1 + self._prefetch
+            count, limit = min(wanted, step + 1), step + 1 + max(self._prefetch, self._agreement.prefetch)
         self._draw(limit)
         self._ahead.need(count, limit)
 

@@ -15,6 +15,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, DataReadError
+from paddle_shard.loader.agreeing import steps_ahead
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.passes import WorkerPool
 
@@ -275,3 +276,15 @@ def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting():
     ahead.start()
     with pytest.raises(RuntimeError, match="broken"):
         ahead.need(1, 3)
+
+
+def test_steps_read_ahead_for_the_agreement_are_more_where_they_are_quick_and_small_and_never_many_bytes():
+    for least in (1, 2, 8):
+        for seconds in (1e-5, 2e-4, 0.004, 0.05, 60.0):
+            for num_bytes in (0, 1000, 1 << 20, 1 << 30):
+                found = steps_ahead(least, seconds, num_bytes)
+                assert found >= least
+                assert found == least or found * num_bytes <= 8 << 20
+                assert found <= 32
+    assert steps_ahead(2, 0.05, 1000) == 2
+    assert steps_ahead(2, 1e-4, 1000) == 32
