@@ -18,8 +18,9 @@ from paddle_shard.agree import Agreement
 from paddle_shard.errors import BatchStructureError, DataReadError, SplitError, UnequalEndsError
 from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
 from paddle_shard.loader.notes import StepNotes
+from paddle_shard.loader.placed_pass import PlacedPass
 from paddle_shard.loader.prefetch import DrawnAhead
-from paddle_shard.loader.stream_pass import AgreedPass, PlacedPass, stream_outlook
+from paddle_shard.loader.stream_pass import AgreedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows, tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed

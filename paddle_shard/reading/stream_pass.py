@@ -14,7 +14,8 @@ from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slic
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.feeding import fed
-from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool
+from paddle_shard.reading.passes import DirectPass, Pass
+from paddle_shard.reading.workers import WorkerPass, WorkerPool
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.stages.round_robin import RoundRobin

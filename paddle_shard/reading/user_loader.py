@@ -9,9 +9,10 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.reading.passes import DirectPass, Pass, WorkerPass, WorkerPool, shallow_copy
+from paddle_shard.reading.passes import DirectPass, Pass, shallow_copy
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
+from paddle_shard.reading.workers import WorkerPass, WorkerPool
 from paddle_shard.samplers.randomness import Generator
 
 

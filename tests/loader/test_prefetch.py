@@ -17,7 +17,7 @@ from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, DataReadError
 from paddle_shard.loader.agreeing import steps_ahead
 from paddle_shard.loader.prefetch import Ahead
-from paddle_shard.reading.passes import WorkerPool
+from paddle_shard.reading.workers import WorkerPool
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
 

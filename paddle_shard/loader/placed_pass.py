@@ -1,0 +1,88 @@
+"""How is a pass read without other ranks, on the caller's thread or ahead of it?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from paddle_shard.loader.prefetch import Ahead
+from paddle_shard.reading.reader import AGAIN
+from paddle_shard.reading.worker_guards import in_use
+
+
+class PlacedPass:
+    """What one pass has read, without other ranks."""
+
+    def __init__(
+        self,
+        reading: Any,
+        prepare: Callable[[Any], Any],
+        prefetch: int = 0,
+        worth: float = 0.0,
+        draw: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Start the pass; see `AgreedPass`."""
+        self._reading, self._prepare, self._prefetch, self._draw = reading, prepare, prefetch, draw
+        self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
+        self._ready: deque[tuple[Any, Exception | None]] = deque()
+        self._delivered = 0
+        self._over = False
+
+    def __iter__(self) -> PlacedPass:
+        return self
+
+    def __next__(self) -> Any:
+        """Return what is delivered next."""
+        if self._ahead is None:
+            return self._prepare(next(self._reading))
+        count = limit = self._delivered + 1
+        if self._ahead.start():
+            limit += self._prefetch
+        self._draw(limit)
+        self._ahead.need(count, limit)
+        if not self._ready:
+            raise StopIteration
+        self._delivered += 1
+        found, failure = self._ready.popleft()
+        if failure is not None:
+            raise failure
+        return found
+
+    def _step(self, free: bool) -> bool:
+        if self._over:
+            raise StopIteration
+        try:
+            found = read_next(self._reading, free)
+            if found is AGAIN:
+                return False
+            with in_use:
+                self._ready.append((self._prepare(found), None))
+        except StopIteration:
+            raise
+        except Exception as failure:  # raised at its own step
+            self._over = True
+            self._ready.append((None, failure))
+        return True
+
+    def close(self) -> None:
+        """End the workers and threads; safe to call again."""
+        self._over = True
+        close_reading(self._reading, self._ahead)
+
+
+def runs_free(reading: Any) -> bool:
+    """Return whether a pass can be read beside the training thread; a stream's readers are other processes."""
+    return bool(getattr(reading, "runs_free", True))
+
+
+def read_next(reading: Any, free: bool) -> Any:
+    """Return what a pass has read next, or `AGAIN` if the training thread must wait for it."""
+    return reading.next_free() if free and hasattr(reading, "next_free") else next(reading)
+
+
+def close_reading(reading: Any, ahead: Ahead | None) -> None:
+    """End what reads ahead, and the reading; safe to call again."""
+    if ahead is not None:
+        ahead.stop(reading.interrupt)
+    reading.close()
