@@ -53,9 +53,9 @@ def nothing_is_left(request, started):
         assert before.left() == {}
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def no_thread_is_left(started):
-    """After all tests: no thread of Paddle's either, nor a pipe."""
+    """After all of these tests: no thread of Paddle's either, nor a pipe."""
     before = Traces(started, lingering=True)
     yield
     assert before.left() == {}
