@@ -159,6 +159,8 @@ class WorkerPool:
         view.num_workers = num_workers or settings.num_workers
         self._view, self.patience = view, patience
         self.iterator: Any = None
+        self.num_taken = 0
+        """Batches that have come, in all passes."""
         self.process = os.getpid()
         """Whose workers they are."""
         _pools.add(self)
@@ -210,6 +212,7 @@ class WorkerPool:
                 worker.kill()
                 worker.join()
         remove_shared_memory([worker.pid for worker in iterator._workers])
+        forget_shared_memory()
 
 
 class WorkerPass:
@@ -233,7 +236,7 @@ class WorkerPass:
         self._pool: WorkerPool | None = pool
         self._idle = idle
         self._to_tensor = to_tensor
-        self._interrupted, self._taken = False, 0
+        self._interrupted = False
         self.skipped: deque[list[tuple[int, str]]] = deque()
         """See `DirectPass`."""
         pool.start(requests)
@@ -270,8 +273,8 @@ class WorkerPass:
             self.close()
             raise dead from error
         request = pool.feed.pending.popleft()
-        self._taken += 1
-        if self._taken % _FORGET_AFTER == 0:
+        pool.num_taken += 1
+        if pool.num_taken % _FORGET_AFTER == 0:
             forget_shared_memory()
         batch = unpack(parcel, self._to_tensor)
         if isinstance(batch, ReadFailure):
