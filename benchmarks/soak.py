@@ -5,9 +5,9 @@
 Epochs of about 1,000 steps, one loader after another in turns: half of the epochs are of a data set with an index, half
 of a stream, both read without workers; every tenth is of a data set with two workers, which persist. (A set of workers
 that is made and ended leaves something behind in Paddle's machinery; that is measured by itself, beside Paddle's own.)
-Resident memory is taken after `gc.collect()` at the end of each epoch, and a line is laid through what follows the first
-20 % (least squares). Ends with exit code 1 where it rises too steeply, or where files, threads, worker processes or
-shared memory are left over.
+Resident memory is taken after `gc.collect()` at the end of each epoch, and a line is laid through what follows the
+first 20 % (least squares). Ends with exit code 1 where it rises too steeply, or where files, threads, worker processes
+or shared memory are left over.
 """
 
 import argparse

@@ -72,6 +72,8 @@ class Agreement:
 
     def take_notes(self, step: int) -> list[tuple[int, bytes]]:
         """Return (global rank, note) of all ranks, this one too, for a step that was delivered; once."""
+        if not self._notes:  # those of a step are there before it is released
+            return []
         with self._changed:
             return self._notes.pop(step, [])
 

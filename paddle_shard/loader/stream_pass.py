@@ -123,7 +123,9 @@ class AgreedPass:
         if self._delivered > 1:
             took = now - self._delivered_at
             self._step_seconds = took if self._delivered == 2 else 0.8 * self._step_seconds + 0.2 * took
-            self._agreement.prefetch = steps_ahead(self._least_ahead, self._step_seconds, num_bytes)
+            ahead = steps_ahead(self._least_ahead, self._step_seconds, num_bytes)
+            if ahead != self._agreement.prefetch:
+                self._agreement.prefetch = ahead
         self._delivered_at = now
 
     def _read_ahead(self, step: int) -> None:
