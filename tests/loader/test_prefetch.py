@@ -288,3 +288,19 @@ def test_steps_read_ahead_for_the_agreement_are_more_where_they_are_quick_and_sm
                 assert found <= 32
     assert steps_ahead(2, 0.05, 1000) == 2
     assert steps_ahead(2, 1e-4, 1000) == 32
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_static_program_may_be_built_meanwhile(workers):
+    """Paddle's mode is a thread's own, from the one that it is started in."""
+    expected = [batch.numpy().tolist() for batch in sharded(Rows(100))]
+    found, batches = [], iter(sharded(Rows(100, seconds=0.001), workers=workers, prefetch=2))
+    for step, batch in enumerate(batches):
+        found.append(batch.numpy().tolist())
+        if step % 3 == 2:
+            paddle.enable_static()
+            try:
+                time.sleep(0.02)  # in which the thread would go on
+            finally:
+                paddle.disable_static()
+    assert found == expected
