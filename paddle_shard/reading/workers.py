@@ -257,7 +257,8 @@ class WorkerPass:
             parcel = next(pool.iterator)
         except StopIteration:
             self._pool = None
-            if pool.persistent and not pool.feed.pending:
+            lost = self._lost(pool, None) if pool.feed.pending else None  # before the dead are forgotten
+            if pool.persistent and lost is None and not self._interrupted:
                 self._idle.append(pool)
             else:
                 pool.shut_down()
@@ -265,8 +266,8 @@ class WorkerPass:
                 raise
             if pool.feed.error is not None:
                 raise pool.feed.error from None
-            if pool.feed.pending:
-                raise self._lost(pool, None) from None
+            if lost is not None:
+                raise lost from None
             raise
         except Exception as error:
             dead = self._lost(pool, error)
