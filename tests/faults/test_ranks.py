@@ -47,7 +47,7 @@ def joined(found):
 
 def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_lost(rng, tmp_path):
     cases = []
-    for what in ["fails"] * 6 + ["loses", "loses"] + ["left"] * 3:
+    for what in ["fails"] * 6 + ["loses"] * 3 + ["left"] * 3:
         cases.append(
             {
                 "what": what,
@@ -57,7 +57,7 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
                 "number": rng.randrange(LENGTH - 16),  # behind it no reader need look
                 "ranks": rng.choice([[0], [1], [0, 1]]) if what == "fails" else [rng.randrange(RANKS)],
                 "pause": rng.choice([0.0, 0.0, 0.01]),
-                "steps": rng.randrange(25),
+                "steps": 2 if what == "loses" and cases[-1]["what"] != "loses" else rng.randrange(25),
                 "moment": rng.uniform(0.0, 0.1),
                 "options": options(rng),
             }
@@ -85,6 +85,9 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
                 assert step == case["number"] // 8
             assert len({json.dumps(one[1]) for one in told}) == 1, "the same sample is named"
             assert max(waited) < 2.0 + SLACK
+        elif whole and case["steps"] >= 4:  # quick steps are read up to 32 ahead: all had been read when it was killed
+            assert {one[0] for one in told} == {"NoneType"}, (case, told)
+            continue
         else:
             assert {one[0] for one in told} == {"DataReadError"}, (case, told)
             assert all("exit code -9" in one[5] for one in told)
