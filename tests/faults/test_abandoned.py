@@ -56,8 +56,10 @@ def test_an_epoch_left_at_each_step_is_gone_on_with_where_it_was_left(workers, r
         state = loader.state_dict()
         assert read == ALL[: 8 * steps], (kind, how)
         assert children() == before, f"{how} leaves workers"
-        if how != "break" or steps == STEPS:  # a loop that is left has been given one more than it counted
+        if how != "break":  # a loop that is left has been given one more than it counted
             assert state["steps"] == steps
+        elif steps == STEPS:  # it has come to its end
+            assert (state["epoch"], state["steps"]) == (1, 0)
         rest = the_rest(state, kind, LENGTH, workers=rng.choice([0, 0, 2]))
         assert rest == ALL[8 * state["steps"] :]
         if state["epoch"] == 0:
