@@ -47,6 +47,10 @@ def sharded(dataset, *, size=4, workers=0, **options):
     return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
 
 
+def rows(tensor):
+    return tensor._local_value().numpy().tolist()  # in Paddle 3.0 a distributed tensor's own is a collective
+
+
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "paddle_shard-prefetch"]
 
@@ -72,7 +76,13 @@ def test_batches_and_states_are_the_same_at_every_step(kind, workers):
         batches = iter(loader)
         for batch in batches:
             leaf = batch["x"] if kind == "stream" else batch
-            found.append((leaf.numpy().tolist(), batches.valid.numpy().tolist(), loader.state_dict()))
+            found.append(
+                (
+                    rows(leaf),
+                    rows(batches.valid),
+                    loader.state_dict(),
+                )
+            )
         return found
 
     def resumed(prefetch, state):
@@ -124,7 +134,7 @@ def test_a_training_loop_that_draws_gets_the_same_numbers_and_the_same_batches()
         np.random.seed(5)
         found = []
         for batch in sharded(dataset, prefetch=prefetch):
-            found.append((batch.numpy().tolist(), np.random.rand(100).sum()))
+            found.append((rows(batch), np.random.rand(100).sum()))
         return found
 
     assert trace(Rows(), 2) == trace(Rows(), 0)
@@ -142,7 +152,7 @@ def test_what_only_the_thread_can_use_that_made_it_is_used_there():
             return np.array([found])
 
     dataset = Table()
-    found = np.concatenate([batch.numpy() for batch in sharded(dataset, prefetch=2)])
+    found = np.concatenate([batch._local_value().numpy() for batch in sharded(dataset, prefetch=2)])
     dataset.connection.close()
 
     assert sorted(found.ravel().tolist()) == list(range(64))
@@ -171,7 +181,7 @@ def test_a_failure_is_raised_at_its_own_step(workers):
             loader = sharded(Rows(fails_at=33), workers=workers, prefetch=prefetch)
             with pytest.raises(DataReadError, match="sample 33 is bad") as raised:
                 for batch in loader:
-                    found.append(batch.numpy().tolist())
+                    found.append(rows(batch))
             found.append((raised.value.step, raised.value.index))
     assert delivered == expected
     assert soon(lambda: not threads())
@@ -249,9 +259,9 @@ def test_closing_during_a_long_read_does_not_wait_for_it():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_passes_beside_each_other_are_independent(workers):
     loader = sharded(Rows(), workers=workers, prefetch=2)
-    expected = [batch.numpy().tolist() for batch in sharded(Rows())]
+    expected = [rows(batch) for batch in sharded(Rows())]
 
-    pairs = [(one.numpy().tolist(), two.numpy().tolist()) for one, two in zip(loader, loader, strict=True)]
+    pairs = [(rows(one), rows(two)) for one, two in zip(loader, loader, strict=True)]
 
     assert [one for one, _ in pairs] == [two for _, two in pairs] == expected
 
@@ -293,10 +303,10 @@ def test_steps_read_ahead_for_the_agreement_are_more_where_they_are_quick_and_sm
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_static_program_may_be_built_meanwhile(workers):
     """Paddle's mode is a thread's own, from the one that it is started in."""
-    expected = [batch.numpy().tolist() for batch in sharded(Rows(100))]
+    expected = [rows(batch) for batch in sharded(Rows(100))]
     found, batches = [], iter(sharded(Rows(100, seconds=0.001), workers=workers, prefetch=2))
     for step, batch in enumerate(batches):
-        found.append(batch.numpy().tolist())
+        found.append(rows(batch))
         if step % 3 == 2:
             paddle.enable_static()
             try:
