@@ -1,6 +1,5 @@
 """Data that say who has read them, loaders over them, and what is missing after a fault."""
 
-import inspect
 import os
 import time
 
@@ -10,9 +9,6 @@ from paddle.io import DataLoader, Dataset
 
 import paddle_shard
 from paddle_shard import Stream
-
-OWN = set(inspect.signature(paddle_shard.shard_dataloader).parameters)
-HAS_PREFETCH, HAS_ON_LOST, HAS_ON_ERROR = ("prefetch" in OWN, "on_lost" in OWN, "on_error" in OWN)
 
 
 class Rows(Dataset):
@@ -56,7 +52,7 @@ def loader_of(kind, length, *, workers=0, batch_size=8, fault=None, mesh=None, s
 
 def drawn_options(rng):
     """Options that must not matter."""
-    return {"prefetch": rng.choice([0, 1, 3])} if HAS_PREFETCH else {}
+    return {"prefetch": rng.choice([0, 1, 3])}
 
 
 def rows(batch):

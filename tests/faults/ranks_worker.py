@@ -15,7 +15,7 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.testing import report
-from tests.faults.feeds import HAS_PREFETCH, loader_of, numbers, read_until
+from tests.faults.feeds import loader_of, numbers, read_until
 from tests.faults.traces import LINGERS, children, gone
 
 LENGTH = 320
@@ -37,10 +37,6 @@ def mesh():
     return dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
 
 
-def options(given):
-    return {name: value for name, value in given.items() if name != "prefetch" or HAS_PREFETCH}
-
-
 def told(failure):
     """A failure as the test compares it."""
     names = ("index", "step", "worker", "ranks")
@@ -51,7 +47,7 @@ def fails(case):
     """A read fails; then the fault is over, and the rest is read by a loader that goes on."""
     kind, workers = case["kind"], case["workers"]
     fault = Fault(case["number"], case["ranks"])
-    own = options(case["options"])
+    own = case["options"]
     loader = loader_of(kind, LENGTH, workers=workers, fault=fault, mesh=mesh(), **own)
     read, _, failure, waited = read_until(iter(loader), pause=case["pause"])
     rest = loader_of(kind, LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
@@ -62,7 +58,7 @@ def fails(case):
 def loses_a_worker(case):
     """A worker of one rank is killed."""
     before = children()
-    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **options(case["options"]))
+    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"])
     batches = iter(loader)
     read, *_ = read_until(batches, steps=case["steps"])
     time.sleep(case["moment"])
@@ -77,7 +73,7 @@ def loses_a_worker(case):
 
 def is_left(case):
     """All ranks leave at the same step; a second loader goes by turns with the first."""
-    own = options(case["options"])
+    own = case["options"]
     loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **own)
     other = iter(loader_of("stream", LENGTH, workers=case["workers_later"], mesh=mesh()))
     batches = iter(loader)
@@ -113,7 +109,7 @@ def when(name):
 def killed(case):
     """One rank is killed while all read; the others report whom they miss, and where they stand."""
     dist.init_parallel_env()
-    own = options(case["options"])
+    own = case["options"]
     loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=30.0, **own)
     if dist.get_rank() == case["victim"]:
 
@@ -137,7 +133,7 @@ def hung(case):
             time.sleep(1000)
 
     loader = loader_of(
-        case["kind"], LENGTH, workers=2, fault=fault, mesh=mesh(), timeout=case["timeout"], **options(case["options"])
+        case["kind"], LENGTH, workers=2, fault=fault, mesh=mesh(), timeout=case["timeout"], **case["options"]
     )
     read, _, failure, waited = read_until(iter(loader))
     report([read, told(failure), waited])
@@ -149,9 +145,7 @@ def asked_to_save(case):
     dist.init_parallel_env()
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    loader = loader_of(
-        case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=30.0, **options(case["options"])
-    )
+    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=30.0, **case["options"])
     read, why = [], "ended"
     when(f"started-{dist.get_rank()}").touch()
     try:

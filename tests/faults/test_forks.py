@@ -3,7 +3,7 @@
 import pytest
 
 from paddle_shard.errors import PaddleShardError
-from tests.faults.feeds import HAS_PREFETCH, drawn_options, loader_of, numbers, read_until
+from tests.faults.feeds import drawn_options, loader_of, numbers, read_until
 from tests.faults.traces import in_a_fork
 
 LENGTH = 96
@@ -67,7 +67,6 @@ def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
     assert in_a_fork(parent, 6.0) == [ALL, True]
 
 
-@pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_fork_while_batches_are_prefetched_serves_and_disturbs_nothing(workers, rng):
     loader = loader_of("map", LENGTH, workers=workers, prefetch=rng.randint(1, 4))

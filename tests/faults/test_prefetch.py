@@ -10,14 +10,12 @@ from dataclasses import asdict
 import pytest
 
 from paddle_shard.errors import DataReadError
-from tests.faults.feeds import HAS_ON_ERROR, HAS_PREFETCH, loader_of, numbers, read_until, the_rest
+from tests.faults.feeds import loader_of, numbers, read_until, the_rest
 from tests.faults.traces import waited_for
 
 LENGTH = 96
 ALL = list(range(LENGTH))
 KINDS = ["map", "stream", "cut"]
-needs_prefetch = pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
-needs_on_error = pytest.mark.skipif(not HAS_ON_ERROR, reason="no on_error= yet")
 
 
 class Left(Exception):
@@ -50,7 +48,6 @@ def end(loader, batches, how, steps):
     return read
 
 
-@needs_prefetch
 @pytest.mark.parametrize("how", ["exhaust", "close", "with", "loader", "cycle", "drop"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(how, workers, rng):
@@ -71,7 +68,6 @@ def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(how, worke
             assert read + the_rest(state, kind, LENGTH, prefetch=rng.choice([0, 2])) == ALL
 
 
-@needs_prefetch
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_step(workers, rng):
     for _ in range(3):
@@ -92,7 +88,6 @@ def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_ste
         assert read + the_rest(loader.state_dict(), kind, LENGTH) == ALL
 
 
-@needs_prefetch
 def test_a_read_that_is_slow_does_not_hold_up_the_end_of_a_pass_for_long(rng):
     for workers in (0, 2):
 
@@ -110,8 +105,7 @@ def test_a_read_that_is_slow_does_not_hold_up_the_end_of_a_pass_for_long(rng):
         assert waited_for(threads, 8.0) == set()
 
 
-@needs_on_error
-@pytest.mark.parametrize("prefetch", [0, 2] if HAS_PREFETCH else [0])
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skipped_samples_are_invalid_rows_are_logged_and_counted(workers, prefetch, rng, caplog):
     bad = sorted(rng.sample(range(LENGTH), rng.randint(1, 6)))
@@ -136,7 +130,6 @@ def test_skipped_samples_are_invalid_rows_are_logged_and_counted(workers, prefet
     assert loader.state_dict()["epoch"] == 1
 
 
-@needs_prefetch
 def test_many_short_passes_leave_no_thread_and_no_reference(rng):
     loader = loader_of("map", LENGTH, prefetch=2)
     batches = iter(loader)

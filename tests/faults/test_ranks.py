@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing import run_ranks
-from tests.faults.feeds import HAS_ON_LOST, loader_of, numbers
+from tests.faults.feeds import loader_of, numbers
 from tests.faults.traces import waited_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
@@ -232,7 +232,6 @@ def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path)
 
 
 @pytest.mark.only_in_rounds
-@pytest.mark.skipif(not HAS_ON_LOST, reason="no on_lost= yet")
 def test_a_rank_that_is_stuck_when_another_dies_is_ended_after_a_report(rng, tmp_path):
     victim = rng.randrange(RANKS)
     case = {"kind": rng.choice(KINDS), "victim": victim, "steps": rng.randrange(1, 10), "on_lost": "exit"}

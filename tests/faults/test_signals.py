@@ -13,13 +13,13 @@ import pytest
 
 import paddle_shard
 from paddle_shard.errors import PaddleShardError
-from tests.faults.feeds import HAS_PREFETCH, drawn_options, loader_of, numbers, the_rest
+from tests.faults.feeds import drawn_options, loader_of, numbers, the_rest
 from tests.faults.traces import KILLED, alive, children, gone, shared_memory
 
 LENGTH = 4000
 ALL = list(range(LENGTH))
 KINDS = ["map", "stream", "cut"]
-OPTIONS = [{}, {"prefetch": 2}] if HAS_PREFETCH else [{}]
+OPTIONS = [{}, {"prefetch": 2}]
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ def test_a_handler_that_exits_ends_the_process_in_the_middle_of_a_read(workers, 
         def slow(number):
             time.sleep(0.01)
 
-        own = {"prefetch": 0} if HAS_PREFETCH and workers == 0 else {}  # on this thread
+        own = {"prefetch": 0} if workers == 0 else {}  # on this thread
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
         training(loader_of("map", LENGTH, workers=workers, fault=slow, **own), path, [])
 

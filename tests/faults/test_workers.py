@@ -14,7 +14,7 @@ from paddle.io import DataLoader, Dataset
 
 import paddle_shard
 from paddle_shard.errors import DataReadError
-from tests.faults.feeds import HAS_PREFETCH, drawn_options, loader_of, numbers, read_until, rows, the_rest
+from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, rows, the_rest
 from tests.faults.traces import children, gone, kill, shared_memory, unlink
 
 LENGTH = 400
@@ -131,7 +131,6 @@ def test_a_worker_that_is_slow_to_leave_leaves_no_shared_memory():
 
 
 @pytest.mark.leaves
-@pytest.mark.skipif(not HAS_PREFETCH, reason="no prefetch= yet")
 def test_prefetching_workers_leave_no_shared_memory():
     own, before = set(), children()
     for _ in range(5):
