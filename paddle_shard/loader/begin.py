@@ -145,7 +145,7 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
             found.skipped = np.isin(np.arange(len(found.indices)), skipped)
         return _placed(loader, batch, found)
 
-    own, prefetch = loader._own_layout, 0 if look else loader._prefetch
+    prefetch = 0 if look else loader._prefetch
     if not prefetch:
         reading, draw = loader._reading.start(requests), _draw_nothing
     else:
@@ -159,18 +159,7 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
         reading = loader._reading.start(drawn)
     if look or len(loader._agreeing_ranks) == 1:
         return PlacedPass(reading, place, prefetch, loader._worth, draw)
-    agreement = _agreement(loader, start, ends_must_agree=True)
-    notes = StepNotes(holds_rows=own.on_mesh or not loader._source.split)
-    return AgreedPass(
-        reading,
-        agreement,
-        prepare=place,
-        notes=notes,
-        least_ahead=_least_ahead(loader),
-        prefetch=prefetch,
-        worth=loader._worth,
-        draw=draw,
-    )
+    return _agreed(loader, start, reading, place, ends_must_agree=True, worth=loader._worth, draw=draw)
 
 
 def _draw_nothing(count: int) -> None:
@@ -181,16 +170,29 @@ def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
     """Start reading a stream; yields (placed batch, what it holds)."""
     source = loader._source
     assert source.stream is not None
-    num_steps, own = source.stream.batches.steps_left(start), loader._own_layout
-    return AgreedPass(
+    num_steps = source.stream.batches.steps_left(start)
+    return _agreed(
+        loader,
+        start,
         _reading(loader, source.stream, start, num_steps),
-        _agreement(loader, start, ends_must_agree=source.tail == "error"),
+        _StreamSteps(loader, start),
+        ends_must_agree=source.tail == "error",
         outlook=stream_outlook(source.tail, num_steps),
-        prepare=_StreamSteps(loader, start),
-        notes=StepNotes(holds_rows=own.on_mesh or not source.split),
         num_steps=num_steps,
-        least_ahead=_least_ahead(loader),
+    )
+
+
+def _agreed(
+    loader: ShardDataloader, start: LoaderState, reading: Any, prepare: Any, *, ends_must_agree: bool, **how: Any
+) -> AgreedPass:
+    """Return a pass that keeps in step with the other ranks; `how` it is read is for `AgreedPass`."""
+    return AgreedPass(
+        reading,
+        _agreement(loader, start, ends_must_agree=ends_must_agree),
+        prepare=prepare,
+        notes=StepNotes(holds_rows=loader._own_layout.on_mesh or not loader._source.split),
         prefetch=loader._prefetch,
+        **how,
     )
 
 

@@ -52,7 +52,6 @@ class AgreedPass:
         prepare: Callable[[Any], Any] = lambda found: found,
         num_steps: int | None = None,
         notes: StepNotes | None = None,
-        least_ahead: int = 0,
         prefetch: int = 0,
         worth: float = 0.0,
         draw: Callable[[int], None] = lambda count: None,
@@ -61,12 +60,12 @@ class AgreedPass:
 
         Args:
             reading: An iterator over this rank's steps, with a `close`.
-            agreement: Of this pass.
+            agreement: Of this pass; opened with the least steps to read ahead, which are more where they are quick and
+                small.
             outlook: Says of what was read whether it can be delivered.
             prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
             notes: What the ranks tell each other of each step.
-            least_ahead: Steps that are read ahead; more where they are quick and small. 0: as the agreement is opened.
             prefetch: Steps that a thread of its own keeps ready; 0: there is none.
             worth: Seconds that reading a step must take for that.
             draw: Draws the requests of so many steps, on the caller's thread.
@@ -75,7 +74,7 @@ class AgreedPass:
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
         self._prefetch, self._draw, self._notes = prefetch, draw, notes
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
-        self._least_ahead, self._delivered_at, self._step_seconds = least_ahead, 0.0, 0.0
+        self._least_ahead, self._delivered_at, self._step_seconds = agreement.prefetch, 0.0, 0.0
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
         self._announced = self._delivered = 0
@@ -112,7 +111,7 @@ class AgreedPass:
             raise self._failure from lost
         self._delivered += 1
         found = self._ready.popleft()
-        if self._least_ahead and found is not None:
+        if found is not None:
             self._look_at_the_clock(found[1].num_bytes)
         if self._notes is not None:
             self._notes.heed(found, self._agreement.take_notes(step))

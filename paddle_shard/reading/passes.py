@@ -13,9 +13,7 @@ from paddle_shard.reading.parcel import map_leaves
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.skipping import Patched
-from paddle_shard.reading.worker_guards import (
-    in_use,
-)
+from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.samplers.randomness import Generator, kept
 
 
