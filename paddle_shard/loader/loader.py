@@ -137,18 +137,18 @@ class ShardDataloader(PaddleShardDataloader):
         self._call: LoaderCall | None = None
         self.stats = LoaderStats()
         self._described: ShardIterator | None = None
-        to_tensor = TensorMaker(dataloader.places[0])
+        make = TensorMaker(dataloader.places[0])
         drawn = generators(with_paddle=seed_paddle)
         patience = 0.9 * timeout  # less than the other ranks', so that they are told what it is
         self._reading: Any
         if self._source.stream is not None:
             self._reading = StreamLoader(
-                dataloader, self._source.stream.stage, drawn, to_tensor, gather_tensors, patience
+                dataloader, self._source.stream.stage, drawn, make.copied, make.adopted, gather_tensors, patience
             )
             self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         else:
             self._reading = UserLoader(
-                dataloader, drawn, to_tensor, to_tensor.adopted, patience, skip_errors=on_error == "skip"
+                dataloader, drawn, make.copied, make.adopted, patience, skip_errors=on_error == "skip"
             )
             self._dataloader = self._reading.dataloader
         size = self._source.batch_size

@@ -1,7 +1,10 @@
-"""How does an array become a tensor of this process?"""
+"""How do arrays become tensors of this process?"""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,25 +21,81 @@ class TensorMaker:
     def __init__(self, place: Any) -> None:
         """Take note of the place: a `CPUPlace`, `CUDAPlace` or the like."""
         self._place = place
-        self._on_cpu = isinstance(place, core.CPUPlace)
+        self._feed = None if isinstance(place, core.CPUPlace) else DeviceFeed(place)
 
-    def __call__(self, leaf: Any, *, adopt: bool = False) -> Any:
-        """Return the tensor of an array, or of a framework's tensor.
+    def copied(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the tensors of arrays, or of a framework's tensors.
 
         Args:
-            leaf: A numpy array, a Paddle tensor (which is detached), or another library's tensor (where its memory is).
-            adopt: The array is nobody else's: the tensor may be its memory and not a copy.
+            leaves: Numpy arrays, Paddle's tensors (which are detached), or another library's (where their memory is).
         """
+        return self._made(leaves, adopt=False)
+
+    def adopted(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the same where the arrays are nobody else's: a tensor may be an array's memory, and not a copy."""
+        distinct = len(leaves) == 1 or len({id(leaf) for leaf in leaves}) == len(leaves)
+        return self._made(leaves, adopt=distinct)
+
+    def _made(self, leaves: Sequence[Any], *, adopt: bool) -> list[Any]:
+        if self._feed is None:
+            return [self._one(leaf, adopt) for leaf in leaves]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray) and leaf.size]
+        moved = iter(self._feed([_dense(array, adopt) for array in arrays]) if arrays else ())
+        return [
+            next(moved) if isinstance(leaf, np.ndarray) and leaf.size else self._one(leaf, adopt) for leaf in leaves
+        ]
+
+    def _one(self, leaf: Any, adopt: bool) -> Any:
         if isinstance(leaf, paddle.Tensor):
             return leaf.detach()
         if not isinstance(leaf, np.ndarray):
             return paddle.utils.dlpack.from_dlpack(leaf)
-        if not self._on_cpu:
+        if self._feed is not None:  # without elements
             return paddle.to_tensor(leaf, place=self._place)
-        dense = core.DenseTensor()
-        dense.set(leaf, self._place, adopt and leaf.size > 0)
-        return core.eager.read_next_tensor_list([dense])[0]
+        return core.eager.read_next_tensor_list([_dense(leaf, adopt)])[0]
 
-    def adopted(self, leaf: Any) -> Any:
-        """Return the tensor of an array that is nobody else's."""
-        return self(leaf, adopt=True)
+
+class DeviceFeed:
+    """Moves tensors to a device on a stream of its own, beside what is computed there.
+
+    It is the reader that `paddle.io.DataLoader` has in front of its queue, with one batch on its way at a time.
+    """
+
+    def __init__(self, place: Any) -> None:
+        """Start nothing yet."""
+        self._place, self._lock = place, threading.Lock()
+        self._queue: Any = None
+        self._reader: Any = None
+
+    def __call__(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return tensors of the device.
+
+        Args:
+            tensors: `core.DenseTensor`s in the host's memory; one or more.
+        """
+        batch = core.DenseTensorArray()
+        for tensor in tensors:
+            batch.append(tensor)
+        with self._lock:  # what is put in first comes out first
+            if self._queue is None:
+                self._start()
+            self._queue.push(batch)
+            return list(core.eager.read_next_tensor_list(self._reader.read_next_list()[0]))
+
+    def _start(self) -> None:
+        self._queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
+        self._reader = core.create_py_reader(self._queue, [], [], [], [], [self._place], True, True, False, 2)
+        weakref.finalize(self, _end, self._queue, self._reader)
+
+
+def _end(queue: Any, reader: Any) -> None:
+    queue.close()  # the reader's thread waits for it
+    reader.shutdown()
+
+
+def _dense(array: Any, adopt: bool) -> Any:
+    dense = core.DenseTensor()
+    # A subclass of ndarray may share its memory with others, and only rows that lie in order can be taken over.
+    mine = adopt and type(array) is np.ndarray and array.size > 0 and array.flags.c_contiguous
+    dense.set(array, core.CPUPlace(), mine)
+    return dense

@@ -1,7 +1,8 @@
-"""How does a batch of any structure pass through Paddle's worker queue unchanged?"""
+"""What is in a batch of any structure?"""
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ import numpy as np
 
 from paddle_shard.collate import is_sequence, rebuild
 
-_MARKER = np.zeros(1, np.uint8)
 _NO_TENSOR = "OSUVMm"
-"""numpy's kinds of arrays that no tensor can hold; they travel as they are."""
+"""numpy's kinds of arrays that no tensor can hold; they stay as they are."""
+
+ToTensors = Callable[[Sequence[Any]], Sequence[Any]]
+"""Makes tensors of arrays and of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,36 +24,24 @@ class _Slot:
     number: int
 
 
-def pack(batch: Any) -> list[Any]:
-    """Flatten a batch into a list of arrays and one pickle of everything else.
+class _Pickler(pickle.Pickler):
+    """Takes the framework's tensors for arrays: their memory is this process's own."""
 
-    Paddle's queue ends the epoch silently for a batch without any array, takes tuples for lists, and loses
-    what cannot be pickled without a word; so there is always an array, and the pickling is done here.
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray | type) or not is_tensor(value):
+            return NotImplemented
+        return np.asarray, (value.numpy(),)  # bfloat16 is uint16 to numpy, and to Paddle, which knows it by that
 
-    Returns:
-        [bytes, array or tensor, ...]; with an array that says nothing where the batch has none.
+
+def pickled(message: Any) -> list[memoryview]:
+    """Return a message as its pickle and the memory of its arrays.
 
     Raises:
-        TypeError: An array of a dtype that Paddle does not have.
-        Exception: Whatever pickling a leaf raises.
+        Exception: Whatever pickling raises.
     """
-    leaves: list[Any] = []
-    skeleton = _flatten(batch, leaves, "")
-    # A tensor's memory may be gone before the queue's thread sends it. (bfloat16 is uint16 to numpy and back.)
-    leaves = [leaf.numpy() if is_tensor(leaf) else leaf for leaf in leaves]
-    # Shared memory has no arrays without elements; they travel in the pickle.
-    sent = [leaf for leaf in leaves if not _is_empty(leaf)]
-    empty = {number: leaf for number, leaf in enumerate(leaves) if _is_empty(leaf)}
-    return [pickle.dumps((skeleton, empty, len(leaves))), *(sent or [_MARKER])]
-
-
-def unpack(parcel: Sequence[Any], to_tensor: Callable[[Any], Any]) -> Any:
-    """Return the batch that `pack` flattened, with what became of its leaves on the way."""
-    text, *sent = parcel
-    skeleton, empty, count = pickle.loads(text)
-    arrived = iter(sent)
-    leaves = [to_tensor(empty[number]) if number in empty else next(arrived) for number in range(count)]
-    return _restore(skeleton, leaves)
+    text, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(text, 5, buffer_callback=arrays.append).dump(message)
+    return [text.getbuffer(), *[array.raw() for array in arrays]]
 
 
 def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
@@ -107,14 +98,18 @@ def _restore(value: Any, leaves: Sequence[Any]) -> Any:
     return value
 
 
-def map_leaves(value: Any, to_tensor: Callable[[Any], Any]) -> Any:
-    """Return a batch with every array that can be a tensor, and every tensor, replaced by `to_tensor` of it."""
+def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
+    """Return a batch with tensors in place of every array that can be one, and of every tensor.
+
+    Args:
+        value: The batch.
+        to_tensors: Makes tensors of its leaves.
+
+    Raises:
+        TypeError: An array of a dtype that Paddle does not have.
+    """
     if type(value) is np.ndarray:
-        return to_tensor(value) if check_dtype(value, "") else value
+        return to_tensors([value])[0] if check_dtype(value, "") else value
     leaves: list[Any] = []
     skeleton = _flatten(value, leaves, "")
-    return _restore(skeleton, [to_tensor(leaf) for leaf in leaves])
-
-
-def _is_empty(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.size == 0
+    return _restore(skeleton, to_tensors(leaves))

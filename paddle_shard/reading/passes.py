@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import paddle.io
 
 from paddle_shard.reading.failure import ReadFailure, log_skipped
-from paddle_shard.reading.parcel import map_leaves
+from paddle_shard.reading.parcel import ToTensors, map_leaves
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.skipping import Patched
@@ -68,12 +68,12 @@ class DirectPass:
         requests: Iterator[Request],
         reader: Reader,
         generators: Sequence[Generator],
-        to_tensor: Callable[[Any], Any],
+        to_tensors: ToTensors,
     ) -> None:
         self._requests = requests
         self._reader = reader
         self._generators = generators
-        self._to_tensor = to_tensor
+        self._to_tensors = to_tensors
         self._again: list[Request] = []
         self.skipped: deque[list[tuple[int, str]]] = deque()
         """For each batch: (row, why) of its samples that could not be read, where those are skipped."""
@@ -105,7 +105,7 @@ class DirectPass:
         if not isinstance(batch, ReadFailure):
             try:
                 with in_use:
-                    return without_patches(map_leaves(batch, self._to_tensor), self.skipped)
+                    return without_patches(map_leaves(batch, self._to_tensors), self.skipped)
             except Exception as error:
                 batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
         self.close()

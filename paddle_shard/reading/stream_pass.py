@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import paddle.io
 
@@ -14,6 +13,7 @@ from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slic
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.feeding import fed
+from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass
 from paddle_shard.reading.workers import WorkerPass, WorkerPool
 from paddle_shard.samplers.randomness import Generator
@@ -29,7 +29,8 @@ class StreamLoader:
         dataloader: paddle.io.DataLoader,
         stage: Stage,
         generators: Sequence[Generator],
-        to_tensor: Callable[[Any], Any],
+        copied: ToTensors,
+        adopted: ToTensors,
         gather: Gather,
         patience: float,
     ) -> None:
@@ -39,12 +40,13 @@ class StreamLoader:
             dataloader: The user's; read only.
             stage: What opens the stream's parts.
             generators: Global generators to seed before each piece of the user's code.
-            to_tensor: Makes a tensor of an array.
+            copied: Makes tensors of arrays.
+            adopted: The same for arrays that are nobody else's.
             gather: For tensors.
             patience: Seconds after which a worker that has not answered counts as hung.
         """
         self._dataloader, self._stage, self._generators = dataloader, stage, generators
-        self._to_tensor, self.gather, self._patience = to_tensor, gather, patience
+        self._copied, self._adopted, self.gather, self._patience = copied, adopted, gather, patience
         self._dealt = _dealt(stage)
         self._idle: list[WorkerPool] = []
 
@@ -62,10 +64,10 @@ class StreamLoader:
             requests = fed(requests, self._dealt.read, self._generators, to_workers=num_workers > 0)
         flat = _noted(requests, asked)
         if num_workers == 0:
-            core = DirectPass(flat, self._reader(), self._generators, self._to_tensor)
+            core = DirectPass(flat, self._reader(), self._generators, self._copied)
         else:
             pool = self._idle.pop() if self._idle else self._pool(num_workers)
-            core = WorkerPass(flat, pool, self._idle, self._to_tensor)
+            core = WorkerPass(flat, pool, self._idle, self._adopted)
         return StreamPass(core, Joiner(places, self.gather), asked)
 
     def _pool(self, num_workers: int) -> WorkerPool:

@@ -9,6 +9,7 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import BatchStructureError
+from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass, shallow_copy
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
@@ -36,8 +37,8 @@ class UserLoader:
         self,
         dataloader: paddle.io.DataLoader,
         generators: Sequence[Generator],
-        to_tensor: Callable[[Any], Any],
-        adopt: Callable[[Any], Any],
+        copied: ToTensors,
+        adopted: ToTensors,
         patience: float,
         *,
         skip_errors: bool,
@@ -47,13 +48,13 @@ class UserLoader:
         Args:
             dataloader: The user's; may be of a subclass.
             generators: Global generators that are seeded for each sample.
-            to_tensor: Makes a tensor of an array, on the loader's place; used without workers.
-            adopt: The same for an array that is nobody else's.
+            copied: Makes tensors of arrays, on the loader's place.
+            adopted: The same for arrays that are nobody else's.
             skip_errors: Whether a sample that cannot be read is another's row, not a failure.
             patience: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
-        self._to_tensor, self._adopt, self._patience = to_tensor, adopt, patience
+        self._copied, self._adopted, self._patience = copied, adopted, patience
         self._reader = BatchReader(
             dataloader.dataset,
             dataloader.collate_fn,
@@ -75,10 +76,10 @@ class UserLoader:
     def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
         """Start reading requests, below the user's subclass."""
         if self.dataloader.num_workers == 0:
-            to_tensor = self._adopt if self._reader.makes_arrays else self._to_tensor
-            return DirectPass(requests, self._reader, self._generators, to_tensor)
+            to_tensors = self._adopted if self._reader.makes_arrays else self._copied
+            return DirectPass(requests, self._reader, self._generators, to_tensors)
         pool = self._idle.pop() if self._idle else WorkerPool(self.dataloader, self._reader, patience=self._patience)
-        return WorkerPass(requests, pool, self._idle, self._to_tensor)
+        return WorkerPass(requests, pool, self._idle, self._adopted)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""

@@ -1,120 +1,42 @@
-"""How are a pass's requests read by Paddle's worker processes?"""
+"""How are a pass's requests read by worker processes?"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import multiprocessing
+import multiprocessing.process
 import os
+import socket
+import sys
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import paddle.io
-from paddle.io.dataloader import dataloader_iter as machinery
 
-from paddle_shard.errors import ArgumentError, DataReadError
+from paddle_shard.errors import ArgumentError
+from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.parcel import pack, unpack
-from paddle_shard.reading.passes import shallow_copy, without_patches
+from paddle_shard.reading.parcel import ToTensors, map_leaves
+from paddle_shard.reading.passes import without_patches
 from paddle_shard.reading.request import Reader, Request
-from paddle_shard.reading.worker_guards import (
-    WatchedQueue,
-    end_with_the_parent,
-    forget_shared_memory,
-    freed,
-    garbage_left_to_the_parent,
-    remove_shared_memory,
-    signals_held,
-)
-from paddle_shard.reading.worker_info import ShownInfo, shown
+from paddle_shard.reading.worker import WorkerSettings, work
+from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
 from paddle_shard.samplers.randomness import NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
 """How long a worker may finish its sample when its pass is closed, before it is killed."""
-
-
-_FORGET_AFTER = 1024
-"""Batches."""
-
-
-class _Feed:
-    """The batch sampler that Paddle's machinery draws requests from, ahead of their delivery."""
-
-    def __init__(self) -> None:
-        self.pending: deque[Request] = deque()
-        self.error: Exception | None = None
-        self._requests: Iterator[Request] = iter(())
-
-    def start(self, requests: Iterator[Request]) -> None:
-        self.pending.clear()
-        self.error, self._requests = None, requests
-
-    def stop(self) -> None:
-        """Let go of the requests: Paddle's threads live on for a while, and requests hold the loader."""
-        self._requests = iter(())
-
-    def __iter__(self) -> Iterator[list[Request]]:
-        while True:
-            try:
-                request = next(self._requests)
-            except StopIteration:
-                return
-            except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
-                self.error = error
-                return
-            self.pending.append(request)
-            yield [request]
-
-
-class _WorkerDataset:
-    """What a worker process sees as its data set: reads a request, returns a parcel."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-        self.init_failure: ReadFailure | None = None
-
-    def __getitem__(self, request: Request) -> list[Any]:
-        worker = paddle.io.get_worker_info().id
-        batch = self.init_failure or self.reader.read(request, worker)
-        try:
-            return pack(batch)
-        except Exception as error:
-            return pack(ReadFailure.of(error, what="sending the batch", index=None, worker=worker))
-
-
-class _WorkerInit:
-    """Runs the user's `worker_init_fn` and keeps its failure, which Paddle would hide."""
-
-    def __init__(self, dataset: _WorkerDataset, init_fn: Callable[[int], None] | None, *, reads_all: bool) -> None:
-        self._dataset = dataset
-        self._init_fn = init_fn
-        self._reads_all = reads_all
-
-    def __call__(self, worker: int) -> None:
-        end_with_the_parent()
-        own = paddle.io.get_worker_info()
-        # The user's functions look for their own data set here; WorkerInfo refuses a plain assignment.
-        object.__setattr__(own, "dataset", self._dataset.reader.dataset)
-        try:
-            if self._init_fn is not None:
-                # Paddle's documented way to split a stream is to narrow it here; what is cut behind it must be whole.
-                with shown(ShownInfo(0, 1, own.dataset, own.seed) if self._reads_all else own):
-                    self._init_fn(worker)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._dataset.init_failure = ReadFailure.of(error, what="worker_init_fn", index=None, worker=worker)
-
-
-def _only(items: list[Any]) -> Any:
-    return items[0]
-
+_LOOK_SECONDS = 1.0
+"""How often it is looked for workers that were killed, where nothing comes."""
+_OTHERS_SECONDS = 5.0
+"""How long one worker is waited for where another was killed, which may have held a lock."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-_of_the_parent: list[Any] = []
-"""Kept in a forked child: their finalizers would end the parent's workers, or wait for threads that are not here."""
 
 
 def _leave_workers_to_the_parent() -> None:
@@ -125,8 +47,20 @@ def _leave_workers_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_workers_to_the_parent)
 
 
+class WorkersLostError(Exception):
+    """A worker has ended or hangs."""
+
+    def __init__(self, text: str, worker: int) -> None:
+        super().__init__(text)
+        self.worker = worker
+
+
 class WorkerPool:
-    """A set-up of Paddle's worker machinery; with persistent workers it serves one pass after another."""
+    """Some worker processes, each of which reads one request after another; with persistent ones for several passes.
+
+    Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests;
+    so each worker's channel is a queue of its own, and there is nothing to put in order.
+    """
 
     def __init__(
         self,
@@ -137,93 +71,202 @@ class WorkerPool:
         patience: float = math.inf,
         reads_all: bool = False,
     ) -> None:
-        """Make a private DataLoader with the settings of the user's.
+        """Start nothing yet.
 
         Args:
-            settings: Read only.
+            settings: The user's; read only.
             reader: What the workers run.
             num_workers: Where there are to be fewer than in the settings.
             patience: Seconds after which a worker that has not answered counts as hung.
             reads_all: Every worker reads the whole data set, and keeps some of it: the user's `worker_init_fn` is
                 shown a single worker then, so that it leaves the data set whole.
         """
-        self.feed = _Feed()
         self.persistent = bool(settings._persistent_workers)
-        view = shallow_copy(settings, paddle.io.DataLoader)
-        dataset = _WorkerDataset(reader)
-        view.dataset, view.batch_sampler, view.collate_fn = dataset, self.feed, _only
-        view.worker_init_fn = _WorkerInit(dataset, settings.worker_init_fn, reads_all=reads_all)
-        view.dataset_kind = 0  # a map-style data set, whose items are parcels
-        view.auto_collate_batch, view.batch_size, view.drop_last = True, None, False
-        view.pin_memory, view._iterator = False, None
-        view.num_workers = num_workers or settings.num_workers
-        self._view, self.patience = view, patience
-        self.iterator: Any = None
-        self.num_taken = 0
-        """Batches that have come, in all passes."""
+        self.num_workers = num_workers or settings.num_workers
+        self._reader, self._reads_all = reader, reads_all
+        self._init_fn, self._ahead = settings.worker_init_fn, settings.prefetch_factor
+        self.patience = min(patience, settings.timeout) if settings.timeout > 0 else patience
+        self._workers: list[Any] = []
+        self._channels: list[Channel] = []
+        self._requests: Iterator[Request] = iter(())
+        self.pending: deque[Request] = deque()
+        """What was asked, and has not come."""
+        self._unsent: Request | None = None
+        self._error: Exception | None = None
+        self._num_asked = self._num_taken = 0
+        self.interrupted = False
         self.process = os.getpid()
         """Whose workers they are."""
         _pools.add(self)
 
-    def leave_to_the_parent(self) -> None:
-        """Forget the workers, in a forked child: they are its parent's."""
-        if self.iterator is not None:
-            self.iterator._shutdown = True
-            _of_the_parent.append(self.iterator)
-        self.iterator = self._view._iterator = None
-
     def start(self, requests: Iterator[Request]) -> None:
-        """Start a pass; the one before it must have ended.
-
-        Paddle would raise from its SIGCHLD handler when a worker is killed, wherever the user's code is then. So it
-        is not told the workers; the machinery finds the dead by itself, when it has waited 5 s for them.
-        """
-        if self.iterator is not None and not all(worker.is_alive() for worker in self.iterator._workers):
+        """Start a pass; the one before it must have ended."""
+        if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
-        self.process = os.getpid()
-        self.feed.start(requests)
-        # Paddle draws the workers' seeds from the user's generator.
-        with kept([NumpyGenerator()]), garbage_left_to_the_parent(), signals_held(), freed(self.iterator):
-            self.iterator = paddle.io.DataLoader.__iter__(self._view)
-            machinery.core._erase_process_pids(id(self.iterator))
-        if not isinstance(self.iterator._data_queue, WatchedQueue):
-            self.iterator._data_queue = WatchedQueue(self.iterator, self.patience)
+        self.process, self._requests, self._unsent, self._error = os.getpid(), requests, None, None
+        self.pending.clear()
+        self._num_asked = self._num_taken = 0
+        if not self._workers:
+            self._start_workers()
+        self._ask()
 
-    def dead_workers(self) -> dict[int, int]:
-        """Return the exit codes of the workers that have ended with an error, by number."""
-        workers = enumerate(getattr(self.iterator, "_workers", ()))
-        return {number: worker.exitcode for number, worker in workers if worker.exitcode}
+    def next(self) -> tuple[Request, Any]:
+        """Return the next request and what it was answered with.
 
-    def hung_worker(self) -> int | None:
-        """Return the worker that has not answered for too long."""
-        watched = getattr(self.iterator, "_data_queue", None)
-        return watched.hung if isinstance(watched, WatchedQueue) else None
+        Raises:
+            StopIteration: There is none.
+            WorkersLostError: It will never come; it is the first of `pending`.
+            Exception: What drawing the requests raised.
+        """
+        self._ask()
+        if not self.pending:
+            if self._error is not None:
+                raise self._error
+            raise StopIteration
+        batch = self._received(self._num_taken % self.num_workers)
+        self._num_taken += 1
+        request = self.pending.popleft()
+        self._ask()
+        return request, batch
+
+    def stop_asking(self) -> None:
+        """Ask for nothing further; what is pending can still be taken."""
+        self._requests, self._unsent = iter(()), None
+        while len(self.pending) > self._num_asked - self._num_taken:
+            self.pending.pop()
+
+    def interrupt(self) -> None:
+        """Make a call of `next` in another thread end."""
+        self.interrupted = True
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.interrupt()
 
     def shut_down(self) -> None:
-        """End the workers, threads and shared memory of the machinery."""
-        iterator, self.iterator, self._view._iterator = self.iterator, None, None
-        self.feed.stop()
-        if iterator is None:
-            return
-        with contextlib.suppress(OSError, ValueError):  # another thread that waited for the workers ends it, too
-            iterator._try_shutdown_all(timeout=CLOSE_SECONDS)
-        for worker in iterator._workers:
+        """End the workers."""
+        workers, channels, self._workers, self._channels = self._workers, self._channels, [], []
+        self._requests = iter(())
+        for channel in channels:
+            channel.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
             if worker.is_alive():
                 worker.kill()
                 worker.join()
-        remove_shared_memory([worker.pid for worker in iterator._workers])
-        forget_shared_memory()
+
+    def leave_to_the_parent(self) -> None:
+        """Forget the workers, in a forked child: they are its parent's, and only that is to hold their channels."""
+        for channel in self._channels:
+            channel.close()
+        # Which the interpreter would end with this process.
+        multiprocessing.process._children.difference_update(self._workers)  # type: ignore[attr-defined]
+        self._workers, self._channels = [], []
+
+    def _start_workers(self) -> None:
+        with kept([NumpyGenerator()]):  # Paddle draws it there, too, but from the user's
+            seed = int(np.random.randint(sys.maxsize))
+        settings = WorkerSettings(
+            reader=self._reader,
+            num_workers=self.num_workers,
+            init_fn=self._init_fn,
+            reads_all=self._reads_all,
+            seed=seed,
+            num_slots=self._ahead,
+        )
+        try:
+            with garbage_left_to_the_parent(), signals_held():
+                for number in range(self.num_workers):
+                    self._start_worker(number, settings)
+        except BaseException:
+            self.shut_down()
+            raise
+
+    def _start_worker(self, number: int, settings: WorkerSettings) -> None:
+        with in_use:  # no other thread forks between the making of a socket and its note
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            self._channels.append(Channel(ours, self._ahead))
+            with theirs:
+                worker = multiprocessing.Process(
+                    target=work, args=(number, theirs, settings), name=f"paddle_shard-worker-{number}", daemon=True
+                )
+                worker.start()
+            self._workers.append(worker)
+
+    def _ask(self) -> None:
+        """Give the workers as many requests ahead as they may have."""
+        while self._num_asked - self._num_taken < self.num_workers * self._ahead:
+            if self._unsent is None:
+                try:
+                    self._unsent = next(self._requests)
+                except StopIteration:
+                    return
+                except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
+                    self._requests, self._error = iter(()), error
+                    return
+                self.pending.append(self._unsent)
+            try:
+                self._channels[self._num_asked % self.num_workers].send(self._unsent)
+            except BlockingIOError:  # it is busy with those before
+                return
+            except ConnectionError:  # found out when its answer is due
+                pass
+            except Exception as error:
+                failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
+                self._requests, self._error = iter(()), failure.error(self.pending.pop())
+                self._unsent = None
+                return
+            self._unsent = None
+            self._num_asked += 1
+
+    def _received(self, number: int) -> Any:
+        """Return the next answer of a worker."""
+        channel, waited = self._channels[number], 0.0
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return self._answer(channel, number)
+            seconds = min(_LOOK_SECONDS, self.patience - waited)
+            if channel.wait(seconds):
+                continue
+            waited += seconds
+            if waited >= _OTHERS_SECONDS:
+                killed = next((at for at, worker in enumerate(self._workers) if worker.exitcode), None)
+                if killed is not None:
+                    raise self._lost(killed)
+            if waited >= self.patience:
+                text = f"worker {number} has said nothing for {self.patience:g} s; the loader's timeout= says so"
+                raise WorkersLostError(text, number)
+
+    def _answer(self, channel: Channel, number: int) -> Any:
+        try:
+            return channel.receive()
+        except BlockingIOError:
+            raise
+        except EOFError:
+            raise self._lost(number) from None
+        except Exception as error:
+            return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
+
+    def _lost(self, number: int) -> WorkersLostError:
+        """Return the error for a worker that has ended."""
+        if not self.interrupted:
+            self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
+        ended = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode is not None}
+        named = ", ".join(f"worker {at} (exit code {code})" for at, code in ended.items() if code or at == number)
+        return WorkersLostError(f"a worker process ended: {named or f'worker {number}'}", number)
 
 
 class WorkerPass:
-    """Reads in Paddle's worker processes, ahead of the caller."""
+    """Reads in worker processes, ahead of the caller."""
 
     def __init__(
         self,
         requests: Iterator[Request],
         pool: WorkerPool,
         idle: list[WorkerPool],
-        to_tensor: Callable[[Any], Any],
+        to_tensors: ToTensors,
     ) -> None:
         """Start the pass.
 
@@ -231,15 +274,18 @@ class WorkerPass:
             requests: Drawn ahead, on the caller's thread.
             pool: Not in use.
             idle: Where a persistent pool goes back to when the pass has ended.
-            to_tensor: Makes a tensor of an array that did not travel as one.
+            to_tensors: Makes tensors of arrays that are nobody else's.
         """
         self._pool: WorkerPool | None = pool
         self._idle = idle
-        self._to_tensor = to_tensor
-        self._interrupted = False
+        self._to_tensors = to_tensors
         self.skipped: deque[list[tuple[int, str]]] = deque()
         """See `DirectPass`."""
-        pool.start(requests)
+        try:
+            pool.start(requests)
+        except BaseException:
+            self.close()
+            raise
 
     def __iter__(self) -> WorkerPass:
         return self
@@ -254,34 +300,27 @@ class WorkerPass:
                 "one of its own: iter(loader)."
             )
         try:
-            parcel = next(pool.iterator)
+            request, batch = pool.next()
         except StopIteration:
-            self._pool = None
-            lost = self._lost(pool, None) if pool.feed.pending else None  # before the dead are forgotten
-            if pool.persistent and lost is None and not self._interrupted:
-                self._idle.append(pool)
-            else:
-                pool.shut_down()
-            if self._interrupted:
-                raise
-            if pool.feed.error is not None:
-                raise pool.feed.error from None
-            if lost is not None:
-                raise lost from None
+            self._leave(pool)
             raise
-        except Exception as error:
-            dead = self._lost(pool, error)
+        except WorkersLostError as lost:
+            if pool.interrupted:
+                raise StopIteration from None
             self.close()
-            raise dead from error
-        request = pool.feed.pending.popleft()
-        pool.num_taken += 1
-        if pool.num_taken % _FORGET_AFTER == 0:
-            forget_shared_memory()
-        batch = unpack(parcel, self._to_tensor)
-        if isinstance(batch, ReadFailure):
-            self.close()
-            raise batch.error(request)
-        return without_patches(batch, self.skipped)
+            failure = ReadFailure.of(lost, what="reading", index=None, worker=lost.worker)
+            raise failure.error(pool.pending[0]) from None
+        except Exception:  # the sampler's
+            self._leave(pool)
+            raise
+        if not isinstance(batch, ReadFailure):
+            try:
+                with in_use:
+                    return without_patches(map_leaves(batch, self._to_tensors), self.skipped)
+            except Exception as error:
+                batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
+        self.close()
+        raise batch.error(request)
 
     runs_free = True
 
@@ -290,31 +329,10 @@ class WorkerPass:
         return next(self)
 
     def interrupt(self) -> None:
-        """Close the queue on which `next` waits."""
+        """Cut off the workers that `next` waits for."""
         pool = self._pool
-        if pool is not None and pool.iterator is not None:
-            self._interrupted = True
-            pool.iterator._exit_thread_expectedly()
-
-    @staticmethod
-    def _lost(pool: WorkerPool, error: Exception | None) -> DataReadError:
-        dead = ", ".join(f"worker {n} (exit code {code})" for n, code in pool.dead_workers().items())
-        cause = f"a worker process ended: {dead}" if dead else "the worker machinery ended early"
-        worker, hung = next(iter(pool.dead_workers()), None), pool.hung_worker()
-        if hung is not None:
-            worker, cause = (
-                hung,
-                f"worker {hung} has said nothing for {pool.patience:g} s; the loader's timeout= says so",
-            )
-        failure = ReadFailure(
-            what="reading",
-            index=None,
-            cause_type=type(error).__name__ if error is not None else "WorkersLost",
-            cause=cause,
-            traceback=str(error),
-            worker=worker,
-        )
-        return failure.error(pool.feed.pending[0])
+        if pool is not None:
+            pool.interrupt()
 
     def finish(self) -> None:
         """End the pass; persistent workers finish what they were asked for, and wait for another."""
@@ -322,20 +340,27 @@ class WorkerPass:
         if pool is None or not pool.persistent:
             self.close()
             return
-        pool.feed.stop()
+        pool.stop_asking()
         try:
-            for _ in pool.iterator:  # what is asked of them cannot be taken back
-                pool.feed.pending.popleft()
-        except Exception:  # a worker that was killed
+            while pool.pending:  # what is asked of them cannot be taken back
+                pool.next()
+        except WorkersLostError:
             self.close()
             return
-        self._pool = None
-        self._idle.append(pool)
+        self._leave(pool)
 
     def close(self) -> None:
         """End the workers; also persistent ones, which may be in the middle of a batch."""
         pool, self._pool = self._pool, None
         if pool is not None:
+            pool.shut_down()
+
+    def _leave(self, pool: WorkerPool) -> None:
+        """End the pass, all that it has asked for having come."""
+        self._pool = None
+        if pool.persistent and not pool.interrupted:
+            self._idle.append(pool)
+        else:
             pool.shut_down()
 
     def __del__(self) -> None:

@@ -1,6 +1,5 @@
 """One seed draws every fault; what a test leaves behind is an error of that test."""
 
-import multiprocessing.process
 import os
 import random
 
@@ -30,35 +29,13 @@ def rng(request):
     return random.Random(f"{SEED} {request.node.nodeid}")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def started():
-    """The pids of all processes that multiprocessing has started here; shared memory is named after them."""
-    pids, start = set(), multiprocessing.process.BaseProcess.start
-
-    def noted(process):
-        start(process)
-        pids.add(process.pid)
-
-    multiprocessing.process.BaseProcess.start = noted
-    yield pids
-    multiprocessing.process.BaseProcess.start = start
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left(request, started):
+def nothing_is_left(request):
     """After each test: no process, thread, socket, pipe or shared memory that was not there before."""
-    before = Traces(started)
+    before = Traces()
     yield
     if "leaves" not in request.keywords:
         assert before.left() == {}
-
-
-@pytest.fixture(scope="package", autouse=True)
-def no_thread_is_left(started):
-    """After all of these tests: no thread of Paddle's either, nor a pipe."""
-    before = Traces(started, lingering=True)
-    yield
-    assert before.left() == {}
 
 
 @pytest.fixture(autouse=True)

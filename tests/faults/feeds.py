@@ -10,9 +10,19 @@ from paddle.io import DataLoader, Dataset
 import paddle_shard
 from paddle_shard import Stream
 
+WIDTH = 512
+"""So wide that workers' batches go through shared memory."""
+
+
+def row_of(number):
+    """A row: the number, the process that reads it, and zeros."""
+    row = np.zeros(WIDTH, np.int64)
+    row[:2] = number, os.getpid()
+    return row
+
 
 class Rows(Dataset):
-    """Pairs of a number and the process that has read it; `fault(number)` is called before each."""
+    """A row for each number; `fault(number)` is called before each."""
 
     def __init__(self, length, fault=None):
         self.length, self.fault = length, fault
@@ -23,11 +33,11 @@ class Rows(Dataset):
     def __getitem__(self, index):
         if self.fault is not None:
             self.fault(index)
-        return np.array([index, os.getpid()])
+        return row_of(index)
 
 
 class Faulty:
-    """A transform of a stream: the number and who has read it."""
+    """A transform of a stream: the row of a number."""
 
     def __init__(self, fault):
         self.fault = fault
@@ -35,7 +45,7 @@ class Faulty:
     def __call__(self, number):
         if self.fault is not None:
             self.fault(number)
-        return np.array([number, os.getpid()])
+        return row_of(number)
 
 
 def loader_of(kind, length, *, workers=0, batch_size=8, fault=None, mesh=None, settings=None, **own):

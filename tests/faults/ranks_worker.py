@@ -16,7 +16,7 @@ import paddle.distributed as dist
 from paddle_shard.errors import PeerLostError
 from paddle_shard.testing import report
 from tests.faults.feeds import loader_of, numbers, read_until
-from tests.faults.traces import LINGERS, children, gone
+from tests.faults.traces import children, gone
 
 LENGTH = 320
 
@@ -97,7 +97,7 @@ def soundly(cases):
             threads = set(threading.enumerate())
     left = gone(children() - before)
     time.sleep(0.1)
-    more = [t.name for t in set(threading.enumerate()) - threads if not LINGERS.search(t.name)]
+    more = [t.name for t in set(threading.enumerate()) - threads]
     report({"found": found, "processes": sorted(left), "threads": more})
     dist.barrier()
 

@@ -15,14 +15,12 @@ from paddle.io import DataLoader, Dataset
 import paddle_shard
 from paddle_shard.errors import DataReadError
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, rows, the_rest
-from tests.faults.traces import children, gone, kill, shared_memory, unlink
+from tests.faults.traces import children, gone, kill, shared_memory
 
 LENGTH = 400
 KINDS = ["map", "stream", "cut"]
-PADDLE_LOOKS_AFTER = 5.0
-"""Seconds without a batch after which Paddle looks for dead workers."""
-SLACK = 6.0
-"""Seconds by which a loaded machine may be late."""
+TOLD_WITHIN = 7.0
+"""Seconds after which a worker's death is known, also on a loaded machine."""
 
 
 def drawn_settings(rng):
@@ -59,7 +57,7 @@ def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
 
     for kind, loader, batches, read, worker, _ in trials:
         more, _, failure, _ = read_until(batches)
-        assert time.monotonic() - killed < PADDLE_LOOKS_AFTER + SLACK
+        assert time.monotonic() - killed < TOLD_WITHIN
         assert isinstance(failure, DataReadError), f"{kind}: {len(read + more)} of {LENGTH} numbers, then {failure!r}"
         assert f"worker {worker} (exit code -9)" in str(failure)
         assert failure.worker == worker
@@ -91,69 +89,36 @@ def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named
     with pytest.raises(DataReadError, match=r"exit code -9"):
         for _ in batches:
             pass
-    assert time.monotonic() - start < PADDLE_LOOKS_AFTER + SLACK
+    assert time.monotonic() - start < TOLD_WITHIN
 
 
-@pytest.mark.leaves  # it looks itself
-def test_a_killed_worker_leaves_no_shared_memory():
-    before = children()
-    batches = iter(loader_of("map", LENGTH, workers=2))
-    victim = int(rows(next(batches))[0, 1])
-    time.sleep(0.3)
-    assert shared_memory({victim})
-    own = children() - before
-    kill(victim)
-    gone({victim})
-    batches.close()
-    left = shared_memory(own)
-    unlink(left)
-
-    assert left == set()
+def test_what_is_shared_with_workers_goes_with_them(rng):
+    for _ in range(5):
+        before, kind, steps = shared_memory(), rng.choice(KINDS), rng.choice([1, 5, None])
+        batches = iter(loader_of(kind, LENGTH, workers=3, **drawn_options(rng)))
+        _, pids, *_ = read_until(batches, steps=steps)
+        if steps is not None:
+            assert shared_memory() > before, kind
+            if rng.random() < 0.3:
+                kill(rng.choice(sorted(pids)))
+            batches.close()
+        assert shared_memory() == before
 
 
-@pytest.mark.leaves
-def test_a_worker_that_is_slow_to_leave_leaves_no_shared_memory():
+def test_a_worker_that_is_slow_to_leave_leaves_nothing():
     def slow(number):
         if number == 40:  # the first of worker 1's third batch
             time.sleep(30)
 
-    before = children()
+    before, memory = children(), shared_memory()
     batches = iter(loader_of("map", LENGTH, workers=2, fault=slow, settings={"prefetch_factor": 4}))
     next(batches)
     time.sleep(0.3)
     own = children() - before
     batches.close()
-    left = shared_memory(own)
-    unlink(left)
 
     assert gone(own) == set()
-    assert left == set()
-
-
-@pytest.mark.leaves
-def test_prefetching_workers_leave_no_shared_memory():
-    own, before = set(), children()
-    for _ in range(5):
-        batches = iter(loader_of("map", LENGTH, workers=3, prefetch=2))
-        read_until(batches, steps=3)
-        own |= children() - before
-        batches.close()
-    left = shared_memory(own)
-    unlink(left)
-
-    assert gone(own) == set()
-    assert left == set()
-
-
-def test_an_epoch_that_is_left_or_ends_leaves_no_shared_memory(rng):
-    own, before = set(), children()
-    for _ in range(5):
-        batches = iter(loader_of(rng.choice(KINDS), LENGTH, workers=3))
-        read_until(batches, steps=rng.choice([0, 1, 5, None]))
-        own |= children() - before
-        batches.close()
-    assert gone(own) == set()
-    assert shared_memory(own) == set()
+    assert shared_memory() == memory
 
 
 def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng):

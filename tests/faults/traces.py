@@ -15,16 +15,11 @@ from paddle_shard.errors import PaddleShardError
 
 KEPT = re.compile(r"^paddle_shard-agree")
 """Threads that live as long as the process."""
-LINGERS = re.compile(r"_thread_loop")
-"""Paddle's threads: each looks every 5 s whether its loader is there."""
 NOTHING = "nothing came"
-KILLED = set()
-"""Processes that a test has killed, and their workers: some tests look at their memory."""
 
 
 def kill(pid):
     """Kill a worker."""
-    KILLED.add(pid)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -81,7 +76,6 @@ def in_a_fork(work, seconds=8.0):
             assert child.exitcode == 0, f"exit code {child.exitcode}; None: it does not end"
         return found
     finally:
-        KILLED.add(child.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.join()
@@ -90,21 +84,11 @@ def in_a_fork(work, seconds=8.0):
         writer.close()
 
 
-def shared_memory(pids):
-    """Shared memory that Paddle has made in some processes."""
-    found = set()
-    for name in os.listdir("/dev/shm"):
-        owner = re.match(r"paddle_(\d+)_", name)
-        if owner and int(owner[1]) in pids:
-            found.add(name)
-    return found
-
-
-def unlink(names):
-    """Remove shared memory."""
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/{name}")
+def shared_memory(pid="self"):
+    """How many pieces of memory that is shared with workers a process has."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+        return sum("/memfd:paddle_shard" in line or "/dev/shm/#" in line for line in maps)
+    return 0
 
 
 def descriptors():
@@ -120,10 +104,9 @@ def descriptors():
 class Traces:
     """What is there before a test."""
 
-    def __init__(self, started, *, lingering=False):
-        self._started, self._lingering = started, lingering
+    def __init__(self):
         self._children, self._threads = children(), set(threading.enumerate())
-        self._open, self._memory = descriptors(), shared_memory({os.getpid(), *started})
+        self._open, self._memory = descriptors(), shared_memory()
 
     def left(self, seconds=10.0):
         """What is there now and was not before, when it has had time to go."""
@@ -131,16 +114,12 @@ class Traces:
         return waited_for(self._left, seconds)
 
     def _left(self):
-        unlink(shared_memory(KILLED))
         opened, threads = descriptors(), set(threading.enumerate()) - self._threads
+        more = {kind: opened[kind] - self._open[kind] for kind in ("socket", "pipe")}
         found = {
             "processes": children() - self._children,
             "threads": {thread for thread in threads if not KEPT.search(thread.name)},
-            "shared memory": shared_memory({os.getpid(), *self._started}) - self._memory,
-            "open": {kind: opened[kind] - self._open[kind] for kind in ("socket", "pipe")},
+            "shared memory": max(0, shared_memory() - self._memory),
+            "open": {kind: number for kind, number in more.items() if number > 0},
         }
-        found["open"] = {kind: number for kind, number in found["open"].items() if number > 0}
-        if not self._lingering:
-            found["open"].pop("pipe", None)  # those of Paddle's threads
-            found["threads"] = {thread for thread in found["threads"] if not LINGERS.search(thread.name)}
         return {what: left for what, left in found.items() if left}

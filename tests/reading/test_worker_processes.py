@@ -9,11 +9,10 @@ import paddle
 import paddle.distributed as dist
 import pytest
 from paddle.io import DataLoader, Dataset, IterableDataset
-from paddle.io.dataloader import dataloader_iter
-from paddle.io.dataloader.dataloader_iter import _DataLoaderIterMultiProcess
 
 import paddle_shard
 from paddle_shard.errors import DataReadError
+from paddle_shard.reading.workers import WorkerPool
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -166,14 +165,8 @@ def test_workers_that_do_not_persist_are_gone_after_the_epoch():
 # What becomes of the killed
 
 
-@pytest.fixture
-def looking_often(monkeypatch):
-    """Paddle looks for the dead when nothing has come for 5 s, as in `test_failures.py`; here after 1 s."""
-    monkeypatch.setattr(dataloader_iter, "MP_STATUS_CHECK_INTERVAL", 1.0)
-
-
 @pytest.mark.parametrize(("kind", "persistent"), [(WhoReads, False), (WhoReads, True), (WhoReadsAt, False)])
-def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(kind, persistent, looking_often):
+def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(kind, persistent):
     batches = iter(sharded(kind(800), persistent_workers=persistent))
     victim = next(batches)._local_value().numpy()[0, 1]
     next(batches)
@@ -201,7 +194,7 @@ def test_workers_that_were_killed_between_two_epochs_are_replaced(kind):
     assert not processes(second) & first
 
 
-def test_a_worker_that_dies_at_once_is_no_error_of_the_users_own_code(looking_often):
+def test_a_worker_that_dies_at_once_is_no_error_of_the_users_own_code():
     def die(worker):
         if worker == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -212,16 +205,18 @@ def test_a_worker_that_dies_at_once_is_no_error_of_the_users_own_code(looking_of
             next(batches)
 
 
-def test_a_worker_that_dies_when_another_epoch_begins_is_named(monkeypatch, looking_often):
-    reset = _DataLoaderIterMultiProcess._reset
+def test_a_worker_that_dies_when_another_epoch_begins_is_named(monkeypatch):
+    ask = WorkerPool._ask
 
-    def dies_first(iterator):
-        os.kill(iterator._workers[0].pid, signal.SIGKILL)  # after the loader has looked
-        reset(iterator)
+    def dies_first(pool):
+        for worker in pool._workers:  # after the loader has looked
+            worker.kill()
+            worker.join()
+        ask(pool)
 
     loader = sharded(WhoReads(24), persistent_workers=True)
     read(loader)
-    monkeypatch.setattr(_DataLoaderIterMultiProcess, "_reset", dies_first)
+    monkeypatch.setattr(WorkerPool, "_ask", dies_first)
     with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)"):
         read(loader)
     monkeypatch.undo()

@@ -1,0 +1,180 @@
+"""How do messages travel between a process and its worker?"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import select
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.reading.parcel import pickled
+
+_HEAD = struct.Struct("<BxxxIQ")
+"""What it is, its pieces, its bytes."""
+_FILE = struct.Struct("i")
+_ONE_FILE = socket.CMSG_SPACE(_FILE.size)
+_INLINE, _SHARED, _MEMORY = range(3)
+"""The message stands behind the head; it lies in shared memory; here is shared memory for the next."""
+_SMALL = 16 << 10
+"""memoryview up to which a message goes through the socket."""
+_ALIGNMENT = 64
+_GRAIN = 64 << 10
+
+
+class Channel:
+    """One end of a connection between two processes: whole messages, in order, both ways.
+
+    A large message lies in memory that both have mapped, in one of several slots that are taken in turn. Nothing else
+    guards a slot: a sender must know that the message before it in the same slot has been received. So it is where
+    each request is answered by one message, and never more than `num_slots` are unanswered.
+    """
+
+    def __init__(self, connection: socket.socket, num_slots: int) -> None:
+        """Take over one of a pair of sockets that keep messages apart (SOCK_SEQPACKET).
+
+        Args:
+            connection: One that does not block where `receive` and `send` are not to wait.
+            num_slots: Messages that may be under way in each direction.
+        """
+        self._connection, self._num_slots = connection, num_slots
+        self._small = memoryview(bytearray(_HEAD.size + _SMALL))
+        self._theirs: list[memoryview | None] = [None] * num_slots
+        self._ours: list[memoryview | None] = [None] * num_slots
+        self._num_received = self._num_sent = 0
+        self._poll = select.poll()  # not select: file numbers above 1023 are common in a training process
+        self._poll.register(connection, select.POLLIN)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for something to receive, or the end; return whether there is."""
+        return bool(self._poll.poll(seconds * 1000))
+
+    def receive(self) -> Any:
+        """Return the next message; its arrays are the caller's alone.
+
+        Raises:
+            BlockingIOError: There is none yet.
+            EOFError: The other side has gone, and all that it has sent was received.
+            Exception: Whatever unpickling raises; the message is lost.
+        """
+        while True:
+            try:
+                received, files, *_ = self._connection.recvmsg_into([self._small], _ONE_FILE)
+            except ConnectionResetError:  # said once; what was sent before can still be had
+                continue
+            if not received:
+                raise EOFError
+            kind, num_pieces, size = _HEAD.unpack_from(self._small)
+            slot = self._num_received % self._num_slots
+            if kind == _MEMORY:
+                (memory,) = _FILE.unpack(files[0][2])
+                self._theirs[slot] = _mapped(memory, size)
+                continue
+            self._num_received += 1
+            if kind == _INLINE:
+                return _read(self._small[_HEAD.size :], num_pieces)
+            shared = self._theirs[slot]
+            assert shared is not None
+            return _read(shared, num_pieces)
+
+    def send(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            BlockingIOError: It was not sent, as the other side has to receive some first.
+            OSError: The other side has gone, or there is no memory.
+            Exception: Whatever pickling raises; nothing was sent.
+        """
+        pieces = pickled(message)
+        starts, size = _layout(pieces)
+        if size <= _SMALL:
+            _HEAD.pack_into(self._small, 0, _INLINE, len(pieces), size)
+            _write(self._small[_HEAD.size :], pieces, starts)
+            self._connection.send(self._small[: _HEAD.size + size])
+        else:
+            _write(self._slot(size), pieces, starts)
+            self._connection.send(_HEAD.pack(_SHARED, len(pieces), size))
+        self._num_sent += 1
+
+    def interrupt(self) -> None:
+        """Make a `wait` in another thread return; there is nothing to receive any more."""
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Leave this end."""
+        self._connection.close()
+
+    def _slot(self, size: int) -> memoryview:
+        """Return memory for the next message that the other side has mapped."""
+        slot = self._num_sent % self._num_slots
+        found = self._ours[slot]
+        if found is None or len(found) < size:
+            ample = -(-(size + size // 4) // _GRAIN) * _GRAIN  # batches differ in size
+            memory = _memory(ample)
+            found = _mapped(os.dup(memory), ample)
+            try:
+                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, ample)], [memory])
+            finally:
+                os.close(memory)
+            self._ours[slot] = found
+        return found
+
+
+def _memory(size: int) -> int:
+    """Return a file without a name, in memory: what holds it open is all that keeps it.
+
+    Raises:
+        OSError: There is not so much.
+    """
+    if hasattr(os, "memfd_create"):  # not where Python was built for a C library of before 2018
+        memory = os.memfd_create("paddle_shard")
+    else:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            memory = os.dup(file.fileno())
+    try:
+        os.posix_fallocate(memory, 0, size)  # else a write to it would end the process when there is no more
+    except OSError:
+        os.close(memory)
+        raise
+    return memory
+
+
+def _mapped(memory: int, size: int) -> memoryview:
+    """Map a file, which is closed."""
+    try:
+        return memoryview(mmap.mmap(memory, size))
+    finally:
+        os.close(memory)
+
+
+def _layout(pieces: Sequence[memoryview]) -> tuple[list[int], int]:
+    """Return where each piece begins, behind a table of their lengths, and where the last ends."""
+    starts, end = [], 8 * len(pieces)
+    for piece in pieces:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + piece.nbytes
+    return starts, end
+
+
+def _write(memory: memoryview, pieces: Sequence[memoryview], starts: Sequence[int]) -> None:
+    struct.pack_into(f"<{len(pieces)}Q", memory, 0, *[piece.nbytes for piece in pieces])
+    for piece, start in zip(pieces, starts, strict=True):
+        memory[start : start + piece.nbytes] = piece
+
+
+def _read(memory: memoryview, num_pieces: int) -> Any:
+    end, spans = 8 * num_pieces, []
+    for length in struct.unpack_from(f"<{num_pieces}Q", memory):
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + length
+        spans.append((start, length))
+    (start, length), *arrays = spans
+    owned = [np.frombuffer(memory, np.uint8, count, at).copy() for at, count in arrays]
+    return pickle.loads(memory[start : start + length], buffers=owned)

@@ -1,0 +1,92 @@
+"""What does a worker process do?"""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.io.dataloader import worker as paddle_worker
+
+from paddle_shard.reading.channel import Channel
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.request import Reader
+from paddle_shard.reading.worker_guards import end_with_the_parent
+from paddle_shard.reading.worker_info import ShownInfo, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What the workers of a pool have in common."""
+
+    reader: Reader
+    num_workers: int
+    init_fn: Callable[[int], None] | None
+    """The user's `worker_init_fn`."""
+    reads_all: bool
+    """Whether `init_fn` is shown a single worker."""
+    seed: int
+    """What the workers' random generators begin with."""
+    num_slots: int
+    """Requests that a worker is given ahead."""
+
+
+def work(number: int, connection: socket.socket, settings: WorkerSettings) -> None:
+    """Answer requests until the other side has gone."""
+    _leave_signals_alone()
+    end_with_the_parent()
+    channel = Channel(connection, settings.num_slots)
+    with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # no other device's driver outlives a fork
+        failure = _set_up(number, settings)
+        while True:
+            try:
+                request = channel.receive()
+            except EOFError:
+                return
+            except Exception as error:
+                answer = ReadFailure.of(error, what="receiving the request", index=None, worker=number)
+            else:
+                answer = failure or settings.reader.read(request, number)
+            try:
+                _send(channel, answer, number)
+            except ConnectionError:
+                return
+
+
+def _leave_signals_alone() -> None:
+    """Let the process that has started this one see to Ctrl-C; its other handlers are none of a worker's."""
+    for signalled in signal.valid_signals():
+        if callable(signal.getsignal(signalled)):
+            signal.signal(signalled, signal.SIG_IGN if signalled == signal.SIGINT else signal.SIG_DFL)
+
+
+def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
+    """Prepare this process as Paddle's workers are; return how the user's function failed, if it did."""
+    random.seed(settings.seed + number)
+    paddle.seed(settings.seed + number)
+    np.random.seed(paddle_worker._generate_states(settings.seed, number))
+    dataset = settings.reader.dataset
+    own = ShownInfo(number, settings.num_workers, dataset, settings.seed)
+    paddle_worker._worker_info = own
+    try:
+        if settings.init_fn is not None:
+            # Paddle's documented way to split a stream is to narrow it here; what is cut behind it must be whole.
+            with shown(ShownInfo(0, 1, dataset, settings.seed) if settings.reads_all else own):
+                settings.init_fn(number)
+    except BaseException as error:  # also SystemExit, which would end the worker without a word
+        return ReadFailure.of(error, what="worker_init_fn", index=None, worker=number)
+    return None
+
+
+def _send(channel: Channel, answer: Any, number: int) -> None:
+    try:
+        channel.send(answer)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        channel.send(ReadFailure.of(error, what="sending the batch", index=None, worker=number))
