@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -108,21 +108,15 @@ def _requests(
     several = loader._own_layout.num_data_ranks > 1
     for batch in batches:
         if source.item_is_batch:
-            rows, indices = None, batch.take(np.zeros(1, np.int64))
+            rows, indices = None, batch.take(range(1))
         elif source.split:
-            rows, indices = loader._split_rows(batch.num_rows), batch.take(np.arange(batch.num_rows))
+            rows, indices = loader._split_rows(batch.num_rows), batch.take(range(batch.num_rows))
         else:
             rows = loader._rows(batch.num_rows, batch.micro_size)
-            indices = batch.take(rows.read)
+            indices = batch.take(rows.asked)
         pending.append(Pending(batch, rows, source.split, indices))
-        yield ReadRequest(
-            epoch=start.epoch,
-            step=step,
-            indices=indices,
-            item_is_batch=source.item_is_batch,
-            key=key,
-            rows_are_split=several and (len(indices) < batch.num_rows or source.split),
-        )
+        split = several and (len(indices) < batch.num_rows or source.split)
+        yield ReadRequest(start.epoch, step, indices, source.item_is_batch, key, split)
         step += 1
 
 
@@ -269,14 +263,16 @@ def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any,
     loader._check_split(batch)
     if pending.rows is None:
         pending.rows = loader._item_rows(batch)
-    shapes, num_bytes = [], 0
-    for tensor in tensors(batch):
-        dtype, shape = tensor.dtype, tensor.shape
-        num_bytes += math.prod(shape) * _element_size(dtype)
-        shapes.append((dtype, *shape[1:]))
-    pending.row_shapes, pending.num_bytes = shapes, num_bytes
+    pending.row_shapes, pending.num_bytes = _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
     placed, pending.layout = loader._placer.place(batch, pending.rows, loader._input_keys)
     return placed, pending
+
+
+@lru_cache(maxsize=64)
+def _measured(shapes: tuple[Any, ...]) -> tuple[Sequence[Any], int]:
+    """Return (dtype, *shape of a row) of each tensor, and the bytes of all, from (dtype, *shape) of each."""
+    num_bytes = sum(math.prod(shape) * _element_size(dtype) for dtype, *shape in shapes)
+    return [(dtype, *shape[1:]) for dtype, *shape in shapes], num_bytes
 
 
 @cache

@@ -60,6 +60,15 @@ class Ahead:
                 _open.add(self)
             return self._running()
 
+    def is_idle(self) -> bool:
+        """Whether there is no thread, so that the caller does each step when it needs it."""
+        return self._thread is None
+
+    def did(self, seconds: float) -> None:
+        """Note that the caller has done a step, without asking."""
+        self._done += 1
+        self._quickest = min(self._quickest, seconds)
+
     def _running(self) -> bool:
         return self._thread is not None and self._runs_free()
 

@@ -69,7 +69,7 @@ class PassProgress:
         samples, _, _, _, tally = self._at
         if samples == self._leg_first or self._data_rank is None:
             return list(self._legs)
-        counted = (tally.count, *tally.sums)
+        counted = (tally.num_ids, *tally.sums)
         now = (self.epoch, self._leg_first, samples, self._data_rank, self._num_data_ranks, *counted)
         return [*self._legs, now]
 

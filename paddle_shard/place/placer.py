@@ -33,13 +33,15 @@ class BatchRows:
         self.num_rows = num_rows
         self._micro_size = micro_size
         self._positions: dict[int, Rows] = {}
+        mine = [layout.rows(num_rows, micro_size) for layout in layouts if layout.on_mesh]
         self.read: Rows
         if whole:
             self.read = np.arange(num_rows)
-            return
-        mine = [layout.rows(num_rows, micro_size) for layout in layouts if layout.on_mesh]
-        # A rank on none of the meshes reads one row, for the dtypes and the other dims.
-        self.read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
+        else:  # A rank on none of the meshes reads one row, for the dtypes and the other dims.
+            self.read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
+        first, last = (int(self.read[0]), int(self.read[-1])) if len(self.read) else (0, -1)
+        self.asked: Rows | range = range(first, last + 1) if last - first == len(self.read) - 1 else self.read
+        """The rows that are read, as a range where they are one stretch."""
 
     def positions(self, layout: FieldLayout) -> Rows:
         """Return where a field's rows on this rank stand among those that were read."""
@@ -169,18 +171,19 @@ def _leaf(value: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense:
 
 
 def _check_rows(tensor: Any, wanted: int, path: str) -> None:
-    shape = list(tensor.shape)
+    shape = tensor.shape
+    if shape and shape[0] == wanted:
+        return
     if not shape:
         raise BatchStructureError(
             f"field {path or 'batch'} is a 0-d tensor, which has no rows to split over the data axes. "
             "Give it a first dim, or a mesh of its own with shard_dims None (the same on every rank)."
         )
-    if shape[0] != wanted:
-        raise BatchStructureError(
-            f"field {path or 'batch'} has {shape[0]} rows (shape {shape}) for {wanted} samples: it "
-            "cannot be split by rows. A collate_fn must make one row a sample; what is the same for all samples "
-            "needs a mesh of its own with shard_dims None."
-        )
+    raise BatchStructureError(
+        f"field {path or 'batch'} has {shape[0]} rows (shape {list(shape)}) for {wanted} samples: it "
+        "cannot be split by rows. A collate_fn must make one row a sample; what is the same for all samples "
+        "needs a mesh of its own with shard_dims None."
+    )
 
 
 def _is_tensor(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -131,30 +131,30 @@ def _one_sum(words: npt.NDArray[np.uint64], key: np.uint64) -> int:
     return int(np.add.reduce(h, dtype=np.uint64))
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """Counts what one data rank delivers, at about a microsecond a batch. A value: what is added makes another one."""
 
-    count: int = 0
-    _sums: Sums = (0, 0)
-    _waiting: Any = None
+    num_ids: int = 0
+    summed: Sums = (0, 0)
+    """Of what is not waiting."""
+    waiting: Any = None
     """(samples, those before them) that are not yet in the sums, or None."""
-    _num_waiting: int = 0
+    num_waiting: int = 0
     """Batches of them."""
 
     def added(self, ids: Sequence[Any] | npt.NDArray[np.int64]) -> Tally:
         """Return the count with some more samples, by whatever the data set is indexed with."""
-        found = Tally(self.count + len(ids), self._sums, (ids, self._waiting), self._num_waiting + 1)
-        return found if found._num_waiting < _TOGETHER else Tally(found.count, found.sums)
+        found = Tally(self.num_ids + len(ids), self.summed, (ids, self.waiting), self.num_waiting + 1)
+        return found if found.num_waiting < _TOGETHER else Tally(found.num_ids, found.sums)
 
     @property
     def sums(self) -> Sums:
         """The sums so far."""
-        waiting, found = self._waiting, []
+        waiting, found = self.waiting, []
         while waiting is not None:
             found.append(as_ids(waiting[0]))
             waiting = waiting[1]
-        return plus(self._sums, id_sums(np.concatenate(found))) if found else self._sums
+        return plus(self.summed, id_sums(np.concatenate(found))) if found else self.summed
 
 
 def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

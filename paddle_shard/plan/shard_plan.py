@@ -76,6 +76,7 @@ class ShardPlan:
     _rest: int = field(init=False, repr=False, compare=False)
     """Samples in the last batch if it is short, else 0."""
     _num_steps: int = field(init=False, repr=False, compare=False)
+    _num_positions: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "batch_size", "num_data_ranks", "accumulation"):
@@ -125,6 +126,8 @@ class ShardPlan:
             )
 
     def _count_steps(self) -> None:
+        more = -self.num_samples % self.num_data_ranks if self.shuffle in PADDLE else 0
+        object.__setattr__(self, "_num_positions", self.num_samples + more)
         step = 0
         for before, first, size, end in self._stretches():
             step = before + -(-(end - first) // size)
@@ -142,8 +145,7 @@ class ShardPlan:
     @property
     def num_positions(self) -> int:
         """Positions of an epoch: the samples; with "paddle", as many more as make them a multiple of the data ranks."""
-        more = -self.num_samples % self.num_data_ranks if self.shuffle in PADDLE else 0
-        return self.num_samples + more
+        return self._num_positions
 
     @property
     def width(self) -> int:
@@ -155,6 +157,11 @@ class ShardPlan:
     def num_steps(self) -> int:
         """Steps of an epoch, the same on every rank; 0 where "drop" leaves nothing."""
         return self._num_steps
+
+    @property
+    def alike_from(self) -> int:
+        """The step from which all batches have the same rows, but perhaps the last."""
+        return self._start[0]
 
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last."""
@@ -225,23 +232,23 @@ class ShardPlan:
         rows = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
         return self.take(epoch=epoch, step=step, rows=rows)
 
-    def take(self, *, epoch: int, step: int, rows: Rows) -> Indices:
+    def take(self, *, epoch: int, step: int, rows: Rows | range) -> Indices:
         """Return the samples at some rows of the global batch at `step`.
 
         Args:
             epoch: Any int; another one gives another order where the plan shuffles.
             step: In `range(num_steps)`.
-            rows: int64, in `range(num_rows(step))`.
+            rows: int64, in `range(num_rows(step))`; or such a range, for which it takes less time.
         """
         self._check_step(step)
+        start, order = self.first_position(step=step), self.order(epoch=epoch)
+        if isinstance(rows, range):
+            if rows.step == 1 and start + rows.stop <= self.num_positions:
+                return self._samples(order.between(start + rows.start, start + rows.stop))
+            rows = np.asarray(rows, np.int64)
         if not rows.size:
             return np.empty(0, np.int64)
-        positions = self.first_position(step=step) + rows
-        first, last = int(positions[0]), int(positions[-1])
-        together = last < self.num_positions and bool((positions[1:] - positions[:-1] == 1).all())
-        order = self.order(epoch=epoch)
-        found = order.between(first, last + 1) if together else order(positions % self.num_positions)
-        return self._samples(found)
+        return self._samples(order((start + rows) % self.num_positions))
 
     def _samples(self, found: Indices) -> Indices:
         """What stands at positions, as samples: Paddle's padding stands there as numbers past the last sample."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import paddle
 
 from paddle_shard.collate import is_sequence, rebuild
 
@@ -24,23 +26,25 @@ class _Slot:
     number: int
 
 
-class _Pickler(pickle.Pickler):
-    """Takes the framework's tensors for arrays: their memory is this process's own."""
+def _as_array(tensor: Any) -> Any:
+    # bfloat16 is uint16 to numpy, and to Paddle, which knows it by that.
+    return np.asarray, (tensor.numpy(),)
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray | type) or not is_tensor(value):
-            return NotImplemented
-        return np.asarray, (value.numpy(),)  # bfloat16 is uint16 to numpy, and to Paddle, which knows it by that
+
+_REDUCERS = copyreg.dispatch_table.copy()
+_REDUCERS[paddle.Tensor] = _as_array  # whose memory is this process's own
 
 
 def pickled(message: Any) -> list[memoryview]:
-    """Return a message as its pickle and the memory of its arrays.
+    """Return a message as its pickle and the memory of its arrays, of which Paddle's tensors become some.
 
     Raises:
         Exception: Whatever pickling raises.
     """
     text, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(text, 5, buffer_callback=arrays.append).dump(message)
+    pickler = pickle.Pickler(text, 5, buffer_callback=arrays.append)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(message)
     return [text.getbuffer(), *[array.raw() for array in arrays]]
 
 

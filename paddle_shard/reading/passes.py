@@ -14,7 +14,7 @@ from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.skipping import Patched
 from paddle_shard.reading.worker_guards import in_use
-from paddle_shard.samplers.randomness import Generator, kept
+from paddle_shard.samplers.randomness import Generator, put_back, standing
 
 
 class Pass(Protocol):
@@ -83,8 +83,11 @@ class DirectPass:
 
     def __next__(self) -> Any:
         request = self._again.pop() if self._again else next(self._requests)
-        with kept(self._generators):
+        before = standing(self._generators)
+        try:
             return self._finished(self._reader.read(request, None), request)
+        finally:
+            put_back(before)
 
     @property
     def runs_free(self) -> bool:

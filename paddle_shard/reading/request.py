@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +37,7 @@ class Reader(Protocol):
         """Return what was asked for, or a `ReadFailure`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """The rows of one step, small enough to send to a worker."""
 
     epoch: int

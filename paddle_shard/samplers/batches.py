@@ -35,7 +35,7 @@ class IndexBatch(Protocol):
     def all_real(self) -> bool:
         """Whether no row is padding; False also where that is not known."""
 
-    def take(self, rows: Rows) -> list[Any] | Rows:
+    def take(self, rows: Rows | range) -> list[Any] | Rows:
         """Return the data set's indices at some rows; an array where all are ints."""
 
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:

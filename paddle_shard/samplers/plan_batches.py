@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,7 @@ from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanBatch:
+class PlanBatch(NamedTuple):
     """A global batch that computes only the indices that a rank asks for."""
 
     plan: ShardPlan
@@ -24,24 +23,15 @@ class PlanBatch:
     step: int
     num_rows: int
     """Rows of the global batch, padding included."""
+    micro_size: int
+    """Rows of each of its micro-batches."""
+    num_real: int
+    """Positions of the order that it serves."""
+    all_real: bool
+    """Whether no row is padding; False also where that is not known."""
     sampler_state: None = None
 
-    @property
-    def micro_size(self) -> int:
-        """Rows of each of its micro-batches."""
-        return self.plan.micro_size(step=self.step)
-
-    @property
-    def num_real(self) -> int:
-        """Positions of the order that it serves."""
-        return min(self.num_rows, self.plan.num_positions - self.plan.first_position(step=self.step))
-
-    @property
-    def all_real(self) -> bool:
-        """Whether no row is padding; False also where that is not known."""
-        return self.plan.shuffle not in PADDLE and self.num_real == self.num_rows
-
-    def take(self, rows: Rows) -> Rows:
+    def take(self, rows: Rows | range) -> Rows:
         """Return the data set's indices at some rows."""
         return self.plan.take(epoch=self.epoch, step=self.step, rows=rows)
 
@@ -75,8 +65,13 @@ class PlanBatches:
             if resumed.ended:
                 return
             plan, first = resumed_plan(plan, resumed), resumed.steps
-        for step in range(first, plan.num_steps):
-            yield PlanBatch(plan=plan, epoch=epoch, step=step, num_rows=plan.num_rows(step=step))
+        known, last, sizes = plan.shuffle not in PADDLE, plan.num_steps - 1, (0, 0)
+        for step in range(first, last + 1):
+            if step in (first, last) or step <= plan.alike_from:
+                sizes = plan.num_rows(step=step), plan.micro_size(step=step)
+            num_rows, micro_size = sizes
+            num_real = min(num_rows, plan.num_positions - plan.first_position(step=step))
+            yield PlanBatch(plan, epoch, step, num_rows, micro_size, num_real, known and num_real == num_rows)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on."""

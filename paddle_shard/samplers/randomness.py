@@ -159,16 +159,30 @@ _INSTANCE: Any = random._inst
 _PYTHON = _python_table()
 
 
+Standing = list[tuple[Generator, Any, Any]]
+"""Generators, their states and their marks."""
+
+
+def standing(generators: Sequence[Generator]) -> Standing:
+    """Return how the generators stand."""
+    return [(generator, generator.get_state(), generator.mark()) for generator in generators]
+
+
+def put_back(before: Standing) -> None:
+    """Let the generators stand as they did, whatever was drawn since."""
+    for generator, state, mark in before:
+        if mark is None or generator.mark() != mark:
+            generator.set_state(state)
+
+
 @contextmanager
 def kept(generators: Sequence[Generator]) -> Iterator[None]:
     """Put the generators' states back at the end, whatever was drawn inside."""
-    outer = [(generator, generator.get_state(), generator.mark()) for generator in generators]
+    before = standing(generators)
     try:
         yield
     finally:
-        for generator, state, mark in outer:
-            if mark is None or generator.mark() != mark:
-                generator.set_state(state)
+        put_back(before)
 
 
 class PrivateRandomness:

@@ -33,7 +33,7 @@ class StreamBatch:
         """Whether no row that this rank reads is padding."""
         return bool(self.real.all())
 
-    def take(self, rows: Rows) -> list[Any]:
+    def take(self, rows: Rows | range) -> list[Any]:
         """A stream has no indices."""
         raise ArgumentTypeError("a stream has no indices")
 

@@ -42,9 +42,9 @@ class UserBatch:
         """Whether no row is padding."""
         return self.padding == 0
 
-    def take(self, rows: Rows) -> list[Any]:
+    def take(self, rows: Rows | range) -> list[Any]:
         """Return the data set's indices at some rows."""
-        return [self.indices[row] for row in rows.tolist()]
+        return [self.indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())]
 
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of some rows are real."""

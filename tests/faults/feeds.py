@@ -10,7 +10,7 @@ from paddle.io import DataLoader, Dataset
 import paddle_shard
 from paddle_shard import Stream
 
-WIDTH = 512
+WIDTH = 1024
 """So wide that workers' batches go through shared memory."""
 
 

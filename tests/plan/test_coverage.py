@@ -49,7 +49,7 @@ def test_a_long_data_set_is_covered_by_arithmetic():
 
 def leg(ids, first, end, data_rank=0, num_data_ranks=1, epoch=0):
     tally = Tally().added(list(ids))
-    return (epoch, first, end, data_rank, num_data_ranks, tally.count, *tally.sums)
+    return (epoch, first, end, data_rank, num_data_ranks, tally.num_ids, *tally.sums)
 
 
 def samples(first, end):
