@@ -1,7 +1,8 @@
 """Ranks that agree, ahead of delivery and in the background, at which step a pass ends or fails."""
 
 from paddle_shard.agree.agreement import Agreement
+from paddle_shard.agree.board import Board
 from paddle_shard.agree.coordinator import Coordinator
 from paddle_shard.agree.group import Group, TwoLevelGroup
 
-__all__ = ["Agreement", "Coordinator", "Group", "TwoLevelGroup"]
+__all__ = ["Agreement", "Board", "Coordinator", "Group", "TwoLevelGroup"]

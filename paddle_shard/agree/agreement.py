@@ -12,6 +12,11 @@ from paddle_shard.errors import AgreedFailure, ArgumentError, PaddleShardError, 
 if TYPE_CHECKING:
     from paddle_shard.agree.coordinator import Coordinator
 
+_SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
+"""Seconds from one look at the board to the next, for a rank that waits."""
+_PATIENCE = 2e-3
+"""Seconds for which it looks, before it asks for a round."""
+
 
 class Agreement:
     """One pass over the data, of which all ranks deliver the same steps.
@@ -28,6 +33,12 @@ class Agreement:
         self.label, self.exit_when_lost = label, False
         self.outlook = Outlook(tag=coordinator.tag(label))
         self._released = 0
+        """By rounds."""
+        self._on_board = 0
+        """Steps that the board has shown to be released."""
+        self._confirmed = False
+        """All ranks mean the same pass, so that what they post is of it."""
+        self._held, self._rounds_to_hear = NEVER, 0
         self._verdict: Decision | None = None
         self._outlooks: Sequence[Outlook] = ()
         self._window, self._size = 1, 1  # end and size of the window that is being read
@@ -61,10 +72,21 @@ class Agreement:
         """
         with self._changed:
             step = self.outlook.step
+            self._held = min(self._held, step)
             if self._coordinator.group.size == 1:
                 self.hear_note(self._coordinator.group.names[0], step, payload)
             else:
                 self.unsent.append((step, payload))
+
+    def send_notes(self) -> list[tuple[int, bytes]]:
+        """Return (step, note) of what the others have not been told; called with the lock held.
+
+        They have all heard of it when they take part in the round after the one that tells them.
+        """
+        found, self.unsent = self.unsent, []
+        if found:
+            self._rounds_to_hear = 2
+        return found
 
     def hear_note(self, name: int, step: int, payload: bytes) -> None:
         """Take a rank's note; called with the lock held."""
@@ -106,9 +128,8 @@ class Agreement:
         One for the first, two more for each that follows, until `prefetch` more than `step` are. No more than
         are announced, where nothing may follow.
         """
-        with self._changed:
-            if self.outlook.kind != OK or self._verdict is not None:
-                return self.outlook.step
+        if self.outlook.kind != OK or self._verdict is not None:
+            return self.outlook.step
         return min(step + max(self._prefetch, 1), 2 * step + 1)
 
     def deliver(self, step: int) -> bool:
@@ -124,6 +145,9 @@ class Agreement:
             UnequalEndsError: On all ranks at the same step, with `ends_must_agree`.
             PeerLostError: A rank is gone, was silent for the whole timeout, or has left the loop alone.
         """
+        if self._may_deliver(step) and step == self.outlook.delivered and not self._closed:
+            self.outlook.delivered += 1
+            return True
         with self._changed:
             if step != self.outlook.delivered or self._closed:
                 state = "it is closed" if self._closed else f"{self.outlook.delivered} comes next"
@@ -152,16 +176,23 @@ class Agreement:
         """Return whether the others should hear of this pass now; called with the lock held."""
         if self._verdict is not None:
             return False
-        while self._window <= self._released:
+        released = max(self._released, self._on_board)
+        while self._window <= released:
             self._size = min(2 * self._size, max(1, self._prefetch // 2))
             self._window += self._size
-        least = self._released + 1 if self._waiting else self._window
-        return self.outlook.kind != OK or self.outlook.step >= least
+        if self.outlook.kind != OK or self._waiting:
+            return self.outlook.kind != OK or self.outlook.step > released
+        return self.outlook.step >= self._window and not self.on_board
 
     def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
         """Take over what all ranks have agreed on; called with the lock held. Returns whether it is news."""
         news = decision.step > self._released or decision.kind != OK
         self._released = max(decision.step, self._released)
+        self._confirmed = decision.matches
+        self._rounds_to_hear = max(0, self._rounds_to_hear - 1)
+        if not self._rounds_to_hear:
+            self._held = min((step for step, _ in self.unsent), default=NEVER)
+        self._post()
         if decision.kind != OK:
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
@@ -182,21 +213,46 @@ class Agreement:
                 )
             mine.kind, mine.report = kind, report
             mine.step += kind == OK
+            self._post()
             self._coordinator.hear(self)
             if self.due():
                 self._changed.notify_all()
 
+    @property
+    def on_board(self) -> bool:
+        """Whether the others see on the board how far this rank is, so that no round need tell them."""
+        return self._confirmed and self._coordinator.board is not None and self._posts_all()
+
+    def _posts_all(self) -> bool:
+        return self._held == self.outlook.exhausted == NEVER
+
+    def _post(self) -> None:
+        """Say on the board how far this rank is; not past what is still to be told, nor past its last real row."""
+        if self._coordinator.board is not None:
+            step = min(self.outlook.step, self.outlook.exhausted, self._held)
+            self._coordinator.board.post(self._number, step)
+
     def _may_deliver(self, step: int) -> bool:
-        return self._released > step
+        if self._released > step or self._on_board > step:
+            return True
+        board = self._coordinator.board
+        if board is None or not self._confirmed:
+            return False
+        self._on_board = board.least(self._number)
+        return self._on_board > step
 
     def _wait(self, step: int) -> bool:
         """Wait until it is known whether `step` is delivered, and return it."""
         start = time.monotonic()
-        self._waiting = True
-        self._changed.notify_all()
         try:
             while not self._may_deliver(step) and self._verdict is None:
-                self._coordinator.wait(self._number, step, start)
+                waited, look_again = time.monotonic() - start, None
+                if self._confirmed and self._coordinator.board is not None:
+                    look_again = min(max(waited / 64, _SHORTEST_LOOK), _LONGEST_LOOK)
+                if not self._waiting and (not self.on_board or waited > _PATIENCE):
+                    self._waiting = True
+                    self._changed.notify_all()
+                self._coordinator.wait(self._number, step, start, look_again)
         finally:
             self._waiting = False
             self.waited += time.monotonic() - start

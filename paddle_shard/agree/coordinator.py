@@ -9,6 +9,10 @@ followed by one `gather` on all ranks, in which everybody learns who failed, end
 
 A round is entered by a rank when a window of steps has been read, when its training thread waits, or after
 `heartbeat` seconds; so nobody waits longer for a rank that has nothing to say.
+
+Ranks that share memory have a board, too, on which each posts how many steps it can serve. What all of them have
+posted is delivered without a round, which is then only needed to begin a pass, for notes, and to learn why somebody
+posts no more.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import zlib
 from collections.abc import Callable
 
 from paddle_shard.agree.agreement import Agreement
+from paddle_shard.agree.board import Board
 from paddle_shard.agree.group import Group
 from paddle_shard.agree.outlook import CLOSED, OK, SIZE, WIDTH, Outlook, decide
 from paddle_shard.errors import ArgumentError, PeerLostError
@@ -40,7 +45,12 @@ class Coordinator:
     """Owns the group and its background thread. With one rank there is no thread, and nothing is waited for."""
 
     def __init__(
-        self, group: Group, *, timeout: float = 1800.0, end_process: Callable[[], None] = lambda: os._exit(1)
+        self,
+        group: Group,
+        *,
+        timeout: float = 1800.0,
+        end_process: Callable[[], None] = lambda: os._exit(1),
+        join_board: Callable[[Group], Board | None] = lambda group: None,
     ) -> None:
         """Start nothing yet: the thread starts with the first pass.
 
@@ -49,6 +59,7 @@ class Coordinator:
             timeout: Seconds for which a rank may be silent while another waits for it.
             end_process: What is done where a rank is lost, a pass is to end the process then, and its training thread
                 has not heard of it within `GRACE` seconds: it may be stuck in a collective.
+            join_board: Returns a board, if the ranks can have one; called once, on all of them, in the background.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
@@ -66,6 +77,8 @@ class Coordinator:
         self._lost: PeerLostError | None = None
         self._heard = False
         self._closed = False
+        self._join_board = join_board
+        self.board: Board | None = None
         self._thread: threading.Thread | None = None
 
     def open(
@@ -130,8 +143,14 @@ class Coordinator:
             agreement.advance(decide(agreement.outlook.vector()), [agreement.outlook])
             self.changed.notify_all()
 
-    def wait(self, number: int, step: int, start: float) -> None:
+    def wait(self, number: int, step: int, start: float, look_again: float | None = None) -> None:
         """Wait for news of a pass; called with the lock held.
+
+        Args:
+            number: Of the pass.
+            step: That is asked for.
+            start: When that began.
+            look_again: Seconds after which to return at the latest; None: until there is news.
 
         Raises:
             PeerLostError: If the wait began at `start` and is over, or the group has lost a rank.
@@ -153,7 +172,8 @@ class Coordinator:
             if left <= -grace or behind:
                 raise self._silence(step, behind)
             return  # nobody is: the next round brings it, or the next question is answered otherwise
-        self.changed.wait(left if left > 0 else max(left + grace, 0.001))
+        longest = left if left > 0 else max(left + grace, 0.001)
+        self.changed.wait(longest if look_again is None else min(longest, look_again))
 
     def _behind(self, number: int, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
@@ -179,9 +199,7 @@ class Coordinator:
         with self.changed:
             mine = []
             for number in self._common:
-                agreement = self._passes[number]
-                mine += [(number, step, payload) for step, payload in agreement.unsent]
-                agreement.unsent = []
+                mine += [(number, step, payload) for step, payload in self._passes[number].send_notes()]
             said = b"".join(_NOTE.pack(number, step, len(payload)) + payload for number, step, payload in mine)
         for name, theirs in zip(self.group.names, self.group.gather(said), strict=True):
             at = 0
@@ -201,6 +219,7 @@ class Coordinator:
     def _run(self) -> None:
         pause = 0.0
         try:
+            self.board = self._join_board(self.group)
             while True:
                 with self.changed:
                     if pause:  # this rank has said all it knows, and now waits for the others
@@ -216,6 +235,7 @@ class Coordinator:
             with self.changed:
                 self._lost = lost
                 self.changed.notify_all()
+            self.group.close()  # so that nobody waits for this rank's part in the next round
             self._tell(lost)
 
     def _tell(self, lost: PeerLostError) -> None:

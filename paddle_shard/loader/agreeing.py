@@ -12,6 +12,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.agree import Agreement, Coordinator
+from paddle_shard.replicas.shared_board import join_board
 from paddle_shard.replicas.star_group import group_of
 
 PREFETCH = 8
@@ -20,27 +21,28 @@ PREFETCH_ALONE = 2
 """The same where the training thread reads."""
 
 
-_AGREED_AHEAD = 0.02
-"""Seconds of steps that are read ahead, so that a round of the agreement is over when its window is needed: it takes up
-to some milliseconds on a busy host."""
+_AGREED_AHEAD, _SEEN_AHEAD = 0.02, 0.0005
+"""Seconds of steps that are read ahead, so that a round of the agreement is over when half of them are needed: it takes
+up to some milliseconds on a busy host. And where ranks see on a board how far the others are: they differ by that."""
 _HELD = 8 << 20
 """Bytes of batches that may be held for that."""
 _MOST = 32
 
 
-def steps_ahead(least: int, step_seconds: float, num_bytes: int) -> int:
+def steps_ahead(least: int, step_seconds: float, num_bytes: int, *, on_board: bool = False) -> int:
     """Return how many steps to read ahead so that quick ones do not wait for the agreement.
 
     Args:
         least: At least so many.
         step_seconds: From one step to the next.
         num_bytes: Of a batch.
+        on_board: Whether no rounds are needed.
 
     Examples:
         >>> steps_ahead(2, 0.0002, 1000), steps_ahead(2, 0.0002, 1 << 20), steps_ahead(2, 0.05, 1000)
         (32, 8, 2)
     """
-    wanted = 2 * math.ceil(_AGREED_AHEAD / max(step_seconds, 1e-6))
+    wanted = 2 * math.ceil((_SEEN_AHEAD if on_board else _AGREED_AHEAD) / max(step_seconds, 1e-6))
     return max(least, min(wanted, _HELD // max(num_bytes, 1), _MOST))
 
 
@@ -72,7 +74,8 @@ def _coordinator(ranks: tuple[int, ...], timeout: float, process: int) -> Coordi
     if len(ranks) == 1:
         return Coordinator(_Alone(), timeout=timeout)
     key = f"loaders of {','.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'} {timeout:g}"
-    return Coordinator(group_of(ranks, key, timeout), timeout=timeout, end_process=_end_process)
+    group = group_of(ranks, key, timeout)
+    return Coordinator(group, timeout=timeout, end_process=_end_process, join_board=join_board)
 
 
 def _end_process() -> None:

@@ -52,7 +52,7 @@ class StepNotes:
         Raises:
             BatchStructureError: The rows of the ranks differ in dtype or shape; on all of them.
         """
-        if item is None:
+        if item is None or not heard:
             return
         pending: Pending = item[1]
         for rank, said in heard:

@@ -52,9 +52,11 @@ class Ahead:
 
     def start(self) -> bool:
         """Start the thread, if it is worth its while; return whether it goes on while the caller does other things."""
+        worth_it = not self._worth or (self._done >= _TRIALS and self._quickest >= self._worth)
+        if self._thread is None and not worth_it:
+            return False
         with self._changed:
-            worth_it = not self._worth or (self._done >= _TRIALS and self._quickest >= self._worth)
-            if self._thread is None and worth_it and not self._over and self._runs_free():
+            if self._thread is None and not self._over and self._runs_free():
                 self._thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
                 self._thread.start()
                 _open.add(self)

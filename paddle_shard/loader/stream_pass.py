@@ -122,7 +122,8 @@ class AgreedPass:
         if self._delivered > 1:
             took = now - self._delivered_at
             self._step_seconds = took if self._delivered == 2 else 0.8 * self._step_seconds + 0.2 * took
-            ahead = steps_ahead(self._least_ahead, self._step_seconds, num_bytes)
+            on_board = self._agreement.on_board
+            ahead = steps_ahead(self._least_ahead, self._step_seconds, num_bytes, on_board=on_board)
             if ahead != self._agreement.prefetch:
                 self._agreement.prefetch = ahead
         self._delivered_at = now
@@ -136,6 +137,13 @@ class AgreedPass:
         count = limit = wanted
         if self._ahead.start():
             count, limit = min(wanted, step + 1), step + 1 + max(self._prefetch, self._agreement.prefetch)
+        elif self._ahead.is_idle():
+            self._draw(wanted)
+            while not self._over and self._announced < wanted:
+                began = time.perf_counter()
+                self._step()
+                self._ahead.did(time.perf_counter() - began)
+            return
         self._draw(limit)
         self._ahead.need(count, limit)
 

@@ -14,7 +14,7 @@ from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.skipping import Patched
 from paddle_shard.reading.worker_guards import in_use
-from paddle_shard.samplers.randomness import Generator, put_back, standing
+from paddle_shard.samplers.randomness import Generator, look_again, put_back, standing
 
 
 class Pass(Protocol):
@@ -72,7 +72,7 @@ class DirectPass:
     ) -> None:
         self._requests = requests
         self._reader = reader
-        self._generators = generators
+        self._standing = standing(generators)
         self._to_tensors = to_tensors
         self._again: list[Request] = []
         self.skipped: deque[list[tuple[int, str]]] = deque()
@@ -83,11 +83,11 @@ class DirectPass:
 
     def __next__(self) -> Any:
         request = self._again.pop() if self._again else next(self._requests)
-        before = standing(self._generators)
+        look_again(self._standing)
         try:
             return self._finished(self._reader.read(request, None), request)
         finally:
-            put_back(before)
+            put_back(self._standing)
 
     @property
     def runs_free(self) -> bool:

@@ -168,6 +168,14 @@ def standing(generators: Sequence[Generator]) -> Standing:
     return [(generator, generator.get_state(), generator.mark()) for generator in generators]
 
 
+def look_again(before: Standing) -> None:
+    """Take note of how the generators stand by now; what has not changed is not read."""
+    for number, (generator, _, mark) in enumerate(before):
+        now = generator.mark()
+        if now is None or now != mark:
+            before[number] = (generator, generator.get_state(), now)
+
+
 def put_back(before: Standing) -> None:
     """Let the generators stand as they did, whatever was drawn since."""
     for generator, state, mark in before:

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 
+from paddle_shard.agree.board import PASSES, Board
 from paddle_shard.errors import PeerLostError
 
 
@@ -17,6 +18,8 @@ class World:
         self.calls = [0] * size  # made by each member
         self.rounds = {}  # call number -> {member: value}
         self.dead = set()
+        self.gave_up = {}  # member that has heard of a death and takes part no more: whose death
+        self.words = [0] * (PASSES * size)
         self.rngs = [random.Random(rng.random()) for _ in range(size)]
 
     def kill(self, member):
@@ -27,6 +30,12 @@ class World:
     def check_alive(self, member):
         if member in self.dead:
             raise PeerLostError.of("This member is dead itself.", [self.names[member]])
+
+    def lost(self, member, gone):
+        self.gave_up[member] = gone
+        self.changed.notify_all()
+        names = [self.names[m] for m in gone]
+        return PeerLostError.of(f"Global ranks {names} died.", names)
 
     def exchange(self, member, kind, value):
         """Return all members' values, in order."""
@@ -42,15 +51,14 @@ class World:
             while len(values) < self.size:
                 self.check_alive(member)
                 gone = sorted(self.dead - set(values))
+                gone = gone or next((who for m, who in self.gave_up.items() if m not in values), [])
                 if gone:
-                    names = [self.names[m] for m in gone]
-                    raise PeerLostError.of(f"Global ranks {names} died.", names)
+                    raise self.lost(member, gone)
                 self.changed.wait()
             self.check_alive(member)
             # A real network may have lost the answer on its way to some members only.
             if self.half_done and self.dead and self.rngs[member].random() < 0.5:
-                names = [self.names[m] for m in sorted(self.dead)]
-                raise PeerLostError.of(f"Global ranks {names} died.", names)
+                raise self.lost(member, sorted(self.dead))
             self.rounds.pop(number - 2, None)  # everybody is past it
         kinds = {k for k, _ in values.values()}
         assert len(kinds) == 1, f"members made different calls: {kinds}"
@@ -73,5 +81,9 @@ class SimulatedGroup:
         assert isinstance(payload, bytes)
         return self.world.exchange(self.rank, "gather", payload)
 
+    def board(self):
+        return Board(self.world.words, self.rank, self.size)
+
     def close(self):
-        self.world.kill(self.rank)
+        if self.rank not in self.world.gave_up:
+            self.world.kill(self.rank)

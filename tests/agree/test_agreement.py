@@ -4,14 +4,15 @@ import time
 
 import pytest
 
-from paddle_shard.agree import Agreement, Coordinator, TwoLevelGroup
-from paddle_shard.agree.outlook import REPORT_LIMIT, Outlook
+from paddle_shard.agree import Agreement, Board, Coordinator, TwoLevelGroup
+from paddle_shard.agree.board import PASSES
+from paddle_shard.agree.outlook import NEVER, OK, REPORT_LIMIT, Outlook
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
 from tests.agree.simulated_group import SimulatedGroup, World
 from tests.agree.trial import Script, outcome, random_script, run_job
 
 
-def run_trial(seed, barrier=None, **settings):
+def run_trial(seed, barrier=None, board=None, **settings):
     """One random job of one to three passes; the oracle knows nothing of windows, rounds or threads."""
     rng = random.Random(seed)
     size = rng.randint(1, 8)
@@ -20,6 +21,7 @@ def run_trial(seed, barrier=None, **settings):
         "barrier": rng.random() < 0.4 if barrier is None else barrier,
         "pause": rng.choice([0, 0, 1e-4, 1e-3]),
         "delay": rng.choice([0, 0, 1e-3]),
+        "board": rng.random() < 0.5 if board is None else board,
     }
     ranks = run_job(size, scripts, rng, **settings)
     expected = [outcome(script, size) for script in scripts]
@@ -42,7 +44,9 @@ def test_survivors_name_the_killed_rank_or_had_ended_before(batch):
         expected = [outcome(script, size) for script in scripts]
         number = rng.randint(0, 1)
         victim, step = rng.randrange(size), rng.randint(0, expected[number][0])
-        ranks = run_job(size, scripts, rng, kill=(victim, number, step), delay=rng.choice([0, 1e-3]))
+        ranks = run_job(
+            size, scripts, rng, kill=(victim, number, step), delay=rng.choice([0, 1e-3]), board=rng.random() < 0.5
+        )
 
         for rank in ranks:
             if rank.rank == victim:
@@ -86,16 +90,108 @@ class NotesTooLate(Agreement):
 
 
 @pytest.mark.parametrize("defect", [DeliversUnasked, ReleasesItsWindow, NotesTooLate])
-def test_a_weaker_rule_is_caught(defect, monkeypatch):
+@pytest.mark.parametrize("board", [False, True])
+def test_a_weaker_rule_is_caught(defect, board, monkeypatch):
     monkeypatch.setattr("paddle_shard.agree.coordinator.Agreement", defect)
     with pytest.raises(AssertionError, match=r"seed \d+, rank"):
         for seed in range(200):
-            run_trial(seed, barrier=False, timeout=0.5)
+            run_trial(seed, barrier=False, timeout=0.5, board=board)
 
 
-def pair(timeout=20.0, size=2, **options):
+class PostsWhatIsNotTold(Agreement):
+    """A planted defect: steps are posted whose notes the others have not heard."""
+
+    def _post(self):
+        self._held = NEVER
+        super()._post()
+
+
+class PostsWhenTold(Agreement):
+    """A planted defect: steps are posted when their notes were told, which others may still be reading."""
+
+    def send_notes(self):
+        found = super().send_notes()
+        self._rounds_to_hear = min(self._rounds_to_hear, 1)
+        return found
+
+
+class PostsMadeUpRows(Agreement):
+    """A planted defect: steps are posted that hold no real rows."""
+
+    def _post(self):
+        self._coordinator.board.post(self._number, min(self.outlook.step, self._held))
+
+
+class PostsTheStepThatFails(Agreement):
+    """A planted defect: what cannot be served is posted, too."""
+
+    def _post(self):
+        if self._coordinator.board is not None:
+            self._coordinator.board.post(self._number, self.outlook.step + (self.outlook.kind != OK))
+
+
+@pytest.mark.parametrize("defect", [PostsWhatIsNotTold, PostsWhenTold, PostsMadeUpRows, PostsTheStepThatFails])
+def test_a_weaker_board_is_caught(defect, monkeypatch):
+    monkeypatch.setattr("paddle_shard.agree.coordinator.Agreement", defect)
+    with pytest.raises(AssertionError, match=r"seed \d+, rank"):
+        for seed in range(400):
+            run_trial(seed, barrier=False, timeout=0.5, board=True)
+
+
+def test_ranks_with_a_board_need_no_rounds_while_nothing_happens():
+    coordinators = pair(size=3, board=True)
+    reached, rounds = threading.Barrier(3), []
+
+    def run(coordinator):
+        agreement = coordinator.open(prefetch=2)
+        for step in range(400):
+            while agreement.announced < agreement.wanted(step):
+                agreement.announce_ok()
+            assert agreement.deliver(step)
+            if step in (20, 399):
+                reached.wait(10)
+                rounds.append(coordinator.group.rounds)
+                reached.wait(10)
+        agreement.close()
+
+    assert together(*(lambda c=c: run(c) for c in coordinators)) == [None] * 3
+    assert max(rounds) - min(rounds) <= 4  # a rank that was paused may have been waited for
+
+
+def test_passes_beyond_the_board_go_on_by_rounds():
+    coordinators = pair(board=True)
+
+    def run(coordinator):
+        agreements = [coordinator.open(prefetch=2) for _ in range(PASSES + 3)]
+        for step in range(3):
+            for agreement in agreements:
+                while agreement.announced < agreement.wanted(step):
+                    agreement.announce_ok()
+                assert agreement.deliver(step)
+        for agreement in agreements:
+            agreement.close()
+
+    assert together(*(lambda c=c: run(c) for c in coordinators)) == [None] * 2
+
+
+def test_a_board_tells_what_all_have_posted_of_the_same_pass():
+    words = [0] * (PASSES * 3)
+    boards = [Board(words, rank, 3) for rank in range(3)]
+    for rank, step in enumerate([5, 3, 9]):
+        assert boards[0].least(7) == 0
+        boards[rank].post(7, step)
+    assert [board.least(7) for board in boards] == [3, 3, 3]
+    boards[1].post(7 + PASSES, 100)
+    assert boards[0].least(7) == boards[0].least(7 + PASSES) == 0
+    boards[0].post(7 + PASSES, 4)
+    boards[2].post(7 + PASSES, 6)
+    assert boards[0].least(7 + PASSES) == 4
+
+
+def pair(timeout=20.0, size=2, board=False, **options):
     world = World(size, random.Random(0), **options)
-    return [Coordinator(SimulatedGroup(world, r), timeout=timeout) for r in range(size)]
+    join = SimulatedGroup.board if board else lambda group: None
+    return [Coordinator(SimulatedGroup(world, r), timeout=timeout, join_board=join) for r in range(size)]
 
 
 def together(*functions):

@@ -15,6 +15,7 @@ import paddle.distributed as dist
 
 from paddle_shard.agree import Coordinator
 from paddle_shard.errors import AgreedFailure, PeerLostError
+from paddle_shard.replicas.shared_board import join_board
 from paddle_shard.replicas.star_group import group_of
 from paddle_shard.testing import report
 
@@ -61,7 +62,8 @@ class Job:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = float(os.environ.get("AGREEMENT_TIMEOUT", "60"))
         group = group_of(range(dist.get_world_size()), "test", self.timeout)
-        self.coordinator = Coordinator(group, timeout=self.timeout)
+        join = join_board if os.environ.get("AGREEMENT_BOARD") else lambda group: None
+        self.coordinator = Coordinator(group, timeout=self.timeout, join_board=join)
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""
