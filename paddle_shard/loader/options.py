@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 import paddle.io
+from paddle.framework import core
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.prefetch import WORTH
@@ -60,8 +61,8 @@ def checked_prefetch(
 ) -> tuple[int, float]:
     """Return how many batches a thread keeps ready, and the seconds that reading one must take for that.
 
-    Without workers Paddle reads in a thread of its own (`use_buffer_reader`), so that is the default here, too, where
-    it is worth its while.
+    Where a DataLoader has its `use_buffer_reader`, Paddle reads in a thread of its own if there are no workers, and
+    moves to the device in one. So that is the default here, too, where it is worth its while.
 
     Args:
         prefetch: As given.
@@ -74,8 +75,9 @@ def checked_prefetch(
     """
     own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
     if prefetch is None:
-        unasked = not (dataloader.num_workers or stream or own) and dataloader.use_buffer_reader
-        return (2, WORTH) if unasked else (0, 0.0)
+        moves = not isinstance(dataloader.places[0], core.CPUPlace)
+        helps = (moves and not dealt) if dataloader.num_workers else not stream
+        return (2, WORTH) if helps and not own and dataloader.use_buffer_reader else (0, 0.0)
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
     if prefetch and own:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -40,8 +39,6 @@ class PlacedPass:
         count = limit = self._delivered + 1
         if self._ahead.start():
             limit += self._prefetch
-        elif self._ahead.is_idle() and not self._over:
-            return self._read_here(count)
         self._draw(limit)
         self._ahead.need(count, limit)
         if not self._ready:
@@ -52,23 +49,13 @@ class PlacedPass:
             raise failure
         return found
 
-    def _read_here(self, count: int) -> Any:
-        began = time.perf_counter()
-        self._draw(count)
-        try:
-            found = self._prepare(next(self._reading))
-        except Exception:
-            self._over = True
-            raise
-        self._delivered = count
-        assert self._ahead is not None
-        self._ahead.did(time.perf_counter() - began)
-        return found
-
     def _step(self, free: bool) -> bool:
         if self._over:
             raise StopIteration
         try:
+            if not free:
+                self._ready.append((self._prepare(next(self._reading)), None))
+                return True
             found = read_next(self._reading, free)
             if found is AGAIN:
                 return False

@@ -62,20 +62,15 @@ class Ahead:
                 _open.add(self)
             return self._running()
 
-    def is_idle(self) -> bool:
-        """Whether there is no thread, so that the caller does each step when it needs it."""
-        return self._thread is None
-
-    def did(self, seconds: float) -> None:
-        """Note that the caller has done a step, without asking."""
-        self._done += 1
-        self._quickest = min(self._quickest, seconds)
-
     def _running(self) -> bool:
         return self._thread is not None and self._runs_free()
 
     def need(self, count: int, limit: int) -> None:
         """Have `count` steps done, if there are so many; the thread goes on to `limit` meanwhile."""
+        if self._thread is None:
+            while self._done < count and not self._over:
+                self._do_here()
+            return
         with self._changed:
             self._limit = limit
             self._changed.notify_all()
@@ -107,7 +102,7 @@ class Ahead:
         return not thread.is_alive()
 
     def _do_here(self) -> None:
-        """Do a step on the caller's thread, with the lock held."""
+        """Do a step on the caller's thread, which the other, if there is one, must leave to it meanwhile."""
         began = time.perf_counter()
         try:
             self._done += self._work(False)

@@ -137,13 +137,6 @@ class AgreedPass:
         count = limit = wanted
         if self._ahead.start():
             count, limit = min(wanted, step + 1), step + 1 + max(self._prefetch, self._agreement.prefetch)
-        elif self._ahead.is_idle():
-            self._draw(wanted)
-            while not self._over and self._announced < wanted:
-                began = time.perf_counter()
-                self._step()
-                self._ahead.did(time.perf_counter() - began)
-            return
         self._draw(limit)
         self._ahead.need(count, limit)
 
