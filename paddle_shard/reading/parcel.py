@@ -31,7 +31,20 @@ def _as_array(tensor: Any) -> Any:
     return np.asarray, (tensor.numpy(),)
 
 
+def _as_memory(array: np.ndarray[Any, Any]) -> Any:
+    """Reduce an array as it does itself, in half the time."""
+    dtype = array.dtype
+    if dtype.kind in "biufc" and dtype.isnative and array.flags.c_contiguous:
+        return _of_memory, (array.shape, dtype.char, pickle.PickleBuffer(array))
+    return array.__reduce_ex__(5)
+
+
+def _of_memory(shape: tuple[int, ...], dtype: str, memory: Any) -> Any:
+    return np.ndarray(shape, dtype, memory)
+
+
 _REDUCERS = copyreg.dispatch_table.copy()
+_REDUCERS[np.ndarray] = _as_memory
 _REDUCERS[paddle.Tensor] = _as_array  # whose memory is this process's own
 
 
