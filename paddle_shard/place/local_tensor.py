@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -64,8 +66,8 @@ class DeviceFeed:
     def __init__(self, place: Any) -> None:
         """Start nothing yet."""
         self._place, self._lock = place, threading.Lock()
-        self._queue: Any = None
-        self._reader: Any = None
+        self._empty: tuple[Any, Any] | None = None
+        """A queue and its reader, with nothing under way."""
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
         """Return tensors of the device.
@@ -77,18 +79,23 @@ class DeviceFeed:
         for tensor in tensors:
             batch.append(tensor)
         with self._lock:  # what is put in first comes out first
-            if self._queue is None:
-                self._start()
-            self._queue.push(batch)
-            return list(core.eager.read_next_tensor_list(self._reader.read_next_list()[0]))
+            (queue, reader), self._empty = self._empty or self._started(), None
+            queue.push(batch)
+            found = list(core.eager.read_next_tensor_list(reader.read_next_list()[0]))
+            self._empty = queue, reader  # not if this was interrupted: then it would be one batch behind for ever
+            return found
 
-    def _start(self) -> None:
-        self._queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
-        self._reader = core.create_py_reader(self._queue, [], [], [], [], [self._place], True, True, False, 2)
-        weakref.finalize(self, _end, self._queue, self._reader)
+    def _started(self) -> tuple[Any, Any]:
+        queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
+        reader = core.create_py_reader(queue, [], [], [], [], [self._place], True, True, False, 2)
+        weakref.finalize(self, _end, queue, reader, os.getpid())
+        return queue, reader
 
 
-def _end(queue: Any, reader: Any) -> None:
+def _end(queue: Any, reader: Any, process: int) -> None:
+    if os.getpid() != process:  # a forked child has no such thread, for which also a destructor would wait
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((queue, reader)))
+        return
     queue.close()  # the reader's thread waits for it
     reader.shutdown()
 

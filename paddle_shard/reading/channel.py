@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pickle
@@ -33,7 +34,8 @@ class Channel:
 
     A large message lies in memory that both have mapped, in one of several slots that are taken in turn. Nothing else
     guards a slot: a sender must know that the message before it in the same slot has been received. So it is where
-    each request is answered by one message, and never more than `num_slots` are unanswered.
+    each request is answered by one message, and never more than `num_slots` are unanswered. All slots are in one file,
+    since each mapping costs a process one of its open files, of which there are often no more than 1024.
     """
 
     def __init__(self, connection: socket.socket, num_slots: int) -> None:
@@ -45,8 +47,8 @@ class Channel:
         """
         self._connection, self._num_slots = connection, num_slots
         self._small = memoryview(bytearray(_HEAD.size + _SMALL))
-        self._theirs: list[memoryview | None] = [None] * num_slots
-        self._ours: list[memoryview | None] = [None] * num_slots
+        self._theirs: memoryview | None = None
+        self._ours: _Slots | None = None
         self._num_received = self._num_sent = 0
         self._poll = select.poll()  # not select: file numbers above 1023 are common in a training process
         self._poll.register(connection, select.POLLIN)
@@ -65,23 +67,23 @@ class Channel:
         """
         while True:
             try:
-                received, files, *_ = self._connection.recvmsg_into([self._small], _ONE_FILE)
+                received, files, *_ = self._connection.recvmsg_into([self._small], _ONE_FILE, socket.MSG_CMSG_CLOEXEC)
             except ConnectionResetError:  # said once; what was sent before can still be had
                 continue
             if not received:
                 raise EOFError
             kind, num_pieces, size = _HEAD.unpack_from(self._small)
-            slot = self._num_received % self._num_slots
             if kind == _MEMORY:
-                (memory,) = _FILE.unpack(files[0][2])
-                self._theirs[slot] = _mapped(memory, size)
+                self._theirs = _theirs(files, size)
                 continue
+            slot = self._num_received % self._num_slots
             self._num_received += 1
             if kind == _INLINE:
                 return _read(self._small[_HEAD.size :], num_pieces)
-            shared = self._theirs[slot]
-            assert shared is not None
-            return _read(shared, num_pieces)
+            if self._theirs is None:
+                raise OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v")
+            room = len(self._theirs) // self._num_slots
+            return _read(self._theirs[slot * room : (slot + 1) * room], num_pieces)
 
     def send(self, message: Any) -> None:
         """Send a message.
@@ -109,48 +111,80 @@ class Channel:
     def close(self) -> None:
         """Leave this end."""
         self._connection.close()
+        if self._ours is not None:
+            self._ours.close()
 
     def _slot(self, size: int) -> memoryview:
         """Return memory for the next message that the other side has mapped."""
-        slot = self._num_sent % self._num_slots
-        found = self._ours[slot]
-        if found is None or len(found) < size:
+        if self._ours is None or self._ours.room < size:
             ample = -(-(size + size // 4) // _GRAIN) * _GRAIN  # batches differ in size
-            memory = _memory(ample)
-            found = _mapped(os.dup(memory), ample)
+            slots = _Slots(self._num_slots, ample)
             try:
-                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, ample)], [memory])
-            finally:
-                os.close(memory)
-            self._ours[slot] = found
-        return found
+                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, len(slots.memory))], [slots.file])
+            except BaseException:
+                slots.close()
+                raise
+            if self._ours is not None:
+                self._ours.close()
+            self._ours = slots
+        return self._ours.slot(self._num_sent % self._num_slots, size)
 
 
-def _memory(size: int) -> int:
-    """Return a file without a name, in memory: what holds it open is all that keeps it.
+class _Slots:
+    """Some slots of the same size in a file without a name, in memory: what holds it open is all that keeps it."""
 
-    Raises:
-        OSError: There is not so much.
-    """
-    if hasattr(os, "memfd_create"):  # not where Python was built for a C library of before 2018
-        memory = os.memfd_create("paddle_shard")
-    else:
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            memory = os.dup(file.fileno())
+    def __init__(self, num_slots: int, room: int) -> None:
+        """Make the file and map it; it takes up nothing yet.
+
+        Raises:
+            OSError: That cannot be done.
+        """
+        self.room = room
+        """Bytes of a slot."""
+        self._there = [0] * num_slots
+        if hasattr(os, "memfd_create"):  # not where Python was built for a C library of before 2018
+            self.file = os.memfd_create("paddle_shard")
+        else:
+            with tempfile.TemporaryFile(dir="/dev/shm") as file:
+                self.file = os.dup(file.fileno())
+        try:
+            os.ftruncate(self.file, num_slots * room)
+            self.memory = memoryview(mmap.mmap(self.file, num_slots * room))
+        except BaseException:
+            self.close()
+            raise
+
+    def slot(self, number: int, size: int) -> memoryview:
+        """Return a slot of which at least `size` bytes are there.
+
+        Raises:
+            OSError: There is not so much memory.
+        """
+        start = number * self.room
+        if self._there[number] < size:
+            there = min(-(-size // _GRAIN) * _GRAIN, self.room)
+            os.posix_fallocate(self.file, start, there)  # else a write to it would end the process if there is no more
+            self._there[number] = there
+        return self.memory[start : start + self.room]
+
+    def close(self) -> None:
+        """Take up no file number any more; safe to call again."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | None:
+    """Map memory that was sent; None where no more files can be opened, or there are no addresses left."""
+    if not files:
+        return None
+    (file,) = _FILE.unpack(files[0][2])
     try:
-        os.posix_fallocate(memory, 0, size)  # else a write to it would end the process when there is no more
+        return memoryview(mmap.mmap(file, size))
     except OSError:
-        os.close(memory)
-        raise
-    return memory
-
-
-def _mapped(memory: int, size: int) -> memoryview:
-    """Map a file, which is closed."""
-    try:
-        return memoryview(mmap.mmap(memory, size))
+        return None
     finally:
-        os.close(memory)
+        os.close(file)
 
 
 def _layout(pieces: Sequence[memoryview]) -> tuple[list[int], int]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import paddle.io
 
-from paddle_shard.reading.failure import ReadFailure, log_skipped
+from paddle_shard.reading.failure import ReadFailure, log_skipped, raised_by_a_handler
 from paddle_shard.reading.parcel import ToTensors, map_leaves
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
@@ -110,6 +110,8 @@ class DirectPass:
                 with in_use:
                     return without_patches(map_leaves(batch, self._to_tensors), self.skipped)
             except Exception as error:
+                if raised_by_a_handler(error):
+                    raise
                 batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
         self.close()
         raise batch.error(request)

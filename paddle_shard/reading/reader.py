@@ -54,7 +54,7 @@ class BatchReader:
         self.draws: bool | None = None
         """Whether reading draws from the generators, as far as is known; None: a batch must be watched."""
         self._alarms = 0
-        stacks = self._read_many is None or isinstance(dataset, ArrayDataset)
+        stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
         self.makes_arrays = collate_fn is None and stacks and not items_are_batches
         """Whether the arrays of a batch of samples are nobody else's: they were stacked or gathered here."""
 

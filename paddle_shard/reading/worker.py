@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -41,6 +42,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
     _leave_signals_alone()
     end_with_the_parent()
     channel = Channel(connection, settings.num_slots)
+    os.register_at_fork(after_in_child=channel.close)  # what the user starts here may outlive this process
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # no other device's driver outlives a fork
         failure = _set_up(number, settings)
         while True:
@@ -56,6 +58,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
                 _send(channel, answer, number)
             except ConnectionError:
                 return
+            del answer  # else it takes up memory while the next is read
 
 
 def _leave_signals_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -21,7 +22,7 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.channel import Channel
-from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
 from paddle_shard.reading.parcel import ToTensors, map_leaves
 from paddle_shard.reading.passes import without_patches
 from paddle_shard.reading.request import Reader, Request
@@ -45,6 +46,13 @@ def _leave_workers_to_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_workers_to_the_parent)
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    """End the workers before `multiprocessing` asks them with a SIGTERM, which they may ignore as this process does."""
+    for pool in list(_pools):
+        pool.shut_down()
 
 
 class WorkersLostError(Exception):
@@ -143,18 +151,20 @@ class WorkerPool:
                 channel.interrupt()
 
     def shut_down(self) -> None:
-        """End the workers."""
-        workers, channels, self._workers, self._channels = self._workers, self._channels, [], []
+        """End the workers; safe to call again, also when the call before was interrupted."""
         self._requests = iter(())
-        for channel in channels:
+        for channel in self._channels:
             channel.close()
         deadline = time.monotonic() + CLOSE_SECONDS
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
+        try:
+            for worker in self._workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for worker in self._workers:
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+        self._workers, self._channels = [], []
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers, in a forked child: they are its parent's, and only that is to hold their channels."""
@@ -204,6 +214,8 @@ class WorkerPool:
                 except StopIteration:
                     return
                 except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
+                    if raised_by_a_handler(error):
+                        raise
                     self._requests, self._error = iter(()), error
                     return
                 self.pending.append(self._unsent)
@@ -214,6 +226,8 @@ class WorkerPool:
             except ConnectionError:  # found out when its answer is due
                 pass
             except Exception as error:
+                if raised_by_a_handler(error):  # it may have been sent
+                    raise
                 failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
                 self._requests, self._error = iter(()), failure.error(self.pending.pop())
                 self._unsent = None
@@ -232,7 +246,7 @@ class WorkerPool:
                 continue
             waited += seconds
             if waited >= _OTHERS_SECONDS:
-                killed = next((at for at, worker in enumerate(self._workers) if worker.exitcode), None)
+                killed = next((at for at, worker in enumerate(self._workers) if worker.exitcode is not None), None)
                 if killed is not None:
                     raise self._lost(killed)
             if waited >= self.patience:
@@ -247,6 +261,8 @@ class WorkerPool:
         except EOFError:
             raise self._lost(number) from None
         except Exception as error:
+            if raised_by_a_handler(error):  # it may not have been received
+                raise
             return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
 
     def _lost(self, number: int) -> WorkersLostError:
@@ -310,14 +326,17 @@ class WorkerPass:
             self.close()
             failure = ReadFailure.of(lost, what="reading", index=None, worker=lost.worker)
             raise failure.error(pool.pending[0]) from None
-        except Exception:  # the sampler's
-            self._leave(pool)
+        except BaseException:  # the sampler's, or a handler's: who knows what was asked and has not come
+            self.close()
             raise
         if not isinstance(batch, ReadFailure):
             try:
                 with in_use:
                     return without_patches(map_leaves(batch, self._to_tensors), self.skipped)
             except Exception as error:
+                if raised_by_a_handler(error):
+                    self.close()
+                    raise
                 batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
         self.close()
         raise batch.error(request)
@@ -347,21 +366,24 @@ class WorkerPass:
         except WorkersLostError:
             self.close()
             return
+        except BaseException:
+            self.close()
+            raise
         self._leave(pool)
 
     def close(self) -> None:
         """End the workers; also persistent ones, which may be in the middle of a batch."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shut_down()
+        if self._pool is not None:
+            self._pool.shut_down()
+        self._pool = None  # only now, as a handler may raise in between
 
     def _leave(self, pool: WorkerPool) -> None:
         """End the pass, all that it has asked for having come."""
-        self._pool = None
         if pool.persistent and not pool.interrupted:
             self._idle.append(pool)
         else:
             pool.shut_down()
+        self._pool = None
 
     def __del__(self) -> None:
         try:

@@ -1,14 +1,18 @@
 """What the worker processes of a loader are told, how long they live, and what becomes of the killed."""
 
+import gc
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from paddle.io import DataLoader, Dataset, IterableDataset
+from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset
 
 import paddle_shard
 from paddle_shard.errors import DataReadError
@@ -51,7 +55,7 @@ class WhoReadsAt(Dataset):
 
 
 def sharded(dataset, workers=2, batch_size=8, **settings):
-    own = {name: settings.pop(name) for name in ("num_batches", "tail") if name in settings}
+    own = {name: settings.pop(name) for name in ("num_batches", "tail", "prefetch") if name in settings}
     dataloader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **settings)
     return paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **own)
 
@@ -235,3 +239,165 @@ def test_the_users_own_sigchld_handler_is_called_and_kept():
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert heard, "the workers have ended"
+
+
+class Ends(WhoReadsAt):
+    """Does something at sample 20, the fifth of the third batch, which is worker 0's."""
+
+    def __init__(self, end, length=160):
+        super().__init__(length)
+        self.end = end
+
+    def __getitem__(self, index):
+        if index == 20:
+            self.end()
+        return super().__getitem__(index)
+
+
+def failure(loader, within):
+    """The numbers that were read, and why no more were, which must be told soon."""
+    batches, found = iter(loader), []
+    while True:
+        start = time.monotonic()
+        try:
+            found += next(batches)._local_value().numpy()[:, 0].tolist()
+        except DataReadError as error:
+            assert time.monotonic() - start < within
+            return found, error
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_worker_that_ends_itself_is_named(code):
+    found, error = failure(sharded(Ends(lambda: os._exit(code))), within=4.0)
+
+    assert found == list(range(16))
+    assert rf"worker 0 (exit code {code})" in str(error)
+
+
+@pytest.mark.parametrize("code", [0, -9])
+def test_a_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
+    def end():
+        child = os.fork()
+        if child == 0:
+            time.sleep(60.0)
+            os._exit(0)
+        (tmp_path / "child").write_text(str(child))
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL) if code else os._exit(0)
+
+    try:
+        found, error = failure(sharded(Ends(end)), within=4.0)
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert found == list(range(16))
+    assert f"worker 0 (exit code {code})" in str(error)
+
+
+def test_a_worker_that_is_stopped_counts_as_hung_when_the_timeout_is_over():
+    loader = sharded(Ends(lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=1)
+    before = children()
+    found, error = failure(loader, within=4.0)
+
+    assert found == list(range(16))
+    assert "worker 0 has said nothing for 1 s" in str(error)
+    assert gone(children() - before, seconds=2.0)
+
+
+def children():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def test_a_pass_in_a_cycle_of_garbage_is_collected_with_its_workers():
+    before, cycle = children(), [iter(sharded(WhoReadsAt(160)))]
+    next(cycle[0])
+    own = children() - before
+    assert len(own) == 2
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+    assert gone(own, seconds=2.0)
+
+
+# What goes wrong in this process
+
+
+class Stopped(Exception):
+    """What a handler raises."""
+
+
+@pytest.mark.parametrize("error", [Stopped, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [0.02, 0.15])
+def test_after_what_a_handler_raises_an_epoch_of_persistent_workers_is_whole(error, after):
+    class Slow(WhoReadsAt):
+        def __getitem__(self, index):
+            time.sleep(0.002)
+            return super().__getitem__(index)
+
+    def stop(*_):
+        raise error("stop")
+
+    loader = sharded(Slow(400), persistent_workers=True, prefetch=0)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        batches = iter(loader)
+        with pytest.raises(error, match="stop"):
+            signal.setitimer(signal.ITIMER_REAL, after)
+            for _ in batches:
+                pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert np.concatenate(read(loader))[:, 0].tolist() == list(range(400))
+    loader.close()
+
+
+def test_after_an_error_of_the_users_sampler_an_epoch_of_persistent_workers_is_whole():
+    class BreaksOnce(BatchSampler):
+        broken = False
+
+        def __iter__(self):
+            for number, batch in enumerate(super().__iter__()):
+                if number == 5 and not self.broken:
+                    self.broken = True
+                    raise Stopped("this one")
+                yield batch
+
+    dataset = WhoReadsAt(96)
+    sampler = BreaksOnce(dataset, batch_size=8)
+    dataloader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True)
+    loader = paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp")
+    with pytest.raises(Stopped, match="this one"):
+        read(loader)
+    sampler.broken = True
+    assert np.concatenate(read(loader))[:, 0].tolist() == list(range(96))
+    loader.close()
+
+
+ENDINGS = {
+    "ignoring SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+    "with sys.exit": "raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_process_with_a_pass_that_is_open_ends(how, persistent, tmp_path):
+    script = tmp_path / "trains.py"
+    script.write_text(f"""
+import signal
+import numpy as np
+import paddle.distributed as dist
+from paddle.io import DataLoader
+import paddle_shard
+
+data = paddle_shard.ArrayDataset(np.zeros((400, 3000)))
+dataloader = DataLoader(data, batch_size=4, num_workers=2, persistent_workers={persistent})
+loader = paddle_shard.shard_dataloader(dataloader, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp")
+assert sum(1 for _ in loader) == 100
+batches = iter(loader)
+next(batches)
+{ENDINGS[how]}
+""")
+    found = subprocess.run([sys.executable, str(script)], timeout=60.0, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]

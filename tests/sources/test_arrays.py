@@ -112,3 +112,23 @@ def test_what_cannot_be_read_by_rows_is_refused():
         paddle_shard.ArrayDataset(TABLE, [1, 2, 3])
     with pytest.raises(ArgumentTypeError, match="must have a length"):
         paddle_shard.ArrayDataset(iter([1]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_writing_to_a_batch_leaves_an_array_alone_whose_slices_are_views(workers):
+    class Views:
+        def __init__(self):
+            self.rows = TABLE.copy()
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, rows):
+            return self.rows[rows]
+
+    views = Views()
+    loader = paddle.io.DataLoader(paddle_shard.ArrayDataset(views), batch_size=4, num_workers=workers)
+    for batch in paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"):
+        batch._local_value().fill_(-1.0)
+
+    np.testing.assert_array_equal(views.rows, TABLE)

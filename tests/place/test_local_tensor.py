@@ -1,0 +1,254 @@
+"""Arrays become tensors of the same values, dtypes and shapes, in order, and nobody else's memory with them."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import paddle
+import pytest
+from paddle.framework import core
+
+from paddle_shard.place.local_tensor import DeviceFeed, TensorMaker
+
+CPU = core.CPUPlace()
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+SHAPES = [(), (1,), (3, 4), (0,), (3, 0, 2), (1, 5, 1), (2, 3, 4, 5)]
+
+
+def plain():
+    return TensorMaker(CPU)
+
+
+def fed():
+    """As on a device, in this host's memory."""
+    maker = TensorMaker(CPU)
+    maker._feed = DeviceFeed(CPU)
+    return maker
+
+
+MAKERS = pytest.mark.parametrize("maker", [plain, fed])
+HOW = pytest.mark.parametrize("how", ["copied", "adopted"])
+
+
+def layouts(array):
+    """Arrays of the same values that lie in memory in different ways."""
+    turned = np.ascontiguousarray(array[..., ::-1])[..., ::-1] if array.ndim else array
+    twice = np.repeat(array, 2, axis=-1)[..., ::2] if array.ndim else array
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    return [array, np.asfortranarray(array), turned, twice, frozen]
+
+
+@MAKERS
+@HOW
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_dtypes_and_shapes_are_the_arrays(maker, how, dtype):
+    arrays = [
+        layout for shape in SHAPES for layout in layouts(np.random.default_rng(0).integers(0, 99, shape).astype(dtype))
+    ]
+    tensors = getattr(maker(), how)(arrays)
+
+    assert len(tensors) == len(arrays)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert tensor.dtype == getattr(paddle, dtype)
+        assert tuple(tensor.shape) == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.place.is_cpu_place()
+        assert tensor.stop_gradient
+
+
+@MAKERS
+@HOW
+def test_uint16_is_bfloat16_as_it_is_to_paddle(maker, how):
+    tensor = paddle.to_tensor([1.0, -2.5], "bfloat16")
+    (made,) = getattr(maker(), how)([tensor.numpy()])
+
+    assert made.dtype == paddle.bfloat16
+    assert made.cast("float32").tolist() == [1.0, -2.5]
+
+
+@MAKERS
+def test_a_copy_and_its_array_can_be_written_to_apart(maker):
+    array = np.arange(10)
+    (tensor,) = maker().copied([array])
+    array[:] = -1
+    assert tensor.tolist() == list(range(10))
+    tensor.fill_(7)
+    assert array.tolist() == [-1] * 10
+
+
+@MAKERS
+def test_an_array_that_is_given_twice_becomes_two_tensors(maker):
+    array = np.arange(10)
+    first, second = maker().adopted([array, array])
+    first.fill_(7)
+
+    assert second.tolist() == list(range(10))
+
+
+@MAKERS
+def test_an_adopted_array_lives_as_long_as_its_tensor(maker):
+    tensors = [maker().adopted([np.full(100_000, number)])[0] for number in range(20)]
+    gc.collect()
+    noise = [np.full(100_000, -1) for _ in range(20)]
+
+    assert all((tensor.numpy() == number).all() for number, tensor in enumerate(tensors))
+    del noise
+
+
+@MAKERS
+def test_a_subclass_of_an_array_is_copied(maker):
+    base = np.arange(6)
+    (tensor,) = maker().adopted([base.view(np.recarray)])
+    tensor.fill_(7)
+
+    assert base.tolist() == list(range(6))
+
+
+@MAKERS
+def test_arrays_empty_arrays_and_tensors_keep_their_places_among_each_other(maker):
+    make, rng = maker(), np.random.default_rng(1)
+    for _ in range(30):
+        leaves, kinds = [], rng.integers(0, 3, rng.integers(1, 12))
+        for number, kind in enumerate(kinds):
+            array = np.zeros((0, number)) if kind == 1 else np.full((2, 3), float(number))
+            leaves.append(paddle.to_tensor(array) if kind == 2 else array)
+        made = make.adopted(leaves)
+        assert [tuple(tensor.shape) for tensor in made] == [tuple(leaf.shape) for leaf in leaves]
+        assert all(np.array_equal(tensor.numpy(), np.asarray(leaf)) for tensor, leaf in zip(made, leaves, strict=True))
+
+
+# The feed
+
+
+def batch(number, size=3):
+    """The host's tensors of a batch."""
+    tensors = []
+    for at in range(1 + number % size):
+        dense = core.DenseTensor()
+        dense.set(np.array([number, at]), CPU, False)
+        tensors.append(dense)
+    return tensors
+
+
+def is_batch(tensors, number, size=3):
+    return [tensor.tolist() for tensor in tensors] == [[number, at] for at in range(1 + number % size)]
+
+
+def test_batches_come_back_in_their_order():
+    feed = DeviceFeed(CPU)
+    found = [feed(batch(number)) for number in range(500)]
+
+    assert all(is_batch(tensors, number) for number, tensors in enumerate(found))
+
+
+def test_each_thread_gets_its_own():
+    feed, wrong = DeviceFeed(CPU), []
+
+    def work(first):
+        wrong.extend(number for number in range(first, first + 200) if not is_batch(feed(batch(number)), number))
+
+    threads = [threading.Thread(target=work, args=(1000 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+def test_a_call_that_was_interrupted_does_not_put_those_behind_it_one_back():
+    feed = DeviceFeed(CPU)
+    assert is_batch(feed(batch(1)), 1)
+    queue, reader = feed._empty
+
+    class Interrupted:
+        @staticmethod
+        def push(tensors):
+            queue.push(tensors)
+            raise KeyboardInterrupt
+
+    feed._empty = Interrupted, reader
+    with pytest.raises(KeyboardInterrupt):
+        feed(batch(2))
+
+    assert all(is_batch(feed(batch(number)), number) for number in range(3, 9))
+
+
+def threads_of_this_process(wanted):
+    deadline = time.monotonic() + 5.0
+    while (found := len(os.listdir("/proc/self/task"))) > wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def test_a_feed_that_is_gone_leaves_no_thread():
+    gc.collect()
+    before = len(os.listdir("/proc/self/task"))
+    for used in (True, False, True):
+        feed = DeviceFeed(CPU)
+        if used:
+            feed(batch(1))
+            assert len(os.listdir("/proc/self/task")) > before
+        del feed
+    cycle = [DeviceFeed(CPU)]
+    cycle[0](batch(1))
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+    assert threads_of_this_process(before) <= before
+
+
+ENDS = {
+    "by itself": "",
+    "with sys.exit": "sys.exit(0)",
+    "in a fork": "if os.fork(): os.wait(); assert is_fed(2)",
+    "in a fork that drops it": """
+pid = os.fork()
+if pid == 0:
+    del feed
+    gc.collect()
+    sys.exit(3)
+assert os.waitpid(pid, 0)[1] == 3 << 8
+assert is_fed(2)
+""",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_with_a_feed_ends(how):
+    script = f"""
+import gc, os, sys
+import numpy as np
+from paddle.framework import core
+from paddle_shard.place.local_tensor import DeviceFeed, TensorMaker
+
+feed = DeviceFeed(core.CPUPlace())
+
+def is_fed(number):
+    dense = core.DenseTensor()
+    dense.set(np.array([number]), core.CPUPlace(), False)
+    return feed([dense])[0].tolist() == [number]
+
+assert is_fed(1)
+{ENDS[how]}
+"""
+    found = subprocess.run([sys.executable, "-c", script], timeout=60.0, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]

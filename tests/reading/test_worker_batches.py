@@ -1,0 +1,318 @@
+"""Batches of any kind come from workers as they were made, in order; what cannot come is said."""
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import weakref
+from collections import namedtuple
+
+import numpy as np
+import paddle
+import pytest
+from paddle.framework import core
+from paddle.io import DataLoader
+
+from paddle_shard.errors import DataReadError
+from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.reading.request import ReadRequest
+from paddle_shard.reading.workers import WorkerPass, WorkerPool
+from paddle_shard.sources.arrays import ArrayDataset
+
+LARGE = 20_000
+"""So many numbers go through shared memory."""
+
+
+class Reader:
+    """Reads a request by a function of its step."""
+
+    dataset = None
+
+    def __init__(self, work):
+        self._work = work
+
+    def read(self, request, worker):
+        return self._work(request.step)
+
+
+def requests(steps, indices=(0,)):
+    return (ReadRequest(0, step, list(indices), False, 0, False) for step in range(steps))
+
+
+@contextlib.contextmanager
+def reading(work, asked, workers=2, **settings):
+    """A pass whose batch of each step is `work(step)`."""
+    dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings)
+    idle = []
+    batches = WorkerPass(asked, WorkerPool(dataloader, Reader(work)), idle, TensorMaker(core.CPUPlace()).adopted)
+    try:
+        yield batches
+    finally:
+        batches.close()
+        for pool in idle:
+            pool.shut_down()
+
+
+def batch_of(make, **settings):
+    """What arrives of a batch that a worker makes."""
+    with reading(lambda step: make(), requests(1), **settings) as batches:
+        (found,) = batches
+        return found
+
+
+# What is in them
+
+Pair = namedtuple("Pair", "first second")
+
+ARRAYS = {
+    "empty": lambda: np.zeros((0, 3), "int64"),
+    "0-d": lambda: np.array(2.5),
+    "in Fortran's order": lambda: np.asfortranarray(np.arange(LARGE).reshape(4, -1)),
+    "backwards": lambda: np.arange(LARGE)[::-1],
+    "every second": lambda: np.arange(2 * LARGE, dtype="float32").reshape(-1, 4)[:, ::2],
+    "a row for all": lambda: np.broadcast_to(np.arange(3), (LARGE, 3)),
+    "frozen": lambda: np.frombuffer(bytes(range(256)) * 200, np.uint8),
+    "booleans": lambda: np.arange(LARGE) % 3 == 0,
+    "halves": lambda: np.arange(100, dtype="float16"),
+    "complex": lambda: np.arange(LARGE) * 1j,
+    "numbers of numpy's own class": lambda: np.arange(6).view(np.recarray),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_an_array_comes_as_a_tensor_of_its_values_dtype_and_shape(kind):
+    expected = ARRAYS[kind]()
+    for batch in batch_of(lambda: [ARRAYS[kind](), {"x": ARRAYS[kind]()}]), batch_of(lambda: [ARRAYS[kind]()]):
+        for found in [batch[0], *(one["x"] for one in batch[1:])]:
+            assert isinstance(found, paddle.Tensor)
+            assert found.dtype == paddle.to_tensor(np.array(expected)).dtype
+            assert tuple(found.shape) == expected.shape
+            assert np.array_equal(found.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.array(["a", "bc"] * LARGE),
+        lambda: np.array([b"a", b"bc"]),
+        lambda: np.array(["2020-01-01", "NaT"], "datetime64[s]"),
+        lambda: np.arange(LARGE).astype("timedelta64[ms]"),
+        lambda: np.array([1, "a", None, (2, 3)], object),
+        lambda: np.array([(1, 2.0), (3, 4.0)], [("a", "i4"), ("b", "f8")]),
+        lambda: np.array([(1, "2020")], [("a", "i4"), ("b", "M8[Y]")]),
+        lambda: np.array([], object),
+        lambda: np.float32(2.5),
+        lambda: np.datetime64("2020-01-01"),
+    ],
+)
+def test_what_no_tensor_can_hold_comes_as_it_is(make):
+    (found,), expected = batch_of(lambda: [make()]), make()
+
+    assert type(found) is type(expected)
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [">i8", ">f4"])
+def test_another_byte_order_is_refused(dtype):
+    with pytest.raises(DataReadError, match="byte order"):
+        batch_of(lambda: [np.arange(LARGE).astype(dtype)])
+
+
+def test_tensors_that_a_worker_makes_come_with_their_dtype():
+    def make():
+        ones = paddle.ones([3, 5000])
+        return [ones.cast(dtype) for dtype in ("bfloat16", "float16", "int64", "bool")] + [
+            paddle.to_tensor(2.5),
+            paddle.zeros([0, 2]),
+            paddle.arange(12).reshape([3, 4]).T,
+        ]
+
+    for found, expected in zip(batch_of(make), make(), strict=True):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert np.array_equal(found.numpy(), expected.numpy())
+
+
+def test_a_tensor_whose_dtype_numpy_does_not_know_is_refused():
+    with pytest.raises(DataReadError, match=r"float8_e4m3fn cannot leave a worker") as caught:
+        batch_of(lambda: [paddle.ones([2]).cast("float8_e4m3fn")])
+    assert caught.value.worker == 0
+
+
+def test_the_structure_is_the_workers():
+    def make():
+        return {"pair": Pair(np.arange(2), ["a", {"deep": (np.ones(1),)}]), 3: None, "text": "x" * 3 * LARGE}
+
+    found = batch_of(make)
+
+    assert list(found) == ["pair", 3, "text"]
+    assert type(found["pair"]) is Pair
+    assert found["pair"].first.tolist() == [0, 1]
+    assert found["pair"].second[0] == "a"
+    assert found["pair"].second[1]["deep"][0].tolist() == [1.0]
+    assert (found[3], found["text"]) == (None, "x" * 3 * LARGE)
+
+
+def test_a_batch_may_have_very_many_arrays():
+    found = batch_of(lambda: [np.full(number % 3, number) for number in range(5000)])
+
+    assert [tensor.tolist() for tensor in found] == [[number] * (number % 3) for number in range(5000)]
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_tensors_of_a_batch_share_no_memory_though_its_arrays_do(size):
+    def make():
+        array = np.arange(size)
+        return [array, array, array[1:], array[:-1], {"again": array}]
+
+    found = batch_of(make)
+    tensors = [*found[:4], found[4]["again"]]
+    for at, tensor in enumerate(tensors):
+        tensor.fill_(-1 - at)
+
+    assert [set(tensor.tolist()) for tensor in tensors] == [{-1 - at} for at in range(5)]
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_a_batch_does_not_change_when_later_ones_come(size):
+    with reading(lambda step: [np.full(size + step, step)], requests(20)) as batches:
+        found = list(batches)
+
+    assert all((tensor.numpy() == step).all() for step, (tensor,) in enumerate(found))
+    assert [tensor.shape[0] for (tensor,) in found] == [size + step for step in range(20)]
+
+
+# Settings
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("workers", "ahead", "steps"), [(1, 1, 7), (3, 1, 20), (5, 2, 3), (3, 4, 0), (2, 1000, 3000)])
+def test_all_requests_are_answered_once_and_in_order(workers, ahead, steps, persistent):
+    def work(step):
+        return [np.full([1, 10, 3000][step % 3], step)]
+
+    settings = {"prefetch_factor": ahead, "persistent_workers": persistent}
+    with reading(work, requests(steps, range(500)), workers, **settings) as batches:
+        found = [int(tensor[0]) for (tensor,) in batches]
+
+    assert found == list(range(steps))
+
+
+def test_a_worker_holds_no_batch_that_it_has_sent():
+    sent = []
+
+    def work(step):
+        batch = np.full(LARGE, sum(one() is not None for one in sent))
+        sent.append(weakref.ref(batch))
+        return [batch]
+
+    with reading(work, requests(6), workers=1) as batches:
+        assert [int(held[0]) for (held,) in batches] == [0] * 6
+
+
+def test_many_requests_ahead_take_few_open_files():
+    files, before = [], len(os.listdir("/proc/self/fd"))
+    with reading(lambda step: [np.zeros(LARGE)], requests(400), prefetch_factor=100) as batches:
+        for _ in batches:
+            files.append(len(os.listdir("/proc/self/fd")) - before)
+
+    assert max(files) < 30
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_may_be_started_in_another_way(method, tmp_path):
+    script = f"""
+import multiprocessing
+import numpy as np
+import paddle.distributed as dist
+from paddle.io import DataLoader
+import paddle_shard
+from paddle_shard.sources.arrays import ArrayDataset
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("{method}")
+    rows = np.arange(12 * 3000).reshape(12, 3000)
+    dataloader = DataLoader(ArrayDataset(rows), batch_size=4, num_workers=2, persistent_workers=True)
+    loader = paddle_shard.shard_dataloader(dataloader, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp")
+    for _ in range(2):
+        assert np.array_equal(np.concatenate([batch._local_value().numpy() for batch in loader]), rows)
+"""
+    path = tmp_path / "trains.py"
+    path.write_text(script)
+    found = subprocess.run([sys.executable, str(path)], timeout=120.0, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+
+
+# What cannot come
+
+
+class BreaksWhenRead:
+    """Its pickle names no number."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_a_batch_that_this_process_cannot_read_fails_at_its_step(size):
+    def work(step):
+        return [np.full(size, step), BreaksWhenRead() if step == 5 else None]
+
+    found = []
+    with reading(work, requests(8)) as batches:
+        with pytest.raises(DataReadError, match=r"receiving the batch failed in worker 1 .*step 5.*no number"):
+            found.extend(int(batch[0][0]) for batch in batches)
+        assert next(batches, None) is None
+    assert found == list(range(5))
+
+
+def asked(steps, bad, indices):
+    for request in requests(steps):
+        yield request._replace(indices=indices) if request.step == bad else request
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [(lambda: 0, "sending the request failed in the main process"), (BreaksWhenRead(), "receiving the request failed")],
+)
+@pytest.mark.parametrize("more", [[], [np.zeros(LARGE)]])
+def test_a_request_that_cannot_reach_a_worker_fails_at_its_step(index, error, more):
+    found = []
+    with reading(lambda step: [np.full(LARGE, step)], asked(8, 5, [index, *more])) as batches:
+        with pytest.raises(DataReadError, match=rf"{error} .*step 5"):
+            found.extend(int(tensor[0]) for (tensor,) in batches)
+        assert next(batches, None) is None
+    assert found == list(range(5))
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, StopIteration])
+def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
+    def init(worker):
+        raise error("this one")
+
+    says = pytest.raises(DataReadError, match=rf"worker_init_fn failed in worker 0 .*{error.__name__}: this one")
+    with reading(lambda step: [np.zeros(1)], requests(3), worker_init_fn=init) as batches, says:
+        next(batches)
+
+
+def test_a_batch_for_which_there_is_no_memory_fails_at_its_step():
+    def init(worker):
+        allocate = os.posix_fallocate
+
+        def limited(file, start, size):
+            if size > 1 << 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            allocate(file, start, size)
+
+        os.posix_fallocate = limited
+
+    def work(step):
+        return [np.full((1 << 20) if step == 5 else LARGE, step)]
+
+    found = []
+    says = pytest.raises(DataReadError, match=r"sending the batch failed in worker 1 .*step 5.*No space left")
+    with reading(work, requests(8), worker_init_fn=init) as batches, says:
+        found.extend(int(tensor[0]) for (tensor,) in batches)
+    assert found == list(range(5))
