@@ -20,7 +20,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
     "sources": (PURE, {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED),
-    "reading": (PURE | {"collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle.io"}),
+    "reading": (PURE | {"collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
     "place": ({"errors", "plan", "agree", "collate"}, {"numpy", "paddle"}),
     "replicas": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
     "loader": (
