@@ -38,6 +38,7 @@ class Workload:
 SMALL = {"name": "1 KB", "shape": (256,), "dtype": "float32", "num_rows": 131_072, "mapped": False}
 SMALL_64 = Workload(**SMALL, batch_size=64, steps=200, passed=16)
 SMALL_256 = Workload(**SMALL, batch_size=256, steps=64, passed=16)
+SMALL_1024 = Workload(**SMALL, batch_size=1024, steps=12, passed=8)
 IMAGES = Workload(
     name="150 KB images",
     shape=(224, 224, 3),
@@ -58,7 +59,7 @@ TOKENS = Workload(
     steps=100,
     passed=16,
 )
-WORKLOADS = (SMALL_64, SMALL_256, IMAGES, TOKENS)
+WORKLOADS = (SMALL_64, SMALL_256, SMALL_1024, IMAGES, TOKENS)
 
 
 class Rows:
