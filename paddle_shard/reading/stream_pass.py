@@ -15,7 +15,8 @@ from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass
-from paddle_shard.reading.workers import WorkerPass, WorkerPool
+from paddle_shard.reading.worker_pass import WorkerPass
+from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.stages.round_robin import RoundRobin

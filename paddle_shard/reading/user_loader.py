@@ -13,7 +13,8 @@ from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass, shallow_copy
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
-from paddle_shard.reading.workers import WorkerPass, WorkerPool
+from paddle_shard.reading.worker_pass import WorkerPass
+from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
 
 

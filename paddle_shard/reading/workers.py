@@ -1,10 +1,9 @@
-"""How are a pass's requests read by worker processes?"""
+"""How are worker processes asked, one request after another, and ended?"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import math
 import multiprocessing
 import multiprocessing.process
@@ -20,11 +19,8 @@ from typing import Any
 import numpy as np
 import paddle.io
 
-from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
-from paddle_shard.reading.parcel import ToTensors, map_leaves
-from paddle_shard.reading.passes import without_patches
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.worker import WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
@@ -272,121 +268,3 @@ class WorkerPool:
         ended = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode is not None}
         named = ", ".join(f"worker {at} (exit code {code})" for at, code in ended.items() if code or at == number)
         return WorkersLostError(f"a worker process ended: {named or f'worker {number}'}", number)
-
-
-class WorkerPass:
-    """Reads in worker processes, ahead of the caller."""
-
-    def __init__(
-        self,
-        requests: Iterator[Request],
-        pool: WorkerPool,
-        idle: list[WorkerPool],
-        to_tensors: ToTensors,
-    ) -> None:
-        """Start the pass.
-
-        Args:
-            requests: Drawn ahead, on the caller's thread.
-            pool: Not in use.
-            idle: Where a persistent pool goes back to when the pass has ended.
-            to_tensors: Makes tensors of arrays that are nobody else's.
-        """
-        self._pool: WorkerPool | None = pool
-        self._idle = idle
-        self._to_tensors = to_tensors
-        self.skipped: deque[list[tuple[int, str]]] = deque()
-        """See `DirectPass`."""
-        try:
-            pool.start(requests)
-        except BaseException:
-            self.close()
-            raise
-
-    def __iter__(self) -> WorkerPass:
-        return self
-
-    def __next__(self) -> Any:
-        pool = self._pool
-        if pool is None:
-            raise StopIteration
-        if pool.process != os.getpid():
-            raise ArgumentError(
-                f"this iterator was made by process {pool.process}, whose workers read for it; a forked child makes "
-                "one of its own: iter(loader)."
-            )
-        try:
-            request, batch = pool.next()
-        except StopIteration:
-            self._leave(pool)
-            raise
-        except WorkersLostError as lost:
-            if pool.interrupted:
-                raise StopIteration from None
-            self.close()
-            failure = ReadFailure.of(lost, what="reading", index=None, worker=lost.worker)
-            raise failure.error(pool.pending[0]) from None
-        except BaseException:  # the sampler's, or a handler's: who knows what was asked and has not come
-            self.close()
-            raise
-        if not isinstance(batch, ReadFailure):
-            try:
-                with in_use:
-                    return without_patches(map_leaves(batch, self._to_tensors), self.skipped)
-            except Exception as error:
-                if raised_by_a_handler(error):
-                    self.close()
-                    raise
-                batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
-        self.close()
-        raise batch.error(request)
-
-    runs_free = True
-
-    def next_free(self) -> Any:
-        """Return the next batch: this process reads nothing."""
-        return next(self)
-
-    def interrupt(self) -> None:
-        """Cut off the workers that `next` waits for."""
-        pool = self._pool
-        if pool is not None:
-            pool.interrupt()
-
-    def finish(self) -> None:
-        """End the pass; persistent workers finish what they were asked for, and wait for another."""
-        pool = self._pool
-        if pool is None or not pool.persistent:
-            self.close()
-            return
-        pool.stop_asking()
-        try:
-            while pool.pending:  # what is asked of them cannot be taken back
-                pool.next()
-        except WorkersLostError:
-            self.close()
-            return
-        except BaseException:
-            self.close()
-            raise
-        self._leave(pool)
-
-    def close(self) -> None:
-        """End the workers; also persistent ones, which may be in the middle of a batch."""
-        if self._pool is not None:
-            self._pool.shut_down()
-        self._pool = None  # only now, as a handler may raise in between
-
-    def _leave(self, pool: WorkerPool) -> None:
-        """End the pass, all that it has asked for having come."""
-        if pool.persistent and not pool.interrupted:
-            self._idle.append(pool)
-        else:
-            pool.shut_down()
-        self._pool = None
-
-    def __del__(self) -> None:
-        try:
-            self.close()
-        except Exception:  # at interpreter shutdown
-            logging.getLogger(__name__).debug("closing a pass failed", exc_info=True)

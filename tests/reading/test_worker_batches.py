@@ -17,7 +17,8 @@ from paddle.io import DataLoader
 from paddle_shard.errors import DataReadError
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.reading.request import ReadRequest
-from paddle_shard.reading.workers import WorkerPass, WorkerPool
+from paddle_shard.reading.worker_pass import WorkerPass
+from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.arrays import ArrayDataset
 
 LARGE = 20_000
