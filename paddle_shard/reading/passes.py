@@ -47,13 +47,22 @@ class Pass(Protocol):
         """End its workers and threads; safe to call again."""
 
 
-def without_patches(batch: Any, skipped: deque[list[tuple[int, str]]]) -> Any:
-    """Return a batch alone; which of its samples were skipped is logged and noted."""
-    if not isinstance(batch, Patched):
+def finished(batch: Any, to_tensors: ToTensors, skipped: deque[list[tuple[int, str]]]) -> Any:
+    """Return what was read, its arrays as tensors, or the failure; samples that were skipped are logged and noted."""
+    if isinstance(batch, ReadFailure):
         return batch
-    log_skipped(why for _, why in batch.skipped)
-    skipped.append(batch.skipped)
-    return batch.batch
+    try:
+        with in_use:
+            found = map_leaves(batch, to_tensors)
+    except Exception as error:
+        if raised_by_a_handler(error):
+            raise
+        return ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
+    if not isinstance(found, Patched):
+        return found
+    log_skipped(why for _, why in found.skipped)
+    skipped.append(found.skipped)
+    return found.batch
 
 
 class DirectPass:
@@ -105,16 +114,11 @@ class DirectPass:
         return AGAIN
 
     def _finished(self, batch: Any, request: Request) -> Any:
-        if not isinstance(batch, ReadFailure):
-            try:
-                with in_use:
-                    return without_patches(map_leaves(batch, self._to_tensors), self.skipped)
-            except Exception as error:
-                if raised_by_a_handler(error):
-                    raise
-                batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
+        found = finished(batch, self._to_tensors, self.skipped)
+        if not isinstance(found, ReadFailure):
+            return found
         self.close()
-        raise batch.error(request)
+        raise found.error(request)
 
     def interrupt(self) -> None:
         """Nothing: a data set of the user's cannot be."""

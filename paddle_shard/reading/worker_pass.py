@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
-from paddle_shard.reading.parcel import ToTensors, map_leaves
-from paddle_shard.reading.passes import without_patches
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.parcel import ToTensors
+from paddle_shard.reading.passes import finished
 from paddle_shard.reading.request import Request
-from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
 
@@ -60,6 +59,7 @@ class WorkerPass:
             )
         try:
             request, batch = pool.next()
+            found = finished(batch, self._to_tensors, self.skipped)
         except StopIteration:
             self._leave(pool)
             raise
@@ -72,17 +72,10 @@ class WorkerPass:
         except BaseException:  # the sampler's, or a handler's: who knows what was asked and has not come
             self.close()
             raise
-        if not isinstance(batch, ReadFailure):
-            try:
-                with in_use:
-                    return without_patches(map_leaves(batch, self._to_tensors), self.skipped)
-            except Exception as error:
-                if raised_by_a_handler(error):
-                    self.close()
-                    raise
-                batch = ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
+        if not isinstance(found, ReadFailure):
+            return found
         self.close()
-        raise batch.error(request)
+        raise found.error(request)
 
     runs_free = True
 
