@@ -91,6 +91,8 @@ class ShardPlan:
         if self.tail not in TAILS:
             raise ArgumentError(f"tail must be one of {_listed(TAILS)}, got {self.tail!r}.")
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
+        more = -self.num_samples % self.num_data_ranks if self.shuffle in PADDLE else 0
+        object.__setattr__(self, "_num_positions", self.num_samples + more)
         self._check_segments()
         self._count_steps()
         if self.tail == "error" and self._rest:
@@ -126,8 +128,6 @@ class ShardPlan:
             )
 
     def _count_steps(self) -> None:
-        more = -self.num_samples % self.num_data_ranks if self.shuffle in PADDLE else 0
-        object.__setattr__(self, "_num_positions", self.num_samples + more)
         step = 0
         for before, first, size, end in self._stretches():
             step = before + -(-(end - first) // size)
