@@ -6,11 +6,11 @@ import numbers
 from typing import Any
 
 import paddle.io
-from paddle.framework import core
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.prefetch import WORTH
 from paddle_shard.loader.stream_source import say_once
+from paddle_shard.place.local_tensor import is_cpu
 
 ON_LOST = ("raise", "exit")
 ON_ERROR = ("raise", "skip")
@@ -75,7 +75,7 @@ def checked_prefetch(
     """
     own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
     if prefetch is None:
-        moves = not isinstance(dataloader.places[0], core.CPUPlace)
+        moves = not is_cpu(dataloader.places[0])
         helps = (moves and not dealt) if dataloader.num_workers else not stream
         return (2, WORTH) if helps and not own and dataloader.use_buffer_reader else (0, 0.0)
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:

@@ -23,7 +23,7 @@ class TensorMaker:
     def __init__(self, place: Any) -> None:
         """Take note of the place: a `CPUPlace`, `CUDAPlace` or the like."""
         self._place = place
-        self._feed = None if isinstance(place, core.CPUPlace) else DeviceFeed(place)
+        self._feed = None if is_cpu(place) else DeviceFeed(place)
 
     def copied(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the tensors of arrays, or of a framework's tensors.
@@ -57,6 +57,11 @@ class TensorMaker:
         return core.eager.read_next_tensor_list([_dense(leaf, adopt)])[0]
 
 
+def is_cpu(place: Any) -> bool:
+    """Return whether a place is the CPU; Paddle has two classes of places."""
+    return isinstance(place, core.CPUPlace) or (isinstance(place, core.Place) and place.is_cpu_place())
+
+
 class DeviceFeed:
     """Moves tensors to a device on a stream of its own, beside what is computed there.
 
@@ -87,7 +92,11 @@ class DeviceFeed:
 
     def _started(self) -> tuple[Any, Any]:
         queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
-        reader = core.create_py_reader(queue, [], [], [], [], [self._place], True, True, False, 2)
+        how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
+        try:
+            reader = core.create_py_reader(*how, 2)
+        except TypeError:  # Paddle < 3.1 has no other size
+            reader = core.create_py_reader(*how)
         weakref.finalize(self, _end, queue, reader, os.getpid())
         return queue, reader
 

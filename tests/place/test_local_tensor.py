@@ -11,10 +11,11 @@ import numpy as np
 import paddle
 import pytest
 from paddle.framework import core
+from paddle.io import DataLoader
 
 from paddle_shard.place.local_tensor import DeviceFeed, TensorMaker
 
-CPU = core.CPUPlace()
+CPU = DataLoader([0], batch_size=1).places[0]
 DTYPES = [
     "bool",
     "uint8",
@@ -142,7 +143,7 @@ def batch(number, size=3):
     tensors = []
     for at in range(1 + number % size):
         dense = core.DenseTensor()
-        dense.set(np.array([number, at]), CPU, False)
+        dense.set(np.array([number, at]), core.CPUPlace(), False)
         tensors.append(dense)
     return tensors
 
@@ -238,9 +239,10 @@ def test_a_process_with_a_feed_ends(how):
 import gc, os, sys
 import numpy as np
 from paddle.framework import core
+from paddle.io import DataLoader
 from paddle_shard.place.local_tensor import DeviceFeed, TensorMaker
 
-feed = DeviceFeed(core.CPUPlace())
+feed = DeviceFeed(DataLoader([0], batch_size=1).places[0])
 
 def is_fed(number):
     dense = core.DenseTensor()
