@@ -110,7 +110,7 @@ def killed(case):
     """One rank is killed while all read; the others report whom they miss, and where they stand."""
     dist.init_parallel_env()
     own = case["options"]
-    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=30.0, **own)
+    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=case["timeout"], **own)
     if dist.get_rank() == case["victim"]:
 
         def kill():
