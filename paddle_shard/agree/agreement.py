@@ -10,6 +10,7 @@ from paddle_shard.agree.outlook import CLOSED, END, FAIL, NEVER, OK, Decision, O
 from paddle_shard.errors import AgreedFailure, ArgumentError, PaddleShardError, PeerLostError, UnequalEndsError
 
 if TYPE_CHECKING:
+    from paddle_shard.agree.board import Board
     from paddle_shard.agree.coordinator import Coordinator
 
 _SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
@@ -180,8 +181,10 @@ class Agreement:
         while self._window <= released:
             self._size = min(2 * self._size, max(1, self._prefetch // 2))
             self._window += self._size
-        if self.outlook.kind != OK or self._waiting:
-            return self.outlook.kind != OK or self.outlook.step > released
+        if self.outlook.kind != OK:
+            return True
+        if self._waiting:
+            return self.outlook.step > released
         return self.outlook.step >= self._window and not self.on_board
 
     def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
@@ -221,10 +224,12 @@ class Agreement:
     @property
     def on_board(self) -> bool:
         """Whether the others see on the board how far this rank is, so that no round need tell them."""
-        return self._confirmed and self._coordinator.board is not None and self._posts_all()
+        return self._board is not None and self._held == self.outlook.exhausted == NEVER
 
-    def _posts_all(self) -> bool:
-        return self._held == self.outlook.exhausted == NEVER
+    @property
+    def _board(self) -> Board | None:
+        """The board, once it is known that what stands there is of this pass."""
+        return self._coordinator.board if self._confirmed else None
 
     def _post(self) -> None:
         """Say on the board how far this rank is; not past what is still to be told, nor past its last real row."""
@@ -235,8 +240,8 @@ class Agreement:
     def _may_deliver(self, step: int) -> bool:
         if self._released > step or self._on_board > step:
             return True
-        board = self._coordinator.board
-        if board is None or not self._confirmed:
+        board = self._board
+        if board is None:
             return False
         self._on_board = board.least(self._number)
         return self._on_board > step
@@ -247,7 +252,7 @@ class Agreement:
         try:
             while not self._may_deliver(step) and self._verdict is None:
                 waited, look_again = time.monotonic() - start, None
-                if self._confirmed and self._coordinator.board is not None:
+                if self._board is not None:
                     look_again = min(max(waited / 64, _SHORTEST_LOOK), _LONGEST_LOOK)
                 if not self._waiting and (not self.on_board or waited > _PATIENCE):
                     self._waiting = True

@@ -144,7 +144,7 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
         reading, draw = loader._reading.start(requests), _draw_nothing
     else:
         drawn, given = DrawnAhead(requests), loader._given
-        held = given.prefetch_factor * max(given.num_workers, len(given.places)) if given.num_workers else 0
+        held = given.prefetch_factor * given.num_workers
 
         def draw(count: int) -> None:
             drawn.draw(count + held)  # what the workers are asked for ahead

@@ -53,9 +53,6 @@ class PlacedPass:
         if self._over:
             raise StopIteration
         try:
-            if not free:
-                self._ready.append((self._prepare(next(self._reading)), None))
-                return True
             found = read_next(self._reading, free)
             if found is AGAIN:
                 return False

@@ -24,7 +24,7 @@ _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
 _INLINE, _SHARED, _MEMORY = range(3)
 """The message stands behind the head; it lies in shared memory; here is shared memory for the next."""
 _SMALL = 16 << 10
-"""memoryview up to which a message goes through the socket."""
+"""Bytes up to which a message goes through the socket."""
 _ALIGNMENT = 64
 _GRAIN = 64 << 10
 
@@ -94,7 +94,7 @@ class Channel:
             Exception: Whatever pickling raises; nothing was sent.
         """
         pieces = pickled(message)
-        starts, size = _layout(pieces)
+        starts, size = _layout([piece.nbytes for piece in pieces])
         if size <= _SMALL:
             _HEAD.pack_into(self._small, 0, _INLINE, len(pieces), size)
             _write(self._small[_HEAD.size :], pieces, starts)
@@ -187,13 +187,13 @@ def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | 
         os.close(file)
 
 
-def _layout(pieces: Sequence[memoryview]) -> tuple[list[int], int]:
+def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
     """Return where each piece begins, behind a table of their lengths, and where the last ends."""
-    starts, end = [], 8 * len(pieces)
-    for piece in pieces:
+    starts, end = [], 8 * len(lengths)
+    for length in lengths:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         starts.append(start)
-        end = start + piece.nbytes
+        end = start + length
     return starts, end
 
 
@@ -204,11 +204,7 @@ def _write(memory: memoryview, pieces: Sequence[memoryview], starts: Sequence[in
 
 
 def _read(memory: memoryview, num_pieces: int) -> Any:
-    end, spans = 8 * num_pieces, []
-    for length in struct.unpack_from(f"<{num_pieces}Q", memory):
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + length
-        spans.append((start, length))
-    (start, length), *arrays = spans
+    lengths = struct.unpack_from(f"<{num_pieces}Q", memory)
+    (start, length), *arrays = zip(_layout(lengths)[0], lengths, strict=True)
     owned = [np.frombuffer(memory, np.uint8, count, at).copy() for at, count in arrays]
     return pickle.loads(memory[start : start + length], buffers=owned)
