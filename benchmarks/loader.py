@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from common import busy, machine, print_table, print_target, ratio_of, seconds, time_of
-from peers import BATCHED, OURS, PADDLE, PEERS, batch_sampler, first_numbers, open_pass, sharded, why_not
+from peers import BATCHED, OURS, PADDLE, PEERS, batch_sampler, end_pass, first_numbers, open_pass, sharded, why_not
 from workloads import SMALL_64, SMALL_256, TOKENS, WORKLOADS, Rows, write_files
 
 PARTS = ("throughput", "price", "limits", "steps")
@@ -43,17 +43,20 @@ class Rank:
     def rows(self, work):
         return Rows(work.path(self.folder), work.mapped)
 
-    def in_turns(self, measures, rounds=ROUNDS):
-        """Values of several rounds, each of which takes every measure once, all ranks at the same time."""
+    def in_turns(self, measures, rounds=ROUNDS, *, warm=True):
+        """Values of several rounds, each of which takes every measure once, all ranks at the same time.
+
+        One more goes before them, if they should be `warm`.
+        """
         import paddle.distributed as dist
 
         taken = {name: [] for name in measures}
-        for number in range(rounds + 1):
+        for number in range(rounds + warm):
             for name, measure in measures.items():
                 if self.num_ranks > 1:
                     dist.barrier()
                 value = measure()
-                taken[name] += [value] if number else []  # the first warms up
+                taken[name] += [value] if number >= warm else []
         return taken
 
     def only(self, **options):
@@ -67,28 +70,30 @@ def throughput(here):
     for work in WORKLOADS:
         rows = here.rows(work)
         for workers in WORKERS:
-            passes, measures = {}, {}
-            for peer in PEERS:
-                if why_not(peer) is None:
-                    passes[peer] = open_pass(peer, work, rows, workers, here.mesh, here.rank, here.num_ranks)
-                    measures[peer] = steps_of(passes[peer], work)
-            firsts = {peer: first_numbers(next(iterator)) for peer, iterator in passes.items()}
+            passes = {peer: APass(here, peer, work, rows, workers) for peer in PEERS if why_not(peer) is None}
+            found[f"{WORKLOADS.index(work)}|{workers}"] = here.in_turns(passes, warm=False)
             for peer in (OURS, BATCHED):
-                assert (firsts[peer] == firsts[PADDLE]).all(), f"{peer} has not the rows that Paddle's loader has"
-            assert all(len(first) == work.batch_size // here.num_ranks for first in firsts.values())
-            found[f"{WORKLOADS.index(work)}|{workers}"] = here.in_turns(measures)
-            for peer in (OURS, BATCHED):
-                passes[peer].close()
-            del passes, measures
+                same = (passes[peer].first == passes[PADDLE].first).all()
+                assert same, f"{peer} has not the rows that Paddle's loader has"
+            assert all(len(one.first) == work.batch_size // here.num_ranks for one in passes.values())
     return found
 
 
-def steps_of(iterator, work):
-    def measure():
-        advance(iterator, work.passed)
-        return seconds(lambda: advance(iterator, work.steps)) / work.steps
+class APass:
+    """A pass that is open alone, since the workers of others would go on reading ahead; its seconds a step."""
 
-    return measure
+    def __init__(self, here, peer, work, rows, workers):
+        self.args, self.work = (peer, work, rows, workers, here.mesh, here.rank, here.num_ranks), work
+        self.first = None
+        """Of the rows of its first batch, the first numbers."""
+
+    def __call__(self):
+        iterator = open_pass(*self.args)
+        self.first = first_numbers(next(iterator))
+        advance(iterator, self.work.passed)
+        took = seconds(lambda: advance(iterator, self.work.steps)) / self.work.steps
+        end_pass(iterator)
+        return took
 
 
 def advance(iterator, steps):

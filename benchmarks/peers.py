@@ -11,6 +11,8 @@ from common import package_version
 OURS, BATCHED = "paddle_shard, per sample", "paddle_shard, batched"
 PADDLE, SHARDED = "paddle.io.DataLoader", "dist.shard_dataloader"
 TORCH, GRAIN = "torch DataLoader", "grain DataLoader"
+READ_AHEAD = 32
+"""Steps beyond those that are measured, so that a loader reads ahead to the last."""
 PEERS = (OURS, BATCHED, PADDLE, SHARDED, TORCH, GRAIN)
 
 
@@ -66,7 +68,7 @@ def open_pass(peer, work, rows, workers, mesh, rank, num_ranks):
         return iter(sharded(paddle_shard.ArrayDataset(rows.rows), work.batch_size, workers, mesh))
     if peer == PADDLE:
         plan = sharded(rows, work.batch_size, 0, mesh, agree=False).plan
-        given = batch_sampler(plan, rank, plan.num_steps)
+        given = batch_sampler(plan, rank, min(work.passed + work.steps + READ_AHEAD, plan.num_steps))
         return iter(paddle.io.DataLoader(rows, batch_sampler=given, num_workers=workers))
     if peer == SHARDED:
         given = paddle.io.DataLoader(rows, batch_size=work.batch_size, shuffle=True, num_workers=workers)
@@ -87,6 +89,12 @@ def open_pass(peer, work, rows, workers, mesh, rank, num_ranks):
     return iter(
         grain.DataLoader(data_source=rows, sampler=order, operations=[batch], worker_count=workers, read_options=read)
     )
+
+
+def end_pass(iterator):
+    """End the workers of a pass; those of Paddle's loaders and their threads would stay until the process ends."""
+    inner = getattr(iterator, "iter", iterator)  # of `dist.shard_dataloader`
+    getattr(inner, "close", getattr(inner, "_try_shutdown_all", lambda: None))()
 
 
 def first_numbers(batch):

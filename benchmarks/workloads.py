@@ -21,7 +21,7 @@ class Workload:
     steps: int
     """Measured in a round."""
     passed: int
-    """Passed over at the beginning of a round: at most so many are ready when it begins."""
+    """Passed over at the beginning of a pass: by then the workers run, and as many batches are ready as ever will be."""
 
     @property
     def row_bytes(self):
@@ -35,10 +35,10 @@ class Workload:
         return Path(folder, self.file_name)
 
 
-SMALL = {"name": "1 KB", "shape": (256,), "dtype": "float32", "num_rows": 131_072, "mapped": False}
-SMALL_64 = Workload(**SMALL, batch_size=64, steps=200, passed=16)
-SMALL_256 = Workload(**SMALL, batch_size=256, steps=64, passed=16)
-SMALL_1024 = Workload(**SMALL, batch_size=1024, steps=12, passed=8)
+SMALL = {"name": "1 KB", "shape": (256,), "dtype": "float32", "num_rows": 262_144, "mapped": False}
+SMALL_64 = Workload(**SMALL, batch_size=64, steps=600, passed=60)
+SMALL_256 = Workload(**SMALL, batch_size=256, steps=200, passed=60)
+SMALL_1024 = Workload(**SMALL, batch_size=1024, steps=80, passed=40)
 IMAGES = Workload(
     name="150 KB images",
     shape=(224, 224, 3),
@@ -46,8 +46,8 @@ IMAGES = Workload(
     num_rows=3584,
     batch_size=32,
     mapped=False,
-    steps=10,
-    passed=8,
+    steps=60,
+    passed=20,
 )
 TOKENS = Workload(
     name="8 KB tokens of a memmap",
@@ -56,8 +56,8 @@ TOKENS = Workload(
     num_rows=65_536,
     batch_size=64,
     mapped=True,
-    steps=100,
-    passed=16,
+    steps=200,
+    passed=60,
 )
 WORKLOADS = (SMALL_64, SMALL_256, SMALL_1024, IMAGES, TOKENS)
 
