@@ -21,7 +21,7 @@ class Workload:
     steps: int
     """Measured in a round."""
     passed: int
-    """Passed over at the beginning of a pass: by then the workers run, and as many batches are ready as ever will be."""
+    """Passed over at the beginning of a pass: then the workers run, and as much is ready as ever will be."""
 
     @property
     def row_bytes(self):

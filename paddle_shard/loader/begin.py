@@ -185,6 +185,7 @@ def _agreed(
         _agreement(loader, start, ends_must_agree=ends_must_agree),
         prepare=prepare,
         notes=StepNotes(holds_rows=loader._own_layout.on_mesh or not loader._source.split),
+        in_bursts=not loader._given.num_workers,
         prefetch=loader._prefetch,
         **how,
     )

@@ -31,6 +31,8 @@ class Outlook(Enum):
 
 
 OK, EXHAUSTED, END, UNEQUAL = Outlook
+_QUICK = 0.001
+"""Seconds from step to step, where some microseconds count."""
 _LONGEST = 10_000
 """Characters of an error that the other ranks are told."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
@@ -52,6 +54,7 @@ class AgreedPass:
         prepare: Callable[[Any], Any] = lambda found: found,
         num_steps: int | None = None,
         notes: StepNotes | None = None,
+        in_bursts: bool = False,
         prefetch: int = 0,
         worth: float = 0.0,
         draw: Callable[[int], None] = lambda count: None,
@@ -66,6 +69,8 @@ class AgreedPass:
             prepare: Makes of it what is delivered. It is called ahead, so that its failure is every rank's.
             num_steps: Steps from here to the end, if that is known; the same on every rank.
             notes: What the ranks tell each other of each step.
+            in_bursts: Quick steps are read several at a time, since the same work over and over takes less. Not with
+                workers, which would be left waiting meanwhile.
             prefetch: Steps that a thread of its own keeps ready; 0: there is none.
             worth: Seconds that reading a step must take for that.
             draw: Draws the requests of so many steps, on the caller's thread.
@@ -74,6 +79,7 @@ class AgreedPass:
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
         self._prefetch, self._draw, self._notes = prefetch, draw, notes
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
+        self._in_bursts = in_bursts
         self._least_ahead, self._delivered_at, self._step_seconds = agreement.prefetch, 0.0, 0.0
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
@@ -129,6 +135,9 @@ class AgreedPass:
         self._delivered_at = now
 
     def _read_ahead(self, step: int) -> None:
+        plenty = self._announced - step > max(1, self._agreement.prefetch // 2)
+        if plenty and self._in_bursts and self._step_seconds < _QUICK:
+            return
         wanted = self._agreement.wanted(step)
         if self._ahead is None:
             while not self._over and self._announced < wanted:
@@ -136,6 +145,7 @@ class AgreedPass:
             return
         count = limit = wanted
         if self._ahead.start():
+            self._in_bursts = False
             count, limit = min(wanted, step + 1), step + 1 + max(self._prefetch, self._agreement.prefetch)
         self._draw(limit)
         self._ahead.need(count, limit)

@@ -72,7 +72,7 @@ class BatchPlacer:
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
-        if is_sequence(batch) or isinstance(batch, Mapping):
+        if not _is_tensor(batch) and (is_sequence(batch) or isinstance(batch, Mapping)):
             fields = self.assignment.fields(batch, keys)
             last = fields[-1][1] if fields else self.layouts[0]
             placed = {
@@ -192,14 +192,14 @@ def _is_tensor(value: Any) -> bool:
 
 def tensors(value: Any) -> Iterator[Any]:
     """Yield every tensor of a batch."""
-    if isinstance(value, Mapping):
+    if _is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping):
         for child in value.values():
             yield from tensors(child)
     elif is_sequence(value):
         for child in value:
             yield from tensors(child)
-    elif _is_tensor(value):
-        yield value
 
 
 def _is_row_like(value: Any) -> bool:

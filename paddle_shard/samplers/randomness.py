@@ -63,7 +63,8 @@ class NumpyGenerator:
 
     def get_state(self) -> Any:
         """Return its state."""
-        table, ahead = _numpy_table(_rand()._bit_generator), _numpy_ahead(_rand())
+        generator = _rand()
+        table, ahead = _numpy_table(generator._bit_generator), _numpy_ahead(generator)
         if table is None or ahead is None:
             return np.random.get_state()
         return table.copy(), ahead[0].value, ahead[1].value
@@ -77,7 +78,8 @@ class NumpyGenerator:
 
     def mark(self) -> Any:
         """Return where in its table it stands, a word of that, and whether a Gaussian was drawn ahead."""
-        table, ahead = _numpy_table(_rand()._bit_generator), _numpy_ahead(_rand())
+        generator = _rand()
+        table, ahead = _numpy_table(generator._bit_generator), _numpy_ahead(generator)
         return None if table is None or ahead is None else (table.position.value, table.word.value, ahead[0].value)
 
 

@@ -5,6 +5,7 @@ import os
 import sqlite3
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -14,8 +15,9 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, DataReadError
-from paddle_shard.loader.agreeing import steps_ahead
+from paddle_shard.loader.agreeing import open_agreement, steps_ahead
 from paddle_shard.loader.prefetch import Ahead
+from paddle_shard.loader.stream_pass import AgreedPass
 from paddle_shard.reading.workers import WorkerPool
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -295,6 +297,32 @@ def test_steps_read_ahead_for_the_agreement_are_more_where_they_are_quick_and_sm
                 assert found <= 32
     assert steps_ahead(2, 0.05, 1000) == 2
     assert steps_ahead(2, 1e-4, 1000) == 32
+
+
+@pytest.mark.parametrize(("in_bursts", "seconds"), [(True, 0.0), (False, 0.0), (True, 0.003)])
+def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_bursts, seconds):
+    steps, ahead, read = 200, 8, []
+
+    def reading():
+        for step in range(steps):
+            read.append(step)
+            yield step, SimpleNamespace(num_bytes=1 << 20)  # of which 8 are held at most
+
+    agreement = open_agreement((0,), prefetch=ahead, ends_must_agree=True, label="", timeout=5, on_lost="raise")
+    batches, calls, delivered = AgreedPass(reading(), agreement, in_bursts=in_bursts), [], []
+    for step, _ in batches:
+        delivered.append(step)
+        calls.append(len(read))
+        time.sleep(seconds)
+
+    assert delivered == list(range(steps))
+    assert all(count - step in range(1, ahead + 1) for step, count in enumerate(calls))
+    settled = np.diff([count for count in calls[2 * ahead :] if count < steps])
+    if in_bursts and not seconds:  # a step in ten may be slow on a busy machine
+        assert max(settled) > ahead // 4
+        assert np.count_nonzero(settled) < 0.5 * len(settled)
+    else:
+        assert set(settled) == {1}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
