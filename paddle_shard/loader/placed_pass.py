@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paddle_shard.loader.prefetch import Ahead
+from paddle_shard.reading.failure import raised_by_a_handler
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
 
@@ -61,6 +62,8 @@ class PlacedPass:
         except StopIteration:
             raise
         except Exception as failure:  # raised at its own step
+            if raised_by_a_handler(failure):
+                raise
             self._over = True
             self._ready.append((None, failure))
         return True

@@ -17,6 +17,7 @@ from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import close_reading, read_next, runs_free
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.chunk import Slice
+from paddle_shard.reading.failure import raised_by_a_handler
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
 
@@ -172,6 +173,8 @@ class AgreedPass:
                 self._num_steps = 0
                 raise
             except Exception as failure:  # raised at its own step, on all ranks
+                if raised_by_a_handler(failure):
+                    raise
                 self._peeked.append((None, failure))
         found, failed = self._peeked[0]
         if failed is not None:
@@ -220,6 +223,8 @@ class AgreedPass:
         except StopIteration:
             return self._end()
         except Exception as failure:  # also of a batch that does not fit the meshes
+            if raised_by_a_handler(failure):
+                raise
             self._over, self._failure = True, failure
             say.announce_failure(_report(failure))
             return True

@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,17 @@ def _plain(index: Any) -> Any:
 
 def raised_by_a_handler(error: BaseException) -> bool:
     """Return whether an exception is that of a signal's handler, which ran while something was read."""
-    handlers = (getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals())
-    codes = {code for code in handlers if code is not None}
+    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code(handler: Any) -> Any:
+    """Return the code of a signal's handler, which may be any object that can be called; None if it has none."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    if not hasattr(handler, "__code__") and callable(handler):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
 """What is promised of a pass that a thread reads ahead; `tests/faults` ends it in real processes."""
 
+import functools
 import gc
 import os
+import signal
 import sqlite3
 import threading
 import time
@@ -297,6 +299,60 @@ def test_steps_read_ahead_for_the_agreement_are_more_where_they_are_quick_and_sm
                 assert found <= 32
     assert steps_ahead(2, 0.05, 1000) == 2
     assert steps_ahead(2, 1e-4, 1000) == 32
+
+
+class Enough(Exception):
+    """What a handler raises."""
+
+
+def enough(*args):
+    raise Enough
+
+
+class Caller:
+    def __call__(self, number, frame):
+        raise Enough
+
+
+@pytest.fixture(params=[enough, functools.partial(enough, "more"), Caller()], ids=["function", "partial", "object"])
+def handled(request):
+    before = signal.signal(signal.SIGUSR1, request.param)
+    yield signal.SIGUSR1
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled):
+    def reading():
+        for step in range(50):
+            if step == 5:
+                signal.raise_signal(handled)
+            yield step, SimpleNamespace(num_bytes=1 << 20)
+
+    class Sampler(paddle.io.BatchSampler):
+        def __init__(self):
+            self.batch_size, self.drop_last = 4, True
+
+        def __iter__(self):
+            for step in range(16):
+                if step == 5:
+                    signal.raise_signal(handled)
+                yield list(range(4 * step, 4 * step + 4))
+
+        def __len__(self):
+            return 16
+
+    agreement = open_agreement((0,), prefetch=8, ends_must_agree=True, label="", timeout=5, on_lost="raise")
+    given = paddle.io.DataLoader(Rows(), batch_sampler=Sampler())
+    for batches in (
+        AgreedPass(reading(), agreement),
+        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", prefetch=4),
+    ):
+        delivered = []
+        with pytest.raises(Enough):
+            for batch in batches:
+                delivered.append(batch)
+        assert len(delivered) < 4
+    assert soon(lambda: not threads())
 
 
 @pytest.mark.parametrize(("in_bursts", "seconds"), [(True, 0.0), (False, 0.0), (True, 0.003)])
