@@ -215,6 +215,8 @@ class StarGroup(MergingGroup):
             port, token = store.get(f"{self._key}/address").decode().split()
             peer = _connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
             peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
+        except PeerLostError:
+            raise
         except TimeoutError:
             raise self._error({0}, f"did not come for {self._timeout:g} s", self._timeout) from None
         except (OSError, RuntimeError, ValueError) as error:  # the last two are the store's, when its host is gone
@@ -252,6 +254,15 @@ def group_of(
         hosts = ends if len(ends) == size and all(ends) else [host] * size
 
     def connect_store() -> Any:
+        try:  # Paddle's client would go on for longer than its timeout (3.3.1)
+            _connected(host, port, timeout).close()
+        except OSError as error:
+            where = f"{host}:{port} ({error})"
+            raise PeerLostError.of(
+                f"Global rank 0, whose process has the store of paddle.distributed, cannot be reached at {where}; its "
+                "own log may say why.",
+                [0],
+            ) from error
         # A client of its own: a wait through one blocks every other thread's use of it.
         return core.TCPStore(host, port, False, size, max(1, int(timeout)))
 

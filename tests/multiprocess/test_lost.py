@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.replicas import star_group
 from paddle_shard.replicas.star_group import StarGroup, group_of
 from paddle_shard.testing.simulated import simulated_rank
@@ -123,6 +124,21 @@ def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkey
 
     with simulated_rank(0, 2), pytest.raises(ArgumentError, match="Start the ranks with paddle.distributed.launch"):
         group_of([0, 1], "test")
+
+
+@pytest.mark.parametrize("members", [(0, 1), (1, 2)])
+def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_once(members, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}")
+    with simulated_rank(1, 3):
+        group = group_of(members, "test", 30.0)
+        start = time.monotonic()
+        with pytest.raises(PeerLostError, match="Global rank 0, whose process has the store") as raised:
+            group.minimum([1])
+
+    assert raised.value.ranks == (0,)
+    assert time.monotonic() - start < 5.0
 
 
 # Forked children
