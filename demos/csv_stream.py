@@ -62,7 +62,7 @@ def numbers(loader):
     batches, found = iter(loader), []
     for number, square in batches:
         assert bool((number._local_value() ** 2 == square._local_value()).all())
-        found.append(paddle_shard.gather_valid(number, batches.valid).astype(int).ravel().tolist())
+        found.append(paddle_shard.gather_valid(number, batches.valid).flatten().astype("int64").tolist())
     return found
 
 
