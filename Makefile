@@ -45,7 +45,7 @@ test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 faults: $(READY)
 	$(PY) tests/faults/rounds.py
 
-## bench: ratios against peers, about eight minutes; benchmarks/README.md says how to read them
+## bench: ratios against peers, ten minutes, or twenty beside all peers; benchmarks/README.md says how to read them
 bench: $(READY)
 	$(PY) benchmarks/order.py
 	$(PY) benchmarks/agreement.py

@@ -199,7 +199,8 @@ def main():
         f"memory rises by less than {MOST / 1e3:g} KB per 1,000 steps", f"{steepest / 1e3:+.2f} KB", reached[-1]
     )
     rise = {who: max(found["sets"][who] for found in reports) / 1e3 for who in reports[0]["sets"]}
-    print(f"- a set of workers that is made and ended, without a target: {rise}, KB")
+    told = ", ".join(f"{who} {kilobytes:.1f} KB" for who, kilobytes in rise.items())
+    print(f"- left by a set of workers that is made and ended, without a target: {told}")
     for what in reports[0]["before"]:
         more = max(found["after"][what] - found["before"][what] for found in reports)
         reached.append(more <= 0)
