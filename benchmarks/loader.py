@@ -23,6 +23,7 @@ from workloads import SMALL_64, SMALL_256, TOKENS, WORKLOADS, Rows, write_files
 PARTS = ("throughput", "price", "limits", "steps")
 RANKS, WORKERS, ROUNDS = (1, 2), (0, 2), 5
 PER_SAMPLE, IN_BATCHES, PRICE, GATHERED, DELIVERED, STEP = 1.0, 3.0, 60e-6, 2.2, 3.5, 1.05
+STRETCH = 40
 COMPUTE, READ, STEPS, STEP_BATCH = 0.010, 0.008, 50, 8
 
 
@@ -139,12 +140,14 @@ def price(here):
 
 
 def one_pass(batches, work):
-    """Seconds a step of a pass of its own: their median, since all is done on this thread and others want the core."""
+    """Seconds a step of a pass of its own: the median over stretches, since all is done on this thread and others want
+    the core; and not of single steps, as quick ones are read several at a time."""
     iterator, times = iter(batches), [time.perf_counter()]
     for _ in islice(iterator, work.passed + work.steps):
         times.append(time.perf_counter())
     getattr(iterator, "close", lambda: None)()
-    return float(np.median(np.diff(times)[work.passed :]))
+    steps = np.diff(times)[work.passed :]
+    return float(np.median(steps.reshape(-1, STRETCH).mean(axis=1)))
 
 
 def limits(here):

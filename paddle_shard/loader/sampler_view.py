@@ -53,7 +53,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         loader = self._loader
         whole = loader._source.split or loader._source.item_is_batch
         for batch in loader._source.batches.epoch(loader.epoch):
-            rows = np.arange(batch.num_rows) if whole else loader._rows(batch.num_rows, batch.micro_size).read
+            rows = range(batch.num_rows) if whole else loader._rows(batch.num_rows, batch.micro_size).asked
             indices = batch.take(rows)
             yield indices.tolist() if isinstance(indices, np.ndarray) else indices
 
