@@ -24,6 +24,7 @@ PARTS = ("throughput", "price", "limits", "steps")
 RANKS, WORKERS, ROUNDS = (1, 2), (0, 2), 5
 PER_SAMPLE, IN_BATCHES, PRICE, GATHERED, DELIVERED, STEP = 1.0, 3.0, 60e-6, 2.2, 3.5, 1.05
 STRETCH = 40
+"""Steps whose mean is one value of the price; it divides the steps of each workload that has one."""
 COMPUTE, READ, STEPS, STEP_BATCH = 0.010, 0.008, 50, 8
 
 
@@ -145,7 +146,7 @@ def one_pass(batches, work):
     iterator, times = iter(batches), [time.perf_counter()]
     for _ in islice(iterator, work.passed + work.steps):
         times.append(time.perf_counter())
-    getattr(iterator, "close", lambda: None)()
+    end_pass(iterator)
     steps = np.diff(times)[work.passed :]
     return float(np.median(steps.reshape(-1, STRETCH).mean(axis=1)))
 

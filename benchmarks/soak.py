@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from common import bytes_of, machine, print_table, print_target
+from peers import end_pass
 
 EPOCH, BATCH, WARM_UP, MOST = 1000, 8, 0.2, 10_000
 SETS = 30
@@ -137,7 +138,7 @@ def sets_of_workers(loader):
         batches = iter(loader)
         for _ in range(20):
             next(batches)
-        getattr(batches, "close", getattr(batches, "_try_shutdown_all", None))()
+        end_pass(batches)
         del batches
         gc.collect()
         sizes.append(resident())
