@@ -100,9 +100,9 @@ class Agreement:
         with self._changed:
             return self._notes.pop(step, [])
 
-    def announce_ok(self) -> None:
-        """Say that the next step can be served, with real rows."""
-        self._announce(OK)
+    def announce_ok(self, steps: int = 1) -> None:
+        """Say that the next step, or so many, can be served, with real rows."""
+        self._announce(OK, steps=steps)
 
     def announce_exhausted(self) -> None:
         """Say that the next step can be served, but that from it on there are no real rows here.
@@ -200,7 +200,7 @@ class Agreement:
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 
-    def _announce(self, kind: int, exhausted: bool = False, report: bytes = b"") -> None:
+    def _announce(self, kind: int, exhausted: bool = False, report: bytes = b"", steps: int = 1) -> None:
         with self._changed:
             mine = self.outlook
             if mine.kind == CLOSED or self._verdict is not None:
@@ -215,7 +215,7 @@ class Agreement:
                     "Announce every later step as exhausted, too."
                 )
             mine.kind, mine.report = kind, report
-            mine.step += kind == OK
+            mine.step += steps if kind == OK else 0
             self._post()
             self._coordinator.hear(self)
             if self.due():

@@ -20,12 +20,13 @@ PREFETCH = 8
 PREFETCH_ALONE = 2
 """The same where the training thread reads."""
 
-
+QUICK = 0.001
+"""Seconds from step to step, below which some microseconds count."""
 _AGREED_AHEAD, _SEEN_AHEAD = 0.02, 0.0005
 """Seconds of steps that are read ahead, so that a round of the agreement is over when half of them are needed: it takes
 up to some milliseconds on a busy host. And where ranks see on a board how far the others are: they differ by that."""
-_HELD = 8 << 20
-"""Bytes of batches that may be held for that."""
+_HELD, _HELD_SEEN = 8 << 20, 1 << 20
+"""Bytes of batches that may be held for that; so few, where steps are quick, that they stay in the cache."""
 _MOST = 32
 
 
@@ -33,7 +34,7 @@ def steps_ahead(least: int, step_seconds: float, num_bytes: int, *, on_board: bo
     """Return how many steps to read ahead so that quick ones do not wait for the agreement.
 
     Args:
-        least: At least so many.
+        least: At least so many, but for quick steps on a board.
         step_seconds: From one step to the next.
         num_bytes: Of a batch.
         on_board: Whether no rounds are needed.
@@ -41,9 +42,14 @@ def steps_ahead(least: int, step_seconds: float, num_bytes: int, *, on_board: bo
     Examples:
         >>> steps_ahead(2, 0.0002, 1000), steps_ahead(2, 0.0002, 1 << 20), steps_ahead(2, 0.05, 1000)
         (32, 8, 2)
+        >>> steps_ahead(8, 0.0002, 1 << 20, on_board=True)
+        2
     """
-    wanted = 2 * math.ceil((_SEEN_AHEAD if on_board else _AGREED_AHEAD) / max(step_seconds, 1e-6))
-    return max(least, min(wanted, _HELD // max(num_bytes, 1), _MOST))
+    seconds, held = (_SEEN_AHEAD, _HELD_SEEN) if on_board else (_AGREED_AHEAD, _HELD)
+    if on_board and step_seconds < QUICK:
+        least = min(least, PREFETCH_ALONE)
+    wanted = 2 * math.ceil(seconds / max(step_seconds, 1e-6))
+    return max(least, min(wanted, held // max(num_bytes, 1), _MOST))
 
 
 def ranks_of_run() -> tuple[int, ...]:

@@ -144,13 +144,12 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
         reading, draw = loader._reading.start(requests), _draw_nothing
     else:
         drawn, given = DrawnAhead(requests), loader._given
-        held = given.prefetch_factor * given.num_workers
+        drawn.draw(given.prefetch_factor * given.num_workers)  # what the workers are asked for at first
+        reading = loader._reading.start(drawn)
 
         def draw(count: int) -> None:
-            drawn.draw(count + held)  # what the workers are asked for ahead
+            drawn.draw(count + reading.num_ahead)
 
-        draw(0)
-        reading = loader._reading.start(drawn)
     if look or len(loader._agreeing_ranks) == 1:
         return PlacedPass(reading, place, prefetch, loader._worth, draw)
     return _agreed(loader, start, reading, place, ends_must_agree=True, worth=loader._worth, draw=draw)

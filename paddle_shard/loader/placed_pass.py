@@ -79,6 +79,11 @@ def runs_free(reading: Any) -> bool:
     return bool(getattr(reading, "runs_free", True))
 
 
+def at_hand(reading: Any) -> bool:
+    """Return whether the next step can be had without waiting for workers."""
+    return not hasattr(reading, "at_hand") or bool(reading.at_hand())
+
+
 def read_next(reading: Any, free: bool) -> Any:
     """Return what a pass has read next, or `AGAIN` if the training thread must wait for it."""
     return reading.next_free() if free and hasattr(reading, "next_free") else next(reading)

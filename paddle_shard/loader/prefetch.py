@@ -164,6 +164,10 @@ class DrawnAhead:
                     raise
                 self._end = error
 
+    def ready(self, count: int) -> int:
+        """Return how many of so many can be asked for now."""
+        return count if self._end is not None else min(count, len(self._drawn))
+
     def __iter__(self) -> DrawnAhead:
         return self
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
 from paddle_shard import errors
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, PeerLostError, UnequalEndsError
-from paddle_shard.loader.agreeing import steps_ahead
+from paddle_shard.loader.agreeing import QUICK, steps_ahead
 from paddle_shard.loader.notes import StepNotes
-from paddle_shard.loader.placed_pass import close_reading, read_next, runs_free
+from paddle_shard.loader.placed_pass import at_hand, close_reading, read_next, runs_free
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.chunk import Slice
 from paddle_shard.reading.failure import raised_by_a_handler
@@ -32,8 +32,8 @@ class Outlook(Enum):
 
 
 OK, EXHAUSTED, END, UNEQUAL = Outlook
-_QUICK = 0.001
-"""Seconds from step to step, where some microseconds count."""
+_ENOUGH = 2
+"""Steps ready behind the next, with which no rank waits for its workers; without a board, half of those ahead."""
 _LONGEST = 10_000
 """Characters of an error that the other ranks are told."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
@@ -81,9 +81,17 @@ class AgreedPass:
         self._prefetch, self._draw, self._notes = prefetch, draw, notes
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
         self._in_bursts = in_bursts
-        self._least_ahead, self._delivered_at, self._step_seconds = agreement.prefetch, 0.0, 0.0
+        self._least_ahead, self._step_seconds = agreement.prefetch, 0.0
+        self._looked = (0, 0.0)
+        """(step, time) when the clock was looked at."""
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
+        self._burst = 0
+        """Steps that are to be read at once."""
+        self._several: deque[Any] = deque()
+        """What was, and has yet to be prepared."""
+        self._unsaid = 0
+        """Steps that are ready, and have yet to be announced."""
         self._announced = self._delivered = 0
         self._failure: BaseException | None = None
         self._over = False
@@ -118,38 +126,44 @@ class AgreedPass:
             raise self._failure from lost
         self._delivered += 1
         found = self._ready.popleft()
-        if found is not None:
-            self._look_at_the_clock(found[1].num_bytes)
         if self._notes is not None:
             self._notes.heed(found, self._agreement.take_notes(step))
         return found
 
-    def _look_at_the_clock(self, num_bytes: int) -> None:
-        now = time.perf_counter()
-        if self._delivered > 1:
-            took = now - self._delivered_at
-            self._step_seconds = took if self._delivered == 2 else 0.8 * self._step_seconds + 0.2 * took
-            on_board = self._agreement.on_board
-            ahead = steps_ahead(self._least_ahead, self._step_seconds, num_bytes, on_board=on_board)
-            if ahead != self._agreement.prefetch:
-                self._agreement.prefetch = ahead
-        self._delivered_at = now
+    def _look_at_the_clock(self, step: int) -> None:
+        """Read as far ahead as suits the time that a step takes."""
+        (before, since), now = self._looked, time.perf_counter()
+        self._looked = (step, now)
+        if before == 0 or step == before or not self._ready or self._ready[-1] is None:
+            return
+        took, weight = (now - since) / (step - before), 0.8 ** (step - before)
+        self._step_seconds = weight * self._step_seconds + (1 - weight) * took if self._step_seconds else took
+        num_bytes, on_board = self._ready[-1][1].num_bytes, self._agreement.on_board
+        ahead = steps_ahead(self._least_ahead, self._step_seconds, num_bytes, on_board=on_board)
+        if ahead != self._agreement.prefetch:
+            self._agreement.prefetch = ahead
 
     def _read_ahead(self, step: int) -> None:
         plenty = self._announced - step > max(1, self._agreement.prefetch // 2)
-        if plenty and self._in_bursts and self._step_seconds < _QUICK:
+        if plenty and self._in_bursts and self._step_seconds < QUICK:
             return
-        wanted = self._agreement.wanted(step)
-        if self._ahead is None:
-            while not self._over and self._announced < wanted:
-                self._step()
-            return
-        count = limit = wanted
-        if self._ahead.start():
+        self._look_at_the_clock(step)
+        count = limit = self._agreement.wanted(step)
+        if self._ahead is not None and self._ahead.start():
             self._in_bursts = False
-            count, limit = min(wanted, step + 1), step + 1 + max(self._prefetch, self._agreement.prefetch)
+            count, limit = min(count, step + 1), step + 1 + max(self._prefetch, self._agreement.prefetch)
         self._draw(limit)
-        self._ahead.need(count, limit)
+        if self._in_bursts and self._step_seconds < QUICK:
+            self._burst = limit - self._announced
+        if self._ahead is not None:
+            self._ahead.need(count, limit)
+        enough = _ENOUGH if self._agreement.on_board else max(1, self._agreement.prefetch // 2)
+        while self._ahead is None and not self._over and self._announced < count:
+            if self._announced > step + enough and not at_hand(self._reading):
+                break
+            self._step()
+        self._burst = 0
+        self._say()
 
     def _in_order(self) -> None:
         """End a pass that all ranks have come to the end of; its workers may serve another."""
@@ -190,12 +204,23 @@ class AgreedPass:
         close_reading(self._reading, self._ahead)
 
     def _read(self, free: bool) -> Any:
+        if self._burst > 1 and not self._several and not self._peeked:
+            self._several.extend(getattr(self._reading, "several", _none)(self._burst))
+        self._burst = max(0, self._burst - 1)
+        if self._several:
+            return self._several.popleft()
         if not self._peeked:
             return read_next(self._reading, free)
         found, failed = self._peeked.pop()
         if failed is not None:
             raise failed
         return found
+
+    def _say(self) -> None:
+        """Announce what is ready."""
+        steps, self._unsaid = self._unsaid, 0
+        if steps:
+            self._agreement.announce_ok(steps)
 
     def _step(self, free: bool = False) -> bool:
         """Read the next step, and say what can be served of it; return whether that is done."""
@@ -219,6 +244,7 @@ class AgreedPass:
             with in_use:
                 self._ready.append(self._prepare(found))
             if self._notes is not None and (note := self._notes.say(self._ready[-1])) is not None:
+                self._say()
                 say.note(note)
         except StopIteration:
             return self._end()
@@ -226,19 +252,29 @@ class AgreedPass:
             if raised_by_a_handler(failure):
                 raise
             self._over, self._failure = True, failure
+            self._say()
             say.announce_failure(_report(failure))
             return True
         self._announced += 1
         if outlook is OK:
-            say.announce_ok()
+            self._unsaid += 1
+            if not self._burst:
+                self._say()
         else:
+            self._say()
             say.announce_exhausted()
         return True
 
     def _end(self) -> bool:
         self._over = True
+        self._say()
         self._agreement.announce_end()
         return True
+
+
+def _none(count: int) -> Sequence[Any]:
+    """What a reading has at once that reads step by step."""
+    return ()
 
 
 def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outlook]:

@@ -5,36 +5,35 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import pickle
 import select
 import socket
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.reading.parcel import pickled
+from paddle_shard.reading.parcel import pickled, unpickled
 
-_HEAD = struct.Struct("<BxxxIQ")
-"""What it is, its pieces, its bytes."""
+_HEAD = struct.Struct("<BxHIQ")
+"""What it is, how many messages, their pieces, their bytes."""
 _FILE = struct.Struct("i")
 _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
 _INLINE, _SHARED, _MEMORY = range(3)
-"""The message stands behind the head; it lies in shared memory; here is shared memory for the next."""
+"""What is sent stands behind the head; it lies in shared memory; here is shared memory for the next."""
 _SMALL = 16 << 10
-"""Bytes up to which a message goes through the socket."""
+"""Bytes up to which it goes through the socket."""
 _ALIGNMENT = 64
 _GRAIN = 64 << 10
 
 
 class Channel:
-    """One end of a connection between two processes: whole messages, in order, both ways.
+    """One end of a connection between two processes: whole messages, some at a time, in order, both ways.
 
-    A large message lies in memory that both have mapped, in one of several slots that are taken in turn. Nothing else
-    guards a slot: a sender must know that the message before it in the same slot has been received. So it is where
-    each request is answered by one message, and never more than `num_slots` are unanswered. All slots are in one file,
+    What is large lies in memory that both have mapped, in one of several slots that are taken in turn. Nothing else
+    guards a slot: a sender must know that what it sent before in the same slot has been received. So it is where each
+    `send` is answered by one, and never more than `num_slots` are unanswered. All slots are in one file,
     since each mapping costs a process one of its open files, of which there are often no more than 1024.
     """
 
@@ -43,13 +42,15 @@ class Channel:
 
         Args:
             connection: One that does not block where `receive` and `send` are not to wait.
-            num_slots: Messages that may be under way in each direction.
+            num_slots: What may be under way in each direction: so many calls of `send`.
         """
         self._connection, self._num_slots = connection, num_slots
         self._small = memoryview(bytearray(_HEAD.size + _SMALL))
         self._theirs: memoryview | None = None
         self._ours: _Slots | None = None
         self._num_received = self._num_sent = 0
+        self.num_bytes = 0
+        """Of what was received last."""
         self._poll = select.poll()  # not select: file numbers above 1023 are common in a training process
         self._poll.register(connection, select.POLLIN)
 
@@ -57,13 +58,15 @@ class Channel:
         """Wait for something to receive, or the end; return whether there is."""
         return bool(self._poll.poll(seconds * 1000))
 
-    def receive(self) -> Any:
-        """Return the next message; its arrays are the caller's alone.
+    def receive(self, failed: Callable[[Exception], Any]) -> list[Any]:
+        """Return the messages that were sent next, together; their arrays are the caller's alone.
+
+        Args:
+            failed: Returns what stands for a message that cannot be had, and for those behind it.
 
         Raises:
-            BlockingIOError: There is none yet.
+            BlockingIOError: There are none yet.
             EOFError: The other side has gone, and all that it has sent was received.
-            Exception: Whatever unpickling raises; the message is lost.
         """
         while True:
             try:
@@ -72,36 +75,36 @@ class Channel:
                 continue
             if not received:
                 raise EOFError
-            kind, num_pieces, size = _HEAD.unpack_from(self._small)
+            kind, count, num_pieces, self.num_bytes = _HEAD.unpack_from(self._small)
             if kind == _MEMORY:
-                self._theirs = _theirs(files, size)
+                self._theirs = _theirs(files, self.num_bytes)
                 continue
             slot = self._num_received % self._num_slots
             self._num_received += 1
             if kind == _INLINE:
-                return _read(self._small[_HEAD.size :], num_pieces)
+                return unpickled(*_read(self._small[_HEAD.size :], num_pieces), count, failed)
             if self._theirs is None:
-                raise OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v")
+                return [failed(OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v"))]
             room = len(self._theirs) // self._num_slots
-            return _read(self._theirs[slot * room : (slot + 1) * room], num_pieces)
+            return unpickled(*_read(self._theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
 
-    def send(self, message: Any) -> None:
-        """Send a message.
+    def send(self, *messages: Any) -> None:
+        """Send messages, to be received together.
 
         Raises:
-            BlockingIOError: It was not sent, as the other side has to receive some first.
+            BlockingIOError: Nothing was sent, as the other side has to receive some first.
             OSError: The other side has gone, or there is no memory.
             Exception: Whatever pickling raises; nothing was sent.
         """
-        pieces = pickled(message)
+        pieces = pickled(messages)
         starts, size = _layout([piece.nbytes for piece in pieces])
         if size <= _SMALL:
-            _HEAD.pack_into(self._small, 0, _INLINE, len(pieces), size)
+            _HEAD.pack_into(self._small, 0, _INLINE, len(messages), len(pieces), size)
             _write(self._small[_HEAD.size :], pieces, starts)
             self._connection.send(self._small[: _HEAD.size + size])
         else:
             _write(self._slot(size), pieces, starts)
-            self._connection.send(_HEAD.pack(_SHARED, len(pieces), size))
+            self._connection.send(_HEAD.pack(_SHARED, len(messages), len(pieces), size))
         self._num_sent += 1
 
     def interrupt(self) -> None:
@@ -120,7 +123,7 @@ class Channel:
             ample = -(-(size + size // 4) // _GRAIN) * _GRAIN  # batches differ in size
             slots = _Slots(self._num_slots, ample)
             try:
-                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, len(slots.memory))], [slots.file])
+                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, 0, len(slots.memory))], [slots.file])
             except BaseException:
                 slots.close()
                 raise
@@ -203,8 +206,7 @@ def _write(memory: memoryview, pieces: Sequence[memoryview], starts: Sequence[in
         memory[start : start + piece.nbytes] = piece
 
 
-def _read(memory: memoryview, num_pieces: int) -> Any:
+def _read(memory: memoryview, num_pieces: int) -> tuple[memoryview, list[Any]]:
     lengths = struct.unpack_from(f"<{num_pieces}Q", memory)
     (start, length), *arrays = zip(_layout(lengths)[0], lengths, strict=True)
-    owned = [np.frombuffer(memory, np.uint8, count, at).copy() for at, count in arrays]
-    return pickle.loads(memory[start : start + length], buffers=owned)
+    return memory[start : start + length], [np.frombuffer(memory, np.uint8, size, at).copy() for at, size in arrays]

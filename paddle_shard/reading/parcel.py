@@ -48,8 +48,10 @@ def _of_memory(shape: tuple[int, ...], dtype: str, memory: Any) -> Any:
 _REDUCERS = {np.ndarray: _as_memory, paddle.Tensor: _as_array}
 
 
-def pickled(message: Any) -> list[memoryview]:
-    """Return a message as its pickle and the memory of its arrays, of which Paddle's tensors become some.
+def pickled(messages: Sequence[Any]) -> list[memoryview]:
+    """Return messages as their pickles and the memory of their arrays, of which Paddle's tensors become some.
+
+    No two messages have anything in common when they are unpickled.
 
     Raises:
         Exception: Whatever pickling raises.
@@ -57,8 +59,21 @@ def pickled(message: Any) -> list[memoryview]:
     text, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickle.Pickler(text, 5, buffer_callback=arrays.append)
     pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}  # the first is the user's, who may add to it
-    pickler.dump(message)
+    for message in messages:
+        pickler.dump(message)
+        pickler.clear_memo()
     return [text.getbuffer(), *[array.raw() for array in arrays]]
+
+
+def unpickled(text: Any, arrays: Sequence[Any], count: int, failed: Callable[[Exception], Any]) -> list[Any]:
+    """Return so many messages; in place of one that cannot be unpickled, and those behind it, what `failed` returns."""
+    unpickler, found = pickle.Unpickler(io.BytesIO(text), buffers=iter(arrays)), list[Any]()
+    try:
+        while len(found) < count:
+            found.append(unpickler.load())
+    except Exception as error:
+        found.append(failed(error))
+    return found
 
 
 def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:

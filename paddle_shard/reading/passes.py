@@ -31,11 +31,18 @@ class Pass(Protocol):
         """
 
     @property
+    def num_ahead(self) -> int:
+        """How many requests may be drawn before their batches are asked for."""
+
+    @property
     def runs_free(self) -> bool:
         """Whether `next_free` can be asked: reading draws nothing in this process."""
 
     def next_free(self) -> Any:
         """Return the next batch while another thread is at work; `AGAIN` if that thread must wait for it."""
+
+    def at_hand(self, count: int = 1) -> bool:
+        """Whether the next `count` batches need not be waited for."""
 
     def interrupt(self) -> None:
         """Make a call of `next` return that waits in another thread; the pass must be closed then."""
@@ -83,7 +90,7 @@ class DirectPass:
         self._reader = reader
         self._standing = standing(generators)
         self._to_tensors = to_tensors
-        self._again: list[Request] = []
+        self._again: deque[Request] = deque()
         self.skipped: deque[list[tuple[int, str]]] = deque()
         """For each batch: (row, why) of its samples that could not be read, where those are skipped."""
 
@@ -91,12 +98,18 @@ class DirectPass:
         return self
 
     def __next__(self) -> Any:
-        request = self._again.pop() if self._again else next(self._requests)
+        request = self._again.popleft() if self._again else next(self._requests)
         look_again(self._standing)
         try:
             return self._finished(self._reader.read(request, None), request)
         finally:
             put_back(self._standing)
+
+    def at_hand(self, count: int = 1) -> bool:
+        """Always: this thread reads them."""
+        return True
+
+    num_ahead = 0
 
     @property
     def runs_free(self) -> bool:
@@ -105,13 +118,47 @@ class DirectPass:
 
     def next_free(self) -> Any:
         """Return the next batch, or `AGAIN`."""
-        request = self._again.pop() if self._again else next(self._requests)
+        request = self._again.popleft() if self._again else next(self._requests)
         reader: Any = self._reader
         batch = reader.read_freely(request)
         if batch is not AGAIN:
             return self._finished(batch, request)
         self._again.append(request)
         return AGAIN
+
+    def several(self, count: int) -> list[Any]:
+        """Return at most `count` batches, read with less ado; fewer, or none, where `next` has to look into it."""
+        reader: Any = self._reader
+        if self._again or not self.runs_free:
+            return []
+        requests = self._drawn(count)
+        look_again(self._standing)
+        try:
+            batches = reader.read_several(requests)
+        finally:
+            put_back(self._standing)
+        found: list[Any] = []
+        for batch in batches:
+            one = finished(batch, self._to_tensors, self.skipped)
+            if isinstance(one, ReadFailure):
+                break
+            found.append(one)
+        self._again.extend(requests[len(found) :])
+        return found
+
+    def _drawn(self, count: int) -> list[Request]:
+        """Return the next requests, if there are so many; a failure of the sampler's is left to `next`."""
+        requests: list[Request] = []
+        try:
+            while len(requests) < count:
+                requests.append(next(self._requests))
+        except StopIteration:
+            pass
+        except Exception as error:
+            if raised_by_a_handler(error):
+                raise
+            self._requests = _raising(error)
+        return requests
 
     def _finished(self, batch: Any, request: Request) -> Any:
         found = finished(batch, self._to_tensors, self.skipped)
@@ -131,6 +178,11 @@ class DirectPass:
         """End the pass."""
         self._requests = iter(())
         getattr(self._reader, "close", lambda: None)()
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
 
 
 def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:

@@ -114,6 +114,10 @@ class StreamPass:
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None
 
+    def at_hand(self) -> bool:
+        """Return whether the next slice can be had without waiting for the workers."""
+        return self._core.at_hand(len(self._joiner.places))
+
     def interrupt(self) -> None:
         """Make a call of `next` return that waits in another thread."""
         self._core.interrupt()

@@ -70,8 +70,10 @@ class UserLoader:
         self.dataloader._iterator = None
         self.dataloader.pin_memory = False  # as Paddle's own shard_dataloader does, but to the user's object
 
-    def start(self, requests: Iterator[ReadRequest]) -> UserPass:
+    def start(self, requests: Iterator[ReadRequest]) -> Any:
         """Start a pass of its own; any number may be open at once."""
+        if self._class.__iter__ is _ReadsRequests.__iter__:
+            return self.core_pass(requests)
         return UserPass(self, requests)
 
     def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
@@ -92,7 +94,7 @@ class UserLoader:
 
 
 class UserPass:
-    """One pass through the user's DataLoader subclass."""
+    """One pass through the `__iter__` of the user's DataLoader subclass."""
 
     def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
         self._cores = cores = []  # type: list[Any]

@@ -45,20 +45,26 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
     os.register_at_fork(after_in_child=channel.close)  # what the user starts here may outlive this process
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # no other device's driver outlives a fork
         failure = _set_up(number, settings)
+
+        def lost(error: Exception) -> ReadFailure:
+            return ReadFailure.of(error, what="receiving the request", index=None, worker=number)
+
         while True:
             try:
-                request = channel.receive()
+                requests = channel.receive(lost)
             except EOFError:
                 return
-            except Exception as error:
-                answer = ReadFailure.of(error, what="receiving the request", index=None, worker=number)
-            else:
-                answer = failure or settings.reader.read(request, number)
+            answers: list[Any] = []
+            for request in requests:
+                known = failure or (request if isinstance(request, ReadFailure) else None)
+                answers.append(known or settings.reader.read(request, number))
+                if isinstance(answers[-1], ReadFailure):
+                    break
             try:
-                _send(channel, answer, number)
+                _send(channel, answers, number)
             except ConnectionError:
                 return
-            del answer  # else it takes up memory while the next is read
+            del answers  # else they take up memory while the next are read
 
 
 def _leave_signals_alone() -> None:
@@ -86,10 +92,14 @@ def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
     return None
 
 
-def _send(channel: Channel, answer: Any, number: int) -> None:
-    try:
-        channel.send(answer)
-    except ConnectionError:
-        raise
-    except Exception as error:
-        channel.send(ReadFailure.of(error, what="sending the batch", index=None, worker=number))
+def _send(channel: Channel, answers: list[Any], number: int) -> None:
+    """Send answers, up to one that cannot be, and why."""
+    for sent in reversed(range(len(answers))):
+        try:
+            return channel.send(*answers)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            answers[sent:] = [ReadFailure.of(error, what="sending the batch", index=None, worker=number)]
+    channel.send(*answers)
+    return None

@@ -77,11 +77,20 @@ class WorkerPass:
         self.close()
         raise found.error(request)
 
+    @property
+    def num_ahead(self) -> int:
+        """See `Pass`."""
+        return 0 if self._pool is None else self._pool.num_ahead
+
     runs_free = True
 
     def next_free(self) -> Any:
         """Return the next batch: this process reads nothing."""
         return next(self)
+
+    def at_hand(self, count: int = 1) -> bool:
+        """Return whether the next batches can be had without waiting for the workers."""
+        return self._pool is None or self._pool.at_hand(count)
 
     def interrupt(self) -> None:
         """Cut off the workers that `next` waits for."""
@@ -92,7 +101,7 @@ class WorkerPass:
     def finish(self) -> None:
         """End the pass; persistent workers finish what they were asked for, and wait for another."""
         pool = self._pool
-        if pool is None or not pool.persistent:
+        if pool is None or not pool.persistent or pool.unsent:
             self.close()
             return
         pool.stop_asking()

@@ -33,6 +33,12 @@ _LOOK_SECONDS = 1.0
 _OTHERS_SECONDS = 5.0
 """How long one worker is waited for where another was killed, which may have held a lock."""
 
+_QUICK = 0.001
+"""Seconds from batch to batch, below which several requests are sent at once: a message, and a worker that is woken for
+it, cost more than reading a small batch."""
+_MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 1 << 20
+"""Requests that a message has at most, and bytes that are to be in the answer."""
+
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
@@ -63,7 +69,8 @@ class WorkerPool:
     """Some worker processes, each of which reads one request after another; with persistent ones for several passes.
 
     Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests;
-    so each worker's channel is a queue of its own, and there is nothing to put in order.
+    so each worker's channel is a queue of its own, and there is nothing to put in order. A message is a list of
+    requests, and is answered by a list of their batches, up to a failure.
     """
 
     def __init__(
@@ -95,21 +102,35 @@ class WorkerPool:
         self._requests: Iterator[Request] = iter(())
         self.pending: deque[Request] = deque()
         """What was asked, and has not come."""
-        self._unsent: Request | None = None
+        self.unsent: deque[tuple[int, list[Request]]] = deque()
+        """Messages that are in `pending`, too, and the workers that they are for."""
+        self._under_way: list[deque[int]] = []
+        """For each worker: how many requests are in the messages that it has not answered."""
+        self._come: list[deque[Any]] = []
+        """Of each worker's answers, what is to be taken."""
         self._error: Exception | None = None
         self._num_asked = self._num_taken = 0
+        self._looked, self._pace, self._at_once = (0, 0.0), 2 * _QUICK, 1
+        """(batches, time) at the last look at the clock; seconds a batch; requests a message, where that is quick."""
         self.interrupted = False
         self.process = os.getpid()
         """Whose workers they are."""
         _pools.add(self)
 
     def start(self, requests: Iterator[Request]) -> None:
-        """Start a pass; the one before it must have ended."""
+        """Start a pass; the one before it must have ended.
+
+        Args:
+            requests: With a method `ready(count)`, if they cannot always be drawn: how many of so many can be.
+        """
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
-        self.process, self._requests, self._unsent, self._error = os.getpid(), requests, None, None
+        self.process, self._requests, self._error = os.getpid(), requests, None
         self.pending.clear()
-        self._num_asked = self._num_taken = 0
+        self.unsent.clear()
+        self._ready = getattr(requests, "ready", lambda count: count)
+        self._num_asked, self._num_taken, self._looked = 0, 0, (0, 0.0)
+        self._under_way, self._come = ([deque() for _ in range(self.num_workers)] for _ in range(2))
         if not self._workers:
             self._start_workers()
         self._ask()
@@ -122,22 +143,35 @@ class WorkerPool:
             WorkersLostError: It will never come; it is the first of `pending`.
             Exception: What drawing the requests raised.
         """
-        self._ask()
-        if not self.pending:
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
-        batch = self._received(self._num_taken % self.num_workers)
+        number = self._num_taken % self.num_workers
+        if not self._come[number]:
+            self._ask()
+            if not self.pending:
+                if self._error is not None:
+                    raise self._error
+                raise StopIteration
+            answers, count = self._received(number), self._under_way[number].popleft()
+            self._come[number].extend(answers + answers[-1:] * (count - len(answers)))
+            self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE * count // self._channels[number].num_bytes))
+            self._ask()
+        batch = self._come[number].popleft()
         self._num_taken += 1
-        request = self.pending.popleft()
-        self._ask()
-        return request, batch
+        return self.pending.popleft(), batch
+
+    @property
+    def num_ahead(self) -> int:
+        """Requests that may be drawn before they are taken."""
+        return self.num_workers * (self._ahead + 1) * self._at_once
+
+    def at_hand(self, count: int) -> bool:
+        """Return whether the next `count` answers have come, or why they never will; where there are no more, too."""
+        workers = self.num_workers
+        coming = range(self._num_taken, min(self._num_taken + count, self._num_asked))[:workers]
+        return all(self._come[i % workers] or self._channels[i % workers].wait(0) for i in coming)
 
     def stop_asking(self) -> None:
         """Ask for nothing further; what is pending can still be taken."""
-        self._requests, self._unsent = iter(()), None
-        while len(self.pending) > self._num_asked - self._num_taken:
-            self.pending.pop()
+        self._requests = iter(())
 
     def interrupt(self) -> None:
         """Make a call of `next` in another thread end."""
@@ -203,20 +237,10 @@ class WorkerPool:
 
     def _ask(self) -> None:
         """Give the workers as many requests ahead as they may have."""
-        while self._num_asked - self._num_taken < self.num_workers * self._ahead:
-            if self._unsent is None:
-                try:
-                    self._unsent = next(self._requests)
-                except StopIteration:
-                    return
-                except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
-                    if raised_by_a_handler(error):
-                        raise
-                    self._requests, self._error = iter(()), error
-                    return
-                self.pending.append(self._unsent)
+        while self.unsent or self._draw():
+            number, requests = self.unsent[0]
             try:
-                self._channels[self._num_asked % self.num_workers].send(self._unsent)
+                self._channels[number].send(*requests)
             except BlockingIOError:  # it is busy with those before
                 return
             except ConnectionError:  # found out when its answer is due
@@ -224,19 +248,55 @@ class WorkerPool:
             except Exception as error:
                 if raised_by_a_handler(error):  # it may have been sent
                     raise
+                failed = requests.pop()  # if it is one before it, the next attempt says so
                 failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
-                self._requests, self._error = iter(()), failure.error(self.pending.pop())
-                self._unsent = None
-                return
-            self._unsent = None
-            self._num_asked += 1
+                self._requests, self._error = iter(()), failure.error(failed)
+                while self.pending.pop() is not failed:
+                    pass
+                if requests:
+                    continue
+            self.unsent.popleft()
+            if requests:
+                self._under_way[number].append(len(requests))
 
-    def _received(self, number: int) -> Any:
-        """Return the next answer of a worker."""
+    def _draw(self) -> bool:
+        """Draw the requests of the next messages; return whether there are any."""
+        self._look_at_the_clock()
+        workers, first, drawn = self.num_workers, self._num_asked, list[Request]()
+        count = workers * self._at_once if self._pace < _QUICK else 1
+        if any(len(self._under_way[(first + i) % workers]) >= self._ahead for i in range(min(count, workers))):
+            return False
+        count = self._ready(count)
+        try:
+            while len(drawn) < count:
+                drawn.append(next(self._requests))
+        except StopIteration:
+            pass
+        except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
+            if raised_by_a_handler(error):
+                raise
+            self._requests, self._error = iter(()), error
+        self.unsent.extend(((first + i) % workers, drawn[i::workers]) for i in range(min(len(drawn), workers)))
+        self.pending.extend(drawn)
+        self._num_asked += len(drawn)
+        return bool(drawn)
+
+    def _look_at_the_clock(self) -> None:
+        """Take the time that batches take."""
+        (taken, at), now = self._looked, time.perf_counter()
+        if self._num_taken == taken:
+            return
+        self._looked = self._num_taken, now
+        if taken:
+            pace = (now - at) / (self._num_taken - taken)
+            self._pace = min(0.5 * (self._pace + pace), 2 * _QUICK)
+
+    def _received(self, number: int) -> list[Any]:
+        """Return the next answers of a worker."""
         channel, waited = self._channels[number], 0.0
         while True:
             with contextlib.suppress(BlockingIOError):
-                return self._answer(channel, number)
+                return self._answers(channel, number)
             seconds = min(_LOOK_SECONDS, self.patience - waited)
             if channel.wait(seconds):
                 continue
@@ -249,17 +309,16 @@ class WorkerPool:
                 text = f"worker {number} has said nothing for {self.patience:g} s; the loader's timeout= says so"
                 raise WorkersLostError(text, number)
 
-    def _answer(self, channel: Channel, number: int) -> Any:
+    def _answers(self, channel: Channel, number: int) -> list[Any]:
+        def failed(error: Exception) -> ReadFailure:
+            if raised_by_a_handler(error):
+                raise error
+            return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
+
         try:
-            return channel.receive()
-        except BlockingIOError:
-            raise
+            return channel.receive(failed)
         except EOFError:
             raise self._lost(number) from None
-        except Exception as error:
-            if raised_by_a_handler(error):  # it may not have been received
-                raise
-            return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""

@@ -381,6 +381,35 @@ def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_burs
         assert set(settled) == {1}
 
 
+def test_workers_that_pause_are_not_waited_for_while_batches_are_ready():
+    class Reading:
+        """Whose workers pause after step 20; asking for more would block."""
+
+        step, paused = 0, False
+
+        def at_hand(self):
+            return not self.paused
+
+        def __next__(self):
+            assert not self.paused
+            self.step += 1
+            if self.step == 60:
+                raise StopIteration
+            return self.step - 1, SimpleNamespace(num_bytes=1 << 30)
+
+        def close(self):
+            pass
+
+    reading, ahead = Reading(), 8
+    agreement = open_agreement((0,), prefetch=ahead, ends_must_agree=True, label="", timeout=5, on_lost="raise")
+    batches, delivered = AgreedPass(reading, agreement), []
+    for step, _ in batches:
+        delivered.append(step)
+        reading.paused = 20 <= step < 20 + ahead // 2 - 1
+
+    assert delivered == list(range(59))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_static_program_may_be_built_meanwhile(workers):
     """Paddle's mode is a thread's own, from the one that it is started in."""

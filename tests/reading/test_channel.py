@@ -45,6 +45,16 @@ def channels():
         channel.close()
 
 
+def receive(channel):
+    """What was sent by itself; raises what goes wrong."""
+    (found,) = channel.receive(raised)
+    return found
+
+
+def raised(error):
+    raise error
+
+
 def message_of(number, sizes):
     """A message that says which it is, in each of its bytes."""
     return number, b"x" * (number % 7), [np.full(size, number % 251, np.uint8) for size in sizes]
@@ -82,10 +92,10 @@ def test_messages_of_any_sizes_arrive_whole_and_in_order_where_each_request_is_a
                 asking.send(message_of(len(asked), asked[-1]))
             elif step == "answer":
                 answered.append(data.draw(ARRAYS))
-                assert is_message(answering.receive(), len(answered), asked[len(answered) - 1])
+                assert is_message(receive(answering), len(answered), asked[len(answered) - 1])
                 answering.send(message_of(100 + len(answered), answered[-1]))
             else:
-                taken.append(asking.receive())
+                taken.append(receive(asking))
         # Looked at in the end only: what was received must not have changed.
         assert all(is_message(found, 101 + at, answered[at]) for at, found in enumerate(taken))
     finally:
@@ -97,7 +107,7 @@ def echo(end, num_slots):
     channel = Channel(end, num_slots)
     while True:
         try:
-            number, _, arrays = channel.receive()
+            number, _, arrays = receive(channel)
         except EOFError:
             os._exit(0)
         channel.send(message_of(number, [2 * len(array) for array in arrays]))
@@ -115,12 +125,12 @@ def test_the_same_with_another_process(num_slots, requests):
         for number, sizes in enumerate(requests):
             if len(under_way) == num_slots:
                 assert channel.wait(10.0)
-                found.append((channel.receive(), *under_way.popleft()))
+                found.append((receive(channel), *under_way.popleft()))
             channel.send(message_of(number, sizes))
             under_way.append((number, sizes))
         for request in under_way:
             assert channel.wait(10.0)
-            found.append((channel.receive(), *request))
+            found.append((receive(channel), *request))
     finally:
         channel.close()
         child.join(10.0)
@@ -136,7 +146,7 @@ def test_slots_grow_while_others_are_under_way(channels):
     for number, size in enumerate(sizes):
         sender.send(message_of(number, size))
 
-    assert all(is_message(receiver.receive(), number, size) for number, size in enumerate(sizes))
+    assert all(is_message(receive(receiver), number, size) for number, size in enumerate(sizes))
 
 
 def test_what_was_received_does_not_change_and_can_be_written_to(channels):
@@ -145,7 +155,7 @@ def test_what_was_received_does_not_change_and_can_be_written_to(channels):
     for number in range(5):
         for size in (BELOW, ABOVE):
             sender.send(message_of(number, [size]))
-            received.append((receiver.receive(), number, [size]))
+            received.append((receive(receiver), number, [size]))
     assert all(is_message(*one) for one in received)
 
     received[0][0][2][0][:] = 255
@@ -159,14 +169,14 @@ def test_what_was_sent_may_be_written_to_at_once(channels):
         message = message_of(7, [size])
         sender.send(message)
         message[2][0][:] = 0
-        assert is_message(receiver.receive(), 7, [size])
+        assert is_message(receive(receiver), 7, [size])
 
 
 def test_an_array_that_is_in_a_message_twice_is_one_array_of_it(channels):
     sender, receiver = channels(1)
     array = np.arange(ABOVE)
     sender.send([array, array, array[1:]])
-    once, again, view = receiver.receive()
+    once, again, view = receive(receiver)
 
     assert once is again
     assert not np.shares_memory(once, view)
@@ -178,7 +188,7 @@ def test_a_message_of_many_arrays_needs_no_large_one(channels):
     sizes = [number % 3 for number in range(5000)]
     sender.send(message_of(1, sizes))
 
-    assert is_message(receiver.receive(), 1, sizes)
+    assert is_message(receive(receiver), 1, sizes)
 
 
 def test_reducers_that_are_registered_later_count(channels, monkeypatch):
@@ -193,7 +203,7 @@ def test_reducers_that_are_registered_later_count(channels, monkeypatch):
     sender, receiver = channels(1)
     sender.send(Wrapped(3))
 
-    assert receiver.receive() == [3]
+    assert receive(receiver) == [3]
 
 
 # The end
@@ -209,11 +219,11 @@ def test_the_end_is_known_when_all_was_received(channels, size, unread):
         staying.send(message_of(number, [1]))
     left.close()
 
-    assert all(is_message(staying.receive(), number, [size]) for number in range(3))
+    assert all(is_message(receive(staying), number, [size]) for number in range(3))
     for _ in range(3):
         assert staying.wait(0.0)
         with pytest.raises(EOFError):
-            staying.receive()
+            receive(staying)
     with pytest.raises(ConnectionError):
         staying.send(1)
 
@@ -224,7 +234,7 @@ def test_a_channel_that_is_interrupted_has_come_to_its_end(channels):
 
     assert channel.wait(0.0)
     with pytest.raises(EOFError):
-        channel.receive()
+        receive(channel)
 
 
 # What goes wrong
@@ -233,12 +243,12 @@ def test_a_channel_that_is_interrupted_has_come_to_its_end(channels):
 def test_where_nothing_has_come_nothing_is_received(channels):
     sender, receiver = channels(1)
     with pytest.raises(BlockingIOError):
-        receiver.receive()
+        receive(receiver)
     assert not receiver.wait(0.0)
     sender.send(message_of(1, [ABOVE]))
 
     assert receiver.wait(0.0)
-    assert is_message(receiver.receive(), 1, [ABOVE])
+    assert is_message(receive(receiver), 1, [ABOVE])
 
 
 @pytest.mark.parametrize("then", [BELOW, ABOVE])
@@ -252,12 +262,12 @@ def test_what_could_not_be_sent_yet_is_sent_when_it_can_be(channels, then):
     for _ in range(3):
         with pytest.raises(BlockingIOError):
             sender.send(message_of(sent, [then]))
-    assert all(is_message(receiver.receive(), number, [BELOW]) for number in range(sent))
+    assert all(is_message(receive(receiver), number, [BELOW]) for number in range(sent))
     sender.send(message_of(sent, [then]))
     sender.send(message_of(sent + 1, [then + 1]))
 
-    assert is_message(receiver.receive(), sent, [then])
-    assert is_message(receiver.receive(), sent + 1, [then + 1])
+    assert is_message(receive(receiver), sent, [then])
+    assert is_message(receive(receiver), sent + 1, [then + 1])
 
 
 @pytest.mark.parametrize("before", [[], [ABOVE]])
@@ -265,17 +275,17 @@ def test_without_memory_only_the_message_that_needs_it_fails(channels, monkeypat
     sender, receiver = channels(2)
     for size in before:
         sender.send(message_of(1, [size]))
-        assert is_message(receiver.receive(), 1, [size])
+        assert is_message(receive(receiver), 1, [size])
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
         for _ in range(3):
             with pytest.raises(OSError, match="No space left"):
                 sender.send(message_of(2, [10 * ABOVE]))
         sender.send(message_of(3, [BELOW]))
-        assert is_message(receiver.receive(), 3, [BELOW])
+        assert is_message(receive(receiver), 3, [BELOW])
     for number, size in enumerate([10 * ABOVE, ABOVE, 20 * ABOVE]):
         sender.send(message_of(number, [size]))
-        assert is_message(receiver.receive(), number, [size])
+        assert is_message(receive(receiver), number, [size])
 
 
 def fails(number):
@@ -292,12 +302,12 @@ def test_memory_that_cannot_be_mapped_costs_no_other_message(channels, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr("mmap.mmap", fails(errno.EMFILE))
         with pytest.raises(OSError, match="ulimit"):
-            receiver.receive()
-    assert is_message(receiver.receive(), 2, [BELOW])
+            receive(receiver)
+    assert is_message(receive(receiver), 2, [BELOW])
     with pytest.raises(BlockingIOError):
-        receiver.receive()
+        receive(receiver)
     sender.send(message_of(3, [10 * ABOVE]))
-    assert is_message(receiver.receive(), 3, [10 * ABOVE])
+    assert is_message(receive(receiver), 3, [10 * ABOVE])
 
 
 def test_what_cannot_be_pickled_is_not_sent(channels):
@@ -307,7 +317,7 @@ def test_what_cannot_be_pickled_is_not_sent(channels):
             sender.send(bad)
     sender.send(message_of(1, [ABOVE]))
 
-    assert is_message(receiver.receive(), 1, [ABOVE])
+    assert is_message(receive(receiver), 1, [ABOVE])
 
 
 class BreaksWhenRead:
@@ -321,9 +331,9 @@ def test_what_cannot_be_unpickled_is_lost_alone(channels, size):
     for number in range(3):
         sender.send([BreaksWhenRead(), np.zeros(size)])
         with pytest.raises(ValueError, match="no number"):
-            receiver.receive()
+            receive(receiver)
         sender.send(message_of(number, [size]))
-        assert is_message(receiver.receive(), number, [size])
+        assert is_message(receive(receiver), number, [size])
 
 
 # What it takes
@@ -336,7 +346,7 @@ def test_it_works_where_python_has_no_memfd(channels, monkeypatch):
     sender, receiver = channels(2)
     for number in range(5):
         sender.send(message_of(number, [ABOVE << number]))
-        assert is_message(receiver.receive(), number, [ABOVE << number])
+        assert is_message(receive(receiver), number, [ABOVE << number])
     assert sorted(os.listdir("/dev/shm")) == before
 
 
@@ -346,7 +356,7 @@ def test_any_number_of_slots_takes_few_open_files_and_lets_go_of_them():
     sender, receiver = pair(500)
     for number in range(500):
         sender.send(message_of(number, [ABOVE + 100 * number]))
-        assert is_message(receiver.receive(), number, [ABOVE + 100 * number])
+        assert is_message(receive(receiver), number, [ABOVE + 100 * number])
     assert len(os.listdir("/proc/self/fd")) - before < 10
     sender.close()
     receiver.close()
@@ -363,7 +373,7 @@ def test_memory_is_taken_for_slots_that_are_used():
     before = taken()
     for _ in range(2):
         sender.send(message_of(1, [4_000_000]))
-        receiver.receive()
+        receive(receiver)
     assert 8_000_000 <= taken() - before < 20_000_000
     sender.close()
     receiver.close()

@@ -5,6 +5,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 import weakref
 from collections import namedtuple
 
@@ -16,6 +17,8 @@ from paddle.io import DataLoader
 
 from paddle_shard.errors import DataReadError
 from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.reading.channel import Channel
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.worker_pass import WorkerPass
 from paddle_shard.reading.workers import WorkerPool
@@ -23,6 +26,8 @@ from paddle_shard.sources.arrays import ArrayDataset
 
 LARGE = 20_000
 """So many numbers go through shared memory."""
+LATE = 301
+"""A step by which quick batches travel several at a time."""
 
 
 class Reader:
@@ -185,6 +190,57 @@ def test_a_batch_does_not_change_when_later_ones_come(size):
     assert [tensor.shape[0] for (tensor,) in found] == [size + step for step in range(20)]
 
 
+def test_batches_share_no_memory_though_a_worker_answers_with_the_same_array():
+    always = np.zeros(10, "int64")
+    with reading(lambda step: [always], requests(LATE + 30)) as batches:
+        found = [tensor for (tensor,) in batches][LATE:]
+    for at, tensor in enumerate(found):
+        tensor.fill_(at + 1)
+
+    assert [set(tensor.tolist()) for tensor in found] == [{at + 1} for at in range(len(found))]
+
+
+# How they travel
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "together"), [(10, 0.0, True), (LARGE, 0.0, True), (200_000, 0.0, False), (10, 0.005, False)]
+)
+def test_quick_and_small_batches_travel_together_and_are_read_by_the_same_workers(monkeypatch, size, seconds, together):
+    sizes, send = [], Channel.send
+
+    def counted(channel, *messages):
+        sizes.append(len(messages))
+        send(channel, *messages)
+
+    def work(step):
+        time.sleep(seconds)
+        return [np.full(size, os.getpid())]
+
+    monkeypatch.setattr(Channel, "send", counted)
+    steps = 100 if seconds or not together else 500
+    with reading(work, requests(steps)) as batches:
+        readers = [int(tensor[0]) for (tensor,) in batches]
+
+    assert sum(sizes) == steps
+    assert (max(sizes) > 1) == together
+    assert len(set(readers)) == 2
+    assert all(reader == readers[step % 2] for step, reader in enumerate(readers))
+
+
+@pytest.mark.parametrize("bad", [None, LATE + 2])
+def test_a_pass_may_be_finished_while_batches_travel_together(bad):
+    """Persistent workers have answered all that was asked, or are ended; none is waited for in vain."""
+
+    def work(step):
+        return [np.full(10, step), (lambda: 0) if step == bad else None]
+
+    with reading(work, requests(10_000), persistent_workers=True) as batches:
+        assert [int(next(batches)[0][0]) for _ in range(LATE)] == list(range(LATE))
+        batches.finish()
+        assert next(batches, None) is None
+
+
 # Settings
 
 
@@ -256,17 +312,36 @@ class BreaksWhenRead:
         return int, ("no number",)
 
 
+@pytest.mark.parametrize("bad", [5, LATE])
 @pytest.mark.parametrize("size", [1, LARGE])
-def test_a_batch_that_this_process_cannot_read_fails_at_its_step(size):
+def test_a_batch_that_this_process_cannot_read_fails_at_its_step(size, bad):
     def work(step):
-        return [np.full(size, step), BreaksWhenRead() if step == 5 else None]
+        return [np.full(size, step), BreaksWhenRead() if step == bad else None]
 
     found = []
-    with reading(work, requests(8)) as batches:
-        with pytest.raises(DataReadError, match=r"receiving the batch failed in worker 1 .*step 5.*no number"):
+    with reading(work, requests(bad + 30)) as batches:
+        with pytest.raises(DataReadError, match=rf"receiving the batch failed in worker 1 .*step {bad}.*no number"):
             found.extend(int(batch[0][0]) for batch in batches)
         assert next(batches, None) is None
-    assert found == list(range(5))
+    assert found == list(range(bad))
+
+
+@pytest.mark.parametrize("bad", [5, LATE])
+@pytest.mark.parametrize("what", ["reading", "sending the batch"])
+def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
+    def work(step):
+        if step < bad:
+            return [np.full(10, step)]
+        if what == "reading":
+            return ReadFailure.of(ValueError("this one"), what=what, index=None, worker=step % 2)
+        return [lambda: "this one"]
+
+    found = []
+    with reading(work, requests(bad + 30)) as batches:
+        with pytest.raises(DataReadError, match=rf"(?s){what} failed in worker 1 .*step {bad}.*(this one|pickle)"):
+            found.extend(int(tensor[0]) for (tensor,) in batches)
+        assert next(batches, None) is None
+    assert found == list(range(bad))
 
 
 def asked(steps, bad, indices):
@@ -279,13 +354,14 @@ def asked(steps, bad, indices):
     [(lambda: 0, "sending the request failed in the main process"), (BreaksWhenRead(), "receiving the request failed")],
 )
 @pytest.mark.parametrize("more", [[], [np.zeros(LARGE)]])
-def test_a_request_that_cannot_reach_a_worker_fails_at_its_step(index, error, more):
+@pytest.mark.parametrize("bad", [5, LATE])
+def test_a_request_that_cannot_reach_a_worker_fails_at_its_step(index, error, more, bad):
     found = []
-    with reading(lambda step: [np.full(LARGE, step)], asked(8, 5, [index, *more])) as batches:
-        with pytest.raises(DataReadError, match=rf"{error} .*step 5"):
+    with reading(lambda step: [np.full(1000, step)], asked(bad + 30, bad, [index, *more])) as batches:
+        with pytest.raises(DataReadError, match=rf"{error} .*step {bad}"):
             found.extend(int(tensor[0]) for (tensor,) in batches)
         assert next(batches, None) is None
-    assert found == list(range(5))
+    assert found == list(range(bad))
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, StopIteration])
@@ -298,7 +374,8 @@ def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
         next(batches)
 
 
-def test_a_batch_for_which_there_is_no_memory_fails_at_its_step():
+@pytest.mark.parametrize("bad", [5, LATE])
+def test_a_batch_for_which_there_is_no_memory_fails_at_its_step(bad):
     def init(worker):
         allocate = os.posix_fallocate
 
@@ -310,10 +387,10 @@ def test_a_batch_for_which_there_is_no_memory_fails_at_its_step():
         os.posix_fallocate = limited
 
     def work(step):
-        return [np.full((1 << 20) if step == 5 else LARGE, step)]
+        return [np.full((1 << 20) if step == bad else LARGE, step)]
 
     found = []
-    says = pytest.raises(DataReadError, match=r"sending the batch failed in worker 1 .*step 5.*No space left")
-    with reading(work, requests(8), worker_init_fn=init) as batches, says:
+    says = pytest.raises(DataReadError, match=rf"sending the batch failed in worker 1 .*step {bad}.*No space left")
+    with reading(work, requests(bad + 30), worker_init_fn=init) as batches, says:
         found.extend(int(tensor[0]) for (tensor,) in batches)
-    assert found == list(range(5))
+    assert found == list(range(bad))
