@@ -72,7 +72,7 @@ def throughput(here):
     for work in WORKLOADS:
         rows = here.rows(work)
         for workers in WORKERS:
-            passes = {peer: APass(here, peer, work, rows, workers) for peer in PEERS if why_not(peer) is None}
+            passes = {peer: APass(here, peer, work, rows, workers) for peer in PEERS if why_not(peer, workers) is None}
             found[f"{WORKLOADS.index(work)}|{workers}"] = here.in_turns(passes, warm=False)
             for peer in (OURS, BATCHED):
                 same = (passes[peer].first == passes[PADDLE].first).all()

@@ -2,7 +2,8 @@
 
 All read the same data set in random order, with the same global batch. Paddle's own loader gets this library's order,
 as lists that are made before; the others cannot be given one and shuffle with their own. What they yield: this library
-and `dist.shard_dataloader` distributed tensors, the others local ones of a rank's rows, Grain numpy arrays.
+and `dist.shard_dataloader` distributed tensors, the others local ones of a rank's rows, Grain numpy arrays. With no
+loader at all a batch is gathered and made a tensor, its indices at hand: the limit of what can be had on one thread.
 """
 
 import numpy as np
@@ -11,13 +12,16 @@ from common import package_version
 OURS, BATCHED = "paddle_shard, per sample", "paddle_shard, batched"
 PADDLE, SHARDED = "paddle.io.DataLoader", "dist.shard_dataloader"
 TORCH, GRAIN = "torch DataLoader", "grain DataLoader"
+BARE = "no loader: __getitems__ and to_tensor"
 READ_AHEAD = 32
 """Steps beyond those that are measured, so that a loader reads ahead to the last."""
-PEERS = (OURS, BATCHED, PADDLE, SHARDED, TORCH, GRAIN)
+PEERS = (OURS, BATCHED, PADDLE, BARE, SHARDED, TORCH, GRAIN)
 
 
-def why_not(peer):
+def why_not(peer, workers=0):
     """Why a peer is left out, or None."""
+    if peer == BARE and workers:
+        return "has no workers"
     package = {TORCH: "torch", GRAIN: "grain"}.get(peer)
     if package is not None and package_version(package) is None:
         return "skipped: not installed"
@@ -66,9 +70,12 @@ def open_pass(peer, work, rows, workers, mesh, rank, num_ranks):
         return iter(sharded(rows, work.batch_size, workers, mesh))
     if peer == BATCHED:
         return iter(sharded(paddle_shard.ArrayDataset(rows.rows), work.batch_size, workers, mesh))
-    if peer == PADDLE:
+    if peer in (PADDLE, BARE):
         plan = sharded(rows, work.batch_size, 0, mesh, agree=False).plan
         given = batch_sampler(plan, rank, min(work.passed + work.steps + READ_AHEAD, plan.num_steps))
+        if peer == BARE:
+            place, dataset = paddle.CPUPlace(), paddle_shard.ArrayDataset(rows.rows)
+            return (paddle.to_tensor(dataset.__getitems__(indices), place=place) for indices in given)
         return iter(paddle.io.DataLoader(rows, batch_sampler=given, num_workers=workers))
     if peer == SHARDED:
         given = paddle.io.DataLoader(rows, batch_size=work.batch_size, shuffle=True, num_workers=workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ class AgreedPass:
         self._prefetch, self._draw, self._notes = prefetch, draw, notes
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
         self._in_bursts = in_bursts
-        self._least_ahead, self._step_seconds = agreement.prefetch, 0.0
+        self._least_ahead, self._step_seconds = agreement.prefetch, math.inf
         self._looked = (0, 0.0)
         """(step, time) when the clock was looked at."""
         self._peeked: list[tuple[Any, Exception | None]] = []
@@ -137,7 +138,8 @@ class AgreedPass:
         if before == 0 or step == before or not self._ready or self._ready[-1] is None:
             return
         took, weight = (now - since) / (step - before), 0.8 ** (step - before)
-        self._step_seconds = weight * self._step_seconds + (1 - weight) * took if self._step_seconds else took
+        known = self._step_seconds < math.inf
+        self._step_seconds = weight * self._step_seconds + (1 - weight) * took if known else took
         num_bytes, on_board = self._ready[-1][1].num_bytes, self._agreement.on_board
         ahead = steps_ahead(self._least_ahead, self._step_seconds, num_bytes, on_board=on_board)
         if ahead != self._agreement.prefetch:

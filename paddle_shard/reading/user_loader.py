@@ -65,6 +65,7 @@ class UserLoader:
         )
         self._idle: list[WorkerPool] = []
         self._class = _reading_class(type(dataloader))
+        self._has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
         self.dataloader = shallow_copy(dataloader, self._class)
         """A shallow copy of the user's, of a class that reads requests."""
         self.dataloader._iterator = None
@@ -72,9 +73,7 @@ class UserLoader:
 
     def start(self, requests: Iterator[ReadRequest]) -> Any:
         """Start a pass of its own; any number may be open at once."""
-        if self._class.__iter__ is _ReadsRequests.__iter__:
-            return self.core_pass(requests)
-        return UserPass(self, requests)
+        return UserPass(self, requests) if self._has_iter else self.core_pass(requests)
 
     def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
         """Start reading requests, below the user's subclass."""

@@ -111,7 +111,7 @@ class WorkerPool:
         self._error: Exception | None = None
         self._num_asked = self._num_taken = 0
         self._looked, self._pace, self._at_once = (0, 0.0), 2 * _QUICK, 1
-        """(batches, time) at the last look at the clock; seconds a batch; requests a message, where that is quick."""
+        """(batches, time) at the last look at the clock; seconds a batch; requests a message."""
         self.interrupted = False
         self.process = os.getpid()
         """Whose workers they are."""
@@ -129,8 +129,9 @@ class WorkerPool:
         self.pending.clear()
         self.unsent.clear()
         self._ready = getattr(requests, "ready", lambda count: count)
-        self._num_asked, self._num_taken, self._looked = 0, 0, (0, 0.0)
-        self._under_way, self._come = ([deque() for _ in range(self.num_workers)] for _ in range(2))
+        self._num_asked, self._num_taken, self._looked = 0, 0, (0, time.perf_counter())
+        self._under_way = [deque() for _ in range(self.num_workers)]
+        self._come = [deque() for _ in range(self.num_workers)]
         if not self._workers:
             self._start_workers()
         self._ask()
@@ -152,7 +153,7 @@ class WorkerPool:
                 raise StopIteration
             answers, count = self._received(number), self._under_way[number].popleft()
             self._come[number].extend(answers + answers[-1:] * (count - len(answers)))
-            self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE * count // self._channels[number].num_bytes))
+            self._look_at_the_clock(self._channels[number].num_bytes // count)
             self._ask()
         batch = self._come[number].popleft()
         self._num_taken += 1
@@ -248,22 +249,26 @@ class WorkerPool:
             except Exception as error:
                 if raised_by_a_handler(error):  # it may have been sent
                     raise
-                failed = requests.pop()  # if it is one before it, the next attempt says so
-                failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
-                self._requests, self._error = iter(()), failure.error(failed)
-                while self.pending.pop() is not failed:
-                    pass
+                self._leave_out(requests.pop(), error)  # if it is one before that, the next attempt says so
                 if requests:
                     continue
             self.unsent.popleft()
             if requests:
                 self._under_way[number].append(len(requests))
 
+    def _leave_out(self, request: Request, error: Exception) -> None:
+        """End the pass at a request that cannot be sent; what other workers are asked for behind it is not taken."""
+        if not any(request is other for other in self.pending):  # behind another
+            return
+        failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
+        self._requests, self._error = iter(()), failure.error(request)
+        while self.pending.pop() is not request:
+            pass
+
     def _draw(self) -> bool:
         """Draw the requests of the next messages; return whether there are any."""
-        self._look_at_the_clock()
         workers, first, drawn = self.num_workers, self._num_asked, list[Request]()
-        count = workers * self._at_once if self._pace < _QUICK else 1
+        count = workers * self._at_once if self._at_once > 1 else 1
         if any(len(self._under_way[(first + i) % workers]) >= self._ahead for i in range(min(count, workers))):
             return False
         count = self._ready(count)
@@ -281,15 +286,15 @@ class WorkerPool:
         self._num_asked += len(drawn)
         return bool(drawn)
 
-    def _look_at_the_clock(self) -> None:
-        """Take the time that batches take."""
+    def _look_at_the_clock(self, num_bytes: int) -> None:
+        """Send as many requests at once as suits the time that batches take, and their size."""
         (taken, at), now = self._looked, time.perf_counter()
-        if self._num_taken == taken:
-            return
-        self._looked = self._num_taken, now
-        if taken:
+        if self._num_taken > taken:
+            self._looked = self._num_taken, now
             pace = (now - at) / (self._num_taken - taken)
             self._pace = min(0.5 * (self._pace + pace), 2 * _QUICK)
+        fit = min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(num_bytes, 1))
+        self._at_once = max(1, fit) if self._pace < _QUICK else 1
 
     def _received(self, number: int) -> list[Any]:
         """Return the next answers of a worker."""

@@ -18,8 +18,9 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, DataReadError
 from paddle_shard.loader.agreeing import open_agreement, steps_ahead
-from paddle_shard.loader.prefetch import Ahead
+from paddle_shard.loader.prefetch import WORTH, Ahead, DrawnAhead
 from paddle_shard.loader.stream_pass import AgreedPass
+from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.workers import WorkerPool
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -379,6 +380,28 @@ def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_burs
         assert np.count_nonzero(settled) < 0.5 * len(settled)
     else:
         assert set(settled) == {1}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+def test_slow_reads_get_a_thread_by_default_where_ranks_agree(seconds):
+    dataset = Rows(400, seconds=seconds)
+    reading_of = sharded(dataset)._reading
+    drawn = DrawnAhead(ReadRequest(0, step, [*range(4 * step, 4 * step + 4)], False, 0, True) for step in range(100))
+    agreement = open_agreement((0,), prefetch=2, ends_must_agree=True, label="", timeout=5, on_lost="raise")
+    batches = AgreedPass(
+        reading_of.start(drawn),
+        agreement,
+        prepare=lambda batch: (batch.numpy()[:, 0].tolist(), SimpleNamespace(num_bytes=64)),
+        in_bursts=True,
+        prefetch=2,
+        worth=WORTH,
+        draw=drawn.draw,
+    )
+    delivered = [row for rows_of_batch, _ in batches for row in rows_of_batch]
+
+    assert delivered == dataset.read == list(range(400))
+    others = {thread for thread in dataset.threads if thread is not threading.current_thread()}
+    assert len(others) == (1 if seconds else 0)
 
 
 def test_workers_that_pause_are_not_waited_for_while_batches_are_ready():
