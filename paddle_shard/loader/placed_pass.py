@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.failure import raised_by_a_handler
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
+
+_CACHED = 256 << 10
+"""Bytes of batches that are better read at once than one by one."""
 
 
 class PlacedPass:
@@ -26,8 +29,10 @@ class PlacedPass:
         """Start the pass; see `AgreedPass`."""
         self._reading, self._prepare, self._prefetch, self._draw = reading, prepare, prefetch, draw
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
+        self._several: deque[Any] = deque()
+        """What was read at once, and has yet to be prepared."""
         self._ready: deque[tuple[Any, Exception | None]] = deque()
-        self._delivered = 0
+        self._delivered = self._num_bytes = 0
         self._over = False
 
     def __iter__(self) -> PlacedPass:
@@ -38,7 +43,7 @@ class PlacedPass:
         if self._ahead is None:
             return self._prepare(next(self._reading))
         count = limit = self._delivered + 1
-        if self._ahead.start():
+        if self._ahead.start() or self._at_once > 1:
             limit += self._prefetch
         self._draw(limit)
         self._ahead.need(count, limit)
@@ -54,11 +59,13 @@ class PlacedPass:
         if self._over:
             raise StopIteration
         try:
-            found = read_next(self._reading, free)
+            found = self._read(free)
             if found is AGAIN:
                 return False
             with in_use:
-                self._ready.append((self._prepare(found), None))
+                placed = self._prepare(found)
+            self._ready.append((placed, None))
+            self._num_bytes = placed[1].num_bytes
         except StopIteration:
             raise
         except Exception as failure:  # raised at its own step
@@ -67,6 +74,18 @@ class PlacedPass:
             self._over = True
             self._ready.append((None, failure))
         return True
+
+    @property
+    def _at_once(self) -> int:
+        """Steps that are read at once: several, if they are quick, and so small that they stay in the cache."""
+        count = 1 + self._prefetch
+        quick = self._ahead is not None and self._ahead.quick
+        return count if quick and count * self._num_bytes <= _CACHED else 1
+
+    def _read(self, free: bool) -> Any:
+        if self._at_once > 1 and not self._several:
+            self._several.extend(read_several(self._reading, self._at_once))
+        return self._several.popleft() if self._several else read_next(self._reading, free)
 
     def close(self) -> None:
         """End the workers and threads; safe to call again."""
@@ -87,6 +106,11 @@ def at_hand(reading: Any) -> bool:
 def read_next(reading: Any, free: bool) -> Any:
     """Return what a pass has read next, or `AGAIN` if the training thread must wait for it."""
     return reading.next_free() if free and hasattr(reading, "next_free") else next(reading)
+
+
+def read_several(reading: Any, count: int) -> Sequence[Any]:
+    """Return at most so many steps, read at once, as the same over and over takes less; none, if that cannot be."""
+    return reading.several(count) if hasattr(reading, "several") else ()
 
 
 def close_reading(reading: Any, ahead: Ahead | None) -> None:

@@ -54,8 +54,7 @@ class Ahead:
 
     def start(self) -> bool:
         """Start the thread, if it is worth its while; return whether it goes on while the caller does other things."""
-        worth_it = not self._worth or (self._done >= _TRIALS and self._quickest >= self._worth)
-        if self._thread is None and not worth_it:
+        if self._thread is None and self._worth and (self._done < _TRIALS or self.quick):
             return False
         with self._changed:
             if self._thread is None and not self._over and self._runs_free():
@@ -63,6 +62,11 @@ class Ahead:
                 self._thread.start()
                 _open.add(self)
             return self._running()
+
+    @property
+    def quick(self) -> bool:
+        """Whether steps have been seen to take too little for a thread."""
+        return self._done >= _TRIALS and self._quickest < self._worth
 
     def _running(self) -> bool:
         return self._thread is not None and self._runs_free()

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -15,7 +15,7 @@ from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, PeerLostError, UnequalEndsError
 from paddle_shard.loader.agreeing import QUICK, steps_ahead
 from paddle_shard.loader.notes import StepNotes
-from paddle_shard.loader.placed_pass import at_hand, close_reading, read_next, runs_free
+from paddle_shard.loader.placed_pass import at_hand, close_reading, read_next, read_several, runs_free
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.reading.chunk import Slice
 from paddle_shard.reading.failure import raised_by_a_handler
@@ -207,7 +207,7 @@ class AgreedPass:
 
     def _read(self, free: bool) -> Any:
         if self._burst > 1 and not self._several and not self._peeked:
-            self._several.extend(getattr(self._reading, "several", _none)(self._burst))
+            self._several.extend(read_several(self._reading, self._burst))
         self._burst = max(0, self._burst - 1)
         if self._several:
             return self._several.popleft()
@@ -272,11 +272,6 @@ class AgreedPass:
         self._say()
         self._agreement.announce_end()
         return True
-
-
-def _none(count: int) -> Sequence[Any]:
-    """What a reading has at once that reads step by step."""
-    return ()
 
 
 def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outlook]:

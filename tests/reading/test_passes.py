@@ -45,7 +45,7 @@ def reading(dataset, sampler_fails_at, skip):
 
 
 def what_comes(batches, counts):
-    """(rows of each batch, how it ended); each next count is how many are asked for at once, 0 for `next`."""
+    """(rows, how it ended, what was skipped); each next count is how many are asked for at once, 0 for `next`."""
     found = []
     try:
         for several in counts:
@@ -57,7 +57,8 @@ def what_comes(batches, counts):
             if several:  # as there may be none
                 found.append(next(batches).tolist())
     except (StopIteration, DataReadError, RuntimeError) as end:
-        return found, repr(end), [[row for row, _ in skipped] for skipped in batches.skipped]
+        told = str(end).split("Original traceback")[0]
+        return found, type(end), told, [[row for row, _ in skipped] for skipped in batches.skipped]
     raise AssertionError("it has no end")
 
 
