@@ -96,7 +96,8 @@ class Rank:
         self.kill_at = None  # (pass, step)
         self.group = group
 
-    def announce(self, script, agreement):
+    def announce(self, script, agreement, wanted):
+        """Announce the next step; where there is nothing special, perhaps some behind it at once."""
         step = agreement.announced
         if self.pause:
             time.sleep(self.rng.random() * self.pause)
@@ -109,7 +110,13 @@ class Rank:
         elif script.exhausted.get(self.rank, step + 1) <= step:
             agreement.announce_exhausted()
         else:
-            agreement.announce_ok()
+            special = {script.fails.get(self.rank), script.ends.get(self.rank), script.exhausted.get(self.rank)}
+            upto = step + 1
+            while upto < wanted and self.rng.random() < 0.5:
+                if upto in special or note_of(self.rank, upto, script) is not None:
+                    break
+                upto += 1
+            agreement.announce_ok(upto - step)
 
     def run_pass(self, number, script, agreement):
         step = 0
@@ -120,8 +127,8 @@ class Rank:
             if step == script.break_at:
                 agreement.close()
                 return step, "left", None
-            while agreement.announced < agreement.wanted(step):
-                self.announce(script, agreement)
+            while agreement.announced < (wanted := agreement.wanted(step)):
+                self.announce(script, agreement, wanted)
             try:
                 if not agreement.deliver(step):
                     agreement.close()
