@@ -26,6 +26,11 @@ PER_SAMPLE, IN_BATCHES, PRICE, GATHERED, DELIVERED, STEP = 1.0, 3.0, 60e-6, 2.2,
 STRETCH = 40
 """Steps whose mean is one value of the price; it divides the steps of each workload that has one."""
 COMPUTE, READ, STEPS, STEP_BATCH = 0.010, 0.008, 50, 8
+PAUSE, PAUSE_EVERY, PAUSED_STEPS = 0.08, 120, 150
+"""Seconds that one sample in so many takes longer, and steps for that."""
+PAUSES = f"sleep; one sample in {PAUSE_EVERY} takes {PAUSE * 1e3:g} ms more"
+STEP_KINDS = (("sleep", 0), ("sleep", 2), (PAUSES, 2), ("matmul", 0), ("matmul", 2))
+"""(the step, workers)"""
 
 
 # In the ranks
@@ -182,11 +187,14 @@ def step_time(here):
     local = STEP_BATCH // here.num_ranks
 
     class Slow:
+        def __init__(self, pauses):
+            self.pauses = pauses
+
         def __len__(self):
-            return STEPS * STEP_BATCH
+            return (PAUSED_STEPS if self.pauses else STEPS) * STEP_BATCH
 
         def __getitem__(self, index):
-            time.sleep(READ / local)
+            time.sleep(READ / local + (PAUSE if self.pauses and index % PAUSE_EVERY == 0 else 0))
             return np.full(256, index, "float32")
 
     left, steps = np.ones((400, 400), "float32"), {}
@@ -197,17 +205,18 @@ def step_time(here):
         for _ in range(repeats):
             np.matmul(left, left)
 
-    for compute, work in (("sleep", lambda: time.sleep(COMPUTE)), ("matmul", busily)):
-        for workers in WORKERS:
-            ours = sharded(Slow(), STEP_BATCH, workers, here.mesh, **here.only(prefetch=2))
-            given = batch_sampler(ours.plan, here.rank, STEPS)
-            paddles = paddle.io.DataLoader(Slow(), batch_sampler=given, num_workers=workers)
-            measures = {
-                OURS: lambda loader=ours, work=work: mean_step(loader, work),
-                PADDLE: lambda loader=paddles, work=work: mean_step(loader, work),
-                "the step alone": lambda work=work: mean_step(range(STEPS), work),
-            }
-            steps[f"{compute}|{workers}"] = here.in_turns(measures, 3)
+    for compute, workers in STEP_KINDS:
+        work = busily if compute == "matmul" else lambda: time.sleep(COMPUTE)
+        slow = Slow(compute == PAUSES)
+        ours = sharded(slow, STEP_BATCH, workers, here.mesh, **({} if workers else here.only(prefetch=2)))
+        given = batch_sampler(ours.plan, here.rank, len(slow) // STEP_BATCH)
+        paddles = paddle.io.DataLoader(slow, batch_sampler=given, num_workers=workers)
+        measures = {
+            OURS: lambda loader=ours, work=work: mean_step(loader, work),
+            PADDLE: lambda loader=paddles, work=work: mean_step(loader, work),
+            "the step alone": lambda work=work: mean_step(range(STEPS), work),
+        }
+        steps[f"{compute}|{workers}"] = here.in_turns(measures, 3)
     return steps
 
 
@@ -335,15 +344,14 @@ def print_limits(reports):
 
 def print_steps(reports, num_ranks):
     rows, targets = [], []
-    for compute in ("sleep", "matmul"):
-        for workers in WORKERS:
-            took = medians(reports, "steps", f"{compute}|{workers}")
-            alone = took["the step alone"]
-            larger = max(alone, READ)
-            cells = [f"{took[who] * 1e3:.2f} ms ({took[who] / larger:.3f} x)" for who in (OURS, PADDLE)]
-            rows.append((compute, str(workers), f"{alone * 1e3:.2f} ms", *cells))
-            if compute == "sleep":  # a matmul wants a core that readers and other processes want, too
-                targets.append((compute, workers, took[OURS] / larger))
+    for compute, workers in STEP_KINDS:
+        took = medians(reports, "steps", f"{compute}|{workers}")
+        alone = took["the step alone"]
+        larger = max(alone, READ)
+        cells = [f"{took[who] * 1e3:.2f} ms ({took[who] / larger:.3f} x)" for who in (OURS, PADDLE)]
+        rows.append((compute, str(workers), f"{alone * 1e3:.2f} ms", *cells))
+        if compute == "sleep":  # a matmul wants a core that readers and other processes want, too
+            targets.append((compute, workers, took[OURS] / larger))
     print_table(
         f"4. A step of about {COMPUTE * 1e3:g} ms with reads of {READ * 1e3:g} ms, {processes(num_ranks)}, and (to the "
         "larger of the two)",
