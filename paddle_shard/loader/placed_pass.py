@@ -83,7 +83,7 @@ class PlacedPass:
         return count if quick and count * self._num_bytes <= _CACHED else 1
 
     def _read(self, free: bool) -> Any:
-        if self._at_once > 1 and not self._several:
+        if not free and self._at_once > 1 and not self._several:  # it looks at generators that are the caller's
             self._several.extend(read_several(self._reading, self._at_once))
         return self._several.popleft() if self._several else read_next(self._reading, free)
 

@@ -206,7 +206,7 @@ class AgreedPass:
         close_reading(self._reading, self._ahead)
 
     def _read(self, free: bool) -> Any:
-        if self._burst > 1 and not self._several and not self._peeked:
+        if not free and self._burst > 1 and not self._several and not self._peeked:
             self._several.extend(read_several(self._reading, self._burst))
         self._burst = max(0, self._burst - 1)
         if self._several:

@@ -110,8 +110,8 @@ class WorkerPool:
         """Of each worker's answers, what is to be taken."""
         self._error: Exception | None = None
         self._num_asked = self._num_taken = 0
-        self._looked, self._pace, self._at_once = (0, 0.0), 2 * _QUICK, 1
-        """(batches, time) at the last look at the clock; seconds a batch; requests a message."""
+        self._looked, self._at_once = (0, 0.0), 1
+        """(batches, time) at the last look at the clock; requests a message."""
         self.interrupted = False
         self.process = os.getpid()
         """Whose workers they are."""
@@ -289,12 +289,12 @@ class WorkerPool:
     def _look_at_the_clock(self, num_bytes: int) -> None:
         """Send as many requests at once as suits the time that batches take, and their size."""
         (taken, at), now = self._looked, time.perf_counter()
-        if self._num_taken > taken:
-            self._looked = self._num_taken, now
-            pace = (now - at) / (self._num_taken - taken)
-            self._pace = min(0.5 * (self._pace + pace), 2 * _QUICK)
-        fit = min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(num_bytes, 1))
-        self._at_once = max(1, fit) if self._pace < _QUICK else 1
+        count, fit = self._num_taken - taken, max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(num_bytes, 1)))
+        if count < 2 * self.num_ahead:  # half of them at most were ready when the first was taken
+            self._at_once = min(self._at_once, fit)
+            return
+        self._looked = self._num_taken, now
+        self._at_once = fit if now - at < count * _QUICK else 1
 
     def _received(self, number: int) -> list[Any]:
         """Return the next answers of a worker."""
