@@ -219,8 +219,12 @@ def test_quick_and_small_batches_travel_together_and_are_read_by_the_same_worker
 
     monkeypatch.setattr(Channel, "send", counted)
     steps = 100 if seconds or not together else 500
+    readers = []
     with reading(work, requests(steps)) as batches:
-        readers = [int(tensor[0]) for (tensor,) in batches]
+        for (tensor,) in batches:
+            readers.append(int(tensor[0]))
+            if len(readers) % 10 == 0:  # then those that are ready are taken quickly
+                time.sleep(10 * seconds)
 
     assert sum(sizes) == steps
     assert (max(sizes) > 1) == together
