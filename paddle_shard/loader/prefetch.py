@@ -66,7 +66,7 @@ class Ahead:
     @property
     def quick(self) -> bool:
         """Whether steps have been seen to take too little for a thread."""
-        return self._done >= _TRIALS and self._quickest < self._worth
+        return self._thread is None and self._done >= _TRIALS and self._quickest < self._worth
 
     def _running(self) -> bool:
         return self._thread is not None and self._runs_free()

@@ -164,8 +164,9 @@ class AgreedPass:
             if self._announced > step + enough and not at_hand(self._reading):
                 break
             self._step()
-        self._burst = 0
-        self._say()
+        if self._in_bursts:  # else another thread may be about to announce what it has made ready
+            self._burst = 0
+            self._say()
 
     def _in_order(self) -> None:
         """End a pass that all ranks have come to the end of; its workers may serve another."""

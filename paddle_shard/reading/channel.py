@@ -16,8 +16,8 @@ import numpy as np
 
 from paddle_shard.reading.parcel import pickled, unpickled
 
-_HEAD = struct.Struct("<BxHIQ")
-"""What it is, how many messages, their pieces, their bytes."""
+_HEAD = struct.Struct("<BxHIIQ")
+"""What it is, how many messages, their pieces, their slot, their bytes."""
 _FILE = struct.Struct("i")
 _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
 _INLINE, _SHARED, _MEMORY = range(3)
@@ -31,10 +31,10 @@ _GRAIN = 64 << 10
 class Channel:
     """One end of a connection between two processes: whole messages, some at a time, in order, both ways.
 
-    What is large lies in memory that both have mapped, in one of several slots that are taken in turn. Nothing else
-    guards a slot: a sender must know that what it sent before in the same slot has been received. So it is where each
-    `send` is answered by one, and never more than `num_slots` are unanswered. All slots are in one file,
-    since each mapping costs a process one of its open files, of which there are often no more than 1024.
+    What is large lies in memory that both have mapped, in one of several slots. Nothing else guards a slot: a sender
+    must know that what it sent before in the same one has been received. So it is where slots are taken in turn, each
+    `send` is answered by one, and never more than `num_slots` are unanswered. All slots are in one file, since each
+    mapping costs a process one of its open files, of which there are often no more than 1024.
     """
 
     def __init__(self, connection: socket.socket, num_slots: int) -> None:
@@ -42,13 +42,13 @@ class Channel:
 
         Args:
             connection: One that does not block where `receive` and `send` are not to wait.
-            num_slots: What may be under way in each direction: so many calls of `send`.
+            num_slots: The same at both ends.
         """
         self._connection, self._num_slots = connection, num_slots
         self._small = memoryview(bytearray(_HEAD.size + _SMALL))
         self._theirs: memoryview | None = None
         self._ours: _Slots | None = None
-        self._num_received = self._num_sent = 0
+        self._num_sent = 0
         self.num_bytes = 0
         """Of what was received last."""
         self._poll = select.poll()  # not select: file numbers above 1023 are common in a training process
@@ -75,21 +75,24 @@ class Channel:
                 continue
             if not received:
                 raise EOFError
-            kind, count, num_pieces, self.num_bytes = _HEAD.unpack_from(self._small)
+            kind, count, num_pieces, slot, self.num_bytes = _HEAD.unpack_from(self._small)
             if kind == _MEMORY:
                 self._theirs = _theirs(files, self.num_bytes)
                 continue
-            slot = self._num_received % self._num_slots
-            self._num_received += 1
             if kind == _INLINE:
                 return unpickled(*_read(self._small[_HEAD.size :], num_pieces), count, failed)
             if self._theirs is None:
-                return [failed(OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v"))]
+                error = OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v")
+                return [failed(error)] * count
             room = len(self._theirs) // self._num_slots
             return unpickled(*_read(self._theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
 
-    def send(self, *messages: Any) -> None:
+    def send(self, *messages: Any, slot: int | None = None) -> None:
         """Send messages, to be received together.
+
+        Args:
+            messages: One or more.
+            slot: Where they lie, if they are large, and not in the next that is taken in turn.
 
         Raises:
             BlockingIOError: Nothing was sent, as the other side has to receive some first.
@@ -98,13 +101,14 @@ class Channel:
         """
         pieces = pickled(messages)
         starts, size = _layout([piece.nbytes for piece in pieces])
+        slot = self._num_sent % self._num_slots if slot is None else slot
         if size <= _SMALL:
-            _HEAD.pack_into(self._small, 0, _INLINE, len(messages), len(pieces), size)
+            _HEAD.pack_into(self._small, 0, _INLINE, len(messages), len(pieces), slot, size)
             _write(self._small[_HEAD.size :], pieces, starts)
             self._connection.send(self._small[: _HEAD.size + size])
         else:
-            _write(self._slot(size), pieces, starts)
-            self._connection.send(_HEAD.pack(_SHARED, len(messages), len(pieces), size))
+            _write(self._slot(slot, size), pieces, starts)
+            self._connection.send(_HEAD.pack(_SHARED, len(messages), len(pieces), slot, size))
         self._num_sent += 1
 
     def interrupt(self) -> None:
@@ -117,20 +121,20 @@ class Channel:
         if self._ours is not None:
             self._ours.close()
 
-    def _slot(self, size: int) -> memoryview:
-        """Return memory for the next message that the other side has mapped."""
+    def _slot(self, number: int, size: int) -> memoryview:
+        """Return memory for a message that the other side has mapped."""
         if self._ours is None or self._ours.room < size:
             ample = -(-(size + size // 4) // _GRAIN) * _GRAIN  # batches differ in size
             slots = _Slots(self._num_slots, ample)
             try:
-                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, 0, len(slots.memory))], [slots.file])
+                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, 0, 0, len(slots.memory))], [slots.file])
             except BaseException:
                 slots.close()
                 raise
             if self._ours is not None:
                 self._ours.close()
             self._ours = slots
-        return self._ours.slot(self._num_sent % self._num_slots, size)
+        return self._ours.slot(number, size)
 
 
 class _Slots:

@@ -67,12 +67,12 @@ def pickled(messages: Sequence[Any]) -> list[memoryview]:
 
 def unpickled(text: Any, arrays: Sequence[Any], count: int, failed: Callable[[Exception], Any]) -> list[Any]:
     """Return so many messages; in place of one that cannot be unpickled, and those behind it, what `failed` returns."""
-    unpickler, found = pickle.Unpickler(io.BytesIO(text), buffers=iter(arrays)), list[Any]()
+    pickles, memory, found = io.BytesIO(text), iter(arrays), list[Any]()
     try:
-        while len(found) < count:
-            found.append(unpickler.load())
+        while len(found) < count:  # an Unpickler each, since it would remember what it has read
+            found.append(pickle.Unpickler(pickles, buffers=memory).load())
     except Exception as error:
-        found.append(failed(error))
+        found.extend([failed(error)] * (count - len(found)))
     return found
 
 

@@ -131,20 +131,21 @@ class DirectPass:
         reader: Any = self._reader
         if self._again or not self.runs_free:
             return []
-        requests = self._drawn(count)
+        requests, found, skipped = self._drawn(count), list[Any](), len(self.skipped)
+
+        def take(batch: Any) -> bool:  # at once, since its memory may be the user's, who may write the next to it
+            found.append(finished(batch, self._to_tensors, self.skipped))
+            return not isinstance(found[-1], ReadFailure)
+
         look_again(self._standing)
         try:
-            batches = reader.read_several(requests)
+            num_good = reader.read_several(requests, take)
         finally:
             put_back(self._standing)
-        found: list[Any] = []
-        for batch in batches:
-            one = finished(batch, self._to_tensors, self.skipped)
-            if isinstance(one, ReadFailure):
-                break
-            found.append(one)
-        self._again.extend(requests[len(found) :])
-        return found
+        self._again.extend(requests[num_good:])
+        if self.skipped:
+            self.skipped = deque(list(self.skipped)[: skipped + num_good])
+        return found[:num_good]
 
     def _drawn(self, count: int) -> list[Request]:
         """Return the next requests, if there are so many; a failure of the sampler's is left to `next`."""

@@ -103,22 +103,28 @@ class BatchReader:
         self.draws = True if self._alarms > _ALARMS else None
         return AGAIN
 
-    def read_several(self, requests: Sequence[ReadRequest]) -> list[Any]:
-        """Return the batches of requests as `read` does, where it is known to draw nothing, up to one that fails.
+    def read_several(self, requests: Sequence[ReadRequest], take: Callable[[Any], bool]) -> int:
+        """Read as `read` does where it is known to draw nothing; return how many batches are good: what is behind them
+        has to be read again.
 
-        None, if anything was drawn after all. What is not returned has to be read again.
+        Args:
+            requests: They are read up to one that fails.
+            take: Is given each batch before the next is read, and returns whether to go on. If anything was drawn after
+                all, none is good.
         """
-        batches, at, before = list[Any](), dict[str, Any](), self._marks()
+        num_good, at, before = 0, dict[str, Any](), self._marks()
         try:
             for request in requests:
-                batches.append(self._batch(request, at, _seed_nothing))
+                if not take(self._batch(request, at, _seed_nothing)):
+                    break
+                num_good += 1
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) or raised_by_a_handler(error):
                 raise
         if self._marks() == before:
-            return batches
+            return num_good
         self.draws = True
-        return []
+        return 0
 
     def _seed(self, request: ReadRequest, index: Any) -> None:
         seed = request.sample_seed(index)

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.request import Reader
 from paddle_shard.reading.worker_guards import end_with_the_parent
 from paddle_shard.reading.worker_info import ShownInfo, shown
+
+MOST_AT_ONCE = 8
+"""Requests that are sent to a worker in one message, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +37,15 @@ class WorkerSettings:
     """Whether `init_fn` is shown a single worker."""
     seed: int
     """What the workers' random generators begin with."""
-    num_slots: int
-    """Requests that a worker is given ahead."""
+    num_ahead: int
+    """Messages with requests that a worker is given ahead."""
 
 
 def work(number: int, connection: socket.socket, settings: WorkerSettings) -> None:
     """Answer requests until the other side has gone."""
     _leave_signals_alone()
     end_with_the_parent()
-    channel = Channel(connection, settings.num_slots)
+    channel = Channel(connection, settings.num_ahead * MOST_AT_ONCE)
     os.register_at_fork(after_in_child=channel.close)  # what the user starts here may outlive this process
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # no other device's driver outlives a fork
         failure = _set_up(number, settings)
@@ -49,22 +53,19 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
         def lost(error: Exception) -> ReadFailure:
             return ReadFailure.of(error, what="receiving the request", index=None, worker=number)
 
-        while True:
+        for turn in count():
             try:
                 requests = channel.receive(lost)
             except EOFError:
                 return
-            answers: list[Any] = []
-            for request in requests:
+            for place, request in enumerate(requests):
                 known = failure or (request if isinstance(request, ReadFailure) else None)
-                answers.append(known or settings.reader.read(request, number))
-                if isinstance(answers[-1], ReadFailure):
-                    break
-            try:
-                _send(channel, answers, number)
-            except ConnectionError:
-                return
-            del answers  # else they take up memory while the next are read
+                answer = known or settings.reader.read(request, number)
+                try:
+                    _send(channel, answer, number, turn % settings.num_ahead * MOST_AT_ONCE + place)
+                except ConnectionError:
+                    return
+                del answer  # else it takes up memory while the next is read
 
 
 def _leave_signals_alone() -> None:
@@ -92,14 +93,10 @@ def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
     return None
 
 
-def _send(channel: Channel, answers: list[Any], number: int) -> None:
-    """Send answers, up to one that cannot be, and why."""
-    for sent in reversed(range(len(answers))):
-        try:
-            return channel.send(*answers)
-        except ConnectionError:
-            raise
-        except Exception as error:
-            answers[sent:] = [ReadFailure.of(error, what="sending the batch", index=None, worker=number)]
-    channel.send(*answers)
-    return None
+def _send(channel: Channel, answer: Any, number: int, slot: int) -> None:
+    try:
+        channel.send(answer, slot=slot)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        channel.send(ReadFailure.of(error, what="sending the batch", index=None, worker=number), slot=slot)

@@ -80,7 +80,8 @@ class WorkerPass:
     @property
     def num_ahead(self) -> int:
         """See `Pass`."""
-        return 0 if self._pool is None else self._pool.num_ahead
+        pool = self._pool
+        return 0 if pool is None else pool.num_ahead
 
     runs_free = True
 
@@ -90,7 +91,8 @@ class WorkerPass:
 
     def at_hand(self, count: int = 1) -> bool:
         """Return whether the next batches can be had without waiting for the workers."""
-        return self._pool is None or self._pool.at_hand(count)
+        pool = self._pool
+        return pool is None or pool.at_hand(count)
 
     def interrupt(self) -> None:
         """Cut off the workers that `next` waits for."""

@@ -22,7 +22,7 @@ import paddle.io
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
 from paddle_shard.reading.request import Reader, Request
-from paddle_shard.reading.worker import WorkerSettings, work
+from paddle_shard.reading.worker import MOST_AT_ONCE, WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
 from paddle_shard.samplers.randomness import NumpyGenerator, kept
 
@@ -36,8 +36,8 @@ _OTHERS_SECONDS = 5.0
 _QUICK = 0.001
 """Seconds from batch to batch, below which several requests are sent at once: a message, and a worker that is woken for
 it, cost more than reading a small batch."""
-_MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 1 << 20
-"""Requests that a message has at most, and bytes that are to be in the answer."""
+_BYTES_AT_ONCE = 1 << 20
+"""Bytes that the answers to one message are to have."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
@@ -69,8 +69,8 @@ class WorkerPool:
     """Some worker processes, each of which reads one request after another; with persistent ones for several passes.
 
     Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests;
-    so each worker's channel is a queue of its own, and there is nothing to put in order. A message is a list of
-    requests, and is answered by a list of their batches, up to a failure.
+    so each worker's channel is a queue of its own, and there is nothing to put in order. A message has
+    several requests, where batches are quick and small; each is answered as soon as it is read.
     """
 
     def __init__(
@@ -105,9 +105,7 @@ class WorkerPool:
         self.unsent: deque[tuple[int, list[Request]]] = deque()
         """Messages that are in `pending`, too, and the workers that they are for."""
         self._under_way: list[deque[int]] = []
-        """For each worker: how many requests are in the messages that it has not answered."""
-        self._come: list[deque[Any]] = []
-        """Of each worker's answers, what is to be taken."""
+        """For each worker and message: how many of its requests it has not answered."""
         self._error: Exception | None = None
         self._num_asked = self._num_taken = 0
         self._looked, self._at_once = (0, 0.0), 1
@@ -131,7 +129,6 @@ class WorkerPool:
         self._ready = getattr(requests, "ready", lambda count: count)
         self._num_asked, self._num_taken, self._looked = 0, 0, (0, time.perf_counter())
         self._under_way = [deque() for _ in range(self.num_workers)]
-        self._come = [deque() for _ in range(self.num_workers)]
         if not self._workers:
             self._start_workers()
         self._ask()
@@ -145,30 +142,33 @@ class WorkerPool:
             Exception: What drawing the requests raised.
         """
         number = self._num_taken % self.num_workers
-        if not self._come[number]:
+        under_way = self._under_way[number]
+        if self.unsent or not under_way:
             self._ask()
-            if not self.pending:
-                if self._error is not None:
-                    raise self._error
-                raise StopIteration
-            answers, count = self._received(number), self._under_way[number].popleft()
-            self._come[number].extend(answers + answers[-1:] * (count - len(answers)))
-            self._look_at_the_clock(self._channels[number].num_bytes // count)
-            self._ask()
-        batch = self._come[number].popleft()
+        if not self.pending:
+            if self._error is not None:
+                raise self._error
+            raise StopIteration
+        batch = self._received(number)
+        request = self.pending.popleft()
         self._num_taken += 1
-        return self.pending.popleft(), batch
+        under_way[0] -= 1
+        if not under_way[0]:
+            under_way.popleft()
+            self._look_at_the_clock(self._channels[number].num_bytes)
+            self._ask()
+        return request, batch
 
     @property
     def num_ahead(self) -> int:
         """Requests that may be drawn before they are taken."""
-        return self.num_workers * (self._ahead + 1) * self._at_once
+        return self.num_workers * self._ahead * self._at_once
 
     def at_hand(self, count: int) -> bool:
         """Return whether the next `count` answers have come, or why they never will; where there are no more, too."""
         workers = self.num_workers
         coming = range(self._num_taken, min(self._num_taken + count, self._num_asked))[:workers]
-        return all(self._come[i % workers] or self._channels[i % workers].wait(0) for i in coming)
+        return all(self._channels[i % workers].wait(0) for i in coming)
 
     def stop_asking(self) -> None:
         """Ask for nothing further; what is pending can still be taken."""
@@ -214,7 +214,7 @@ class WorkerPool:
             init_fn=self._init_fn,
             reads_all=self._reads_all,
             seed=seed,
-            num_slots=self._ahead,
+            num_ahead=self._ahead,
         )
         try:
             with garbage_left_to_the_parent(), signals_held():
@@ -228,7 +228,7 @@ class WorkerPool:
         with in_use:  # no other thread forks between the making of a socket and its note
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
-            self._channels.append(Channel(ours, self._ahead))
+            self._channels.append(Channel(ours, self._ahead * MOST_AT_ONCE))
             with theirs:
                 worker = multiprocessing.Process(
                     target=work, args=(number, theirs, settings), name=f"paddle_shard-worker-{number}", daemon=True
@@ -289,19 +289,19 @@ class WorkerPool:
     def _look_at_the_clock(self, num_bytes: int) -> None:
         """Send as many requests at once as suits the time that batches take, and their size."""
         (taken, at), now = self._looked, time.perf_counter()
-        count, fit = self._num_taken - taken, max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(num_bytes, 1)))
+        count, fit = self._num_taken - taken, max(1, min(MOST_AT_ONCE, _BYTES_AT_ONCE // max(num_bytes, 1)))
         if count < 2 * self.num_ahead:  # half of them at most were ready when the first was taken
             self._at_once = min(self._at_once, fit)
             return
         self._looked = self._num_taken, now
         self._at_once = fit if now - at < count * _QUICK else 1
 
-    def _received(self, number: int) -> list[Any]:
-        """Return the next answers of a worker."""
+    def _received(self, number: int) -> Any:
+        """Return the next answer of a worker."""
         channel, waited = self._channels[number], 0.0
         while True:
             with contextlib.suppress(BlockingIOError):
-                return self._answers(channel, number)
+                return self._answer(channel, number)
             seconds = min(_LOOK_SECONDS, self.patience - waited)
             if channel.wait(seconds):
                 continue
@@ -314,16 +314,17 @@ class WorkerPool:
                 text = f"worker {number} has said nothing for {self.patience:g} s; the loader's timeout= says so"
                 raise WorkersLostError(text, number)
 
-    def _answers(self, channel: Channel, number: int) -> list[Any]:
+    def _answer(self, channel: Channel, number: int) -> Any:
         def failed(error: Exception) -> ReadFailure:
-            if raised_by_a_handler(error):
+            if raised_by_a_handler(error):  # it may not have been received
                 raise error
             return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
 
         try:
-            return channel.receive(failed)
+            (answer,) = channel.receive(failed)
         except EOFError:
             raise self._lost(number) from None
+        return answer
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""

@@ -209,9 +209,9 @@ def test_batches_share_no_memory_though_a_worker_answers_with_the_same_array():
 def test_quick_and_small_batches_travel_together_and_are_read_by_the_same_workers(monkeypatch, size, seconds, together):
     sizes, send = [], Channel.send
 
-    def counted(channel, *messages):
+    def counted(channel, *messages, **where):
         sizes.append(len(messages))
-        send(channel, *messages)
+        send(channel, *messages, **where)
 
     def work(step):
         time.sleep(seconds)
