@@ -83,8 +83,9 @@ def shard_dataloader(
         prefetch: Batches that a thread of its own keeps ready, placed, while the model computes. Without workers a
             data set is read beside the training thread only if it draws nothing from numpy's and Python's global
             generators, and a stream is not. None: two, if that takes a millisecond or more, the DataLoader has
-            its `use_buffer_reader`, and there are no workers, which read ahead anyway, or batches go to a device. 0:
-            no thread. Where ranks on several hosts agree on quick steps, more are held, up to 8 MB of them.
+            its `use_buffer_reader`, and there are no workers, which read ahead anyway, or batches go to a device; if
+            that takes less, small batches are read three at a time. 0: no thread. Where ranks agree on quick steps,
+            more are held, up to 1 MB of them, or 8 MB on several hosts.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": it becomes an
             invalid row (see the iterator's `valid`), which holds another sample's data; it is logged and counted in
             `stats`.

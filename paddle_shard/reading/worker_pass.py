@@ -103,7 +103,7 @@ class WorkerPass:
     def finish(self) -> None:
         """End the pass; persistent workers finish what they were asked for, and wait for another."""
         pool = self._pool
-        if pool is None or not pool.persistent or pool.unsent:
+        if pool is None or not pool.persistent or pool.unsent or pool.error:
             self.close()
             return
         pool.stop_asking()

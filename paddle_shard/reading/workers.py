@@ -106,7 +106,8 @@ class WorkerPool:
         """Messages that are in `pending`, too, and the workers that they are for."""
         self._under_way: list[deque[int]] = []
         """For each worker and message: how many of its requests it has not answered."""
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """What is raised behind the last of `pending`."""
         self._num_asked = self._num_taken = 0
         self._looked, self._at_once = (0, 0.0), 1
         """(batches, time) at the last look at the clock; requests a message."""
@@ -123,7 +124,7 @@ class WorkerPool:
         """
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
-        self.process, self._requests, self._error = os.getpid(), requests, None
+        self.process, self._requests, self.error = os.getpid(), requests, None
         self.pending.clear()
         self.unsent.clear()
         self._ready = getattr(requests, "ready", lambda count: count)
@@ -146,8 +147,8 @@ class WorkerPool:
         if self.unsent or not under_way:
             self._ask()
         if not self.pending:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             raise StopIteration
         batch = self._received(number)
         request = self.pending.popleft()
@@ -261,7 +262,7 @@ class WorkerPool:
         if not any(request is other for other in self.pending):  # behind another
             return
         failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
-        self._requests, self._error = iter(()), failure.error(request)
+        self._requests, self.error = iter(()), failure.error(request)
         while self.pending.pop() is not request:
             pass
 
@@ -280,7 +281,7 @@ class WorkerPool:
         except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
             if raised_by_a_handler(error):
                 raise
-            self._requests, self._error = iter(()), error
+            self._requests, self.error = iter(()), error
         self.unsent.extend(((first + i) % workers, drawn[i::workers]) for i in range(min(len(drawn), workers)))
         self.pending.extend(drawn)
         self._num_asked += len(drawn)

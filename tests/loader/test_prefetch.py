@@ -16,6 +16,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.agree import Agreement
 from paddle_shard.errors import ArgumentError, DataReadError
 from paddle_shard.loader.agreeing import open_agreement, steps_ahead
 from paddle_shard.loader.prefetch import WORTH, Ahead, DrawnAhead
@@ -402,6 +403,53 @@ def test_slow_reads_get_a_thread_by_default_where_ranks_agree(seconds):
     assert delivered == dataset.read == list(range(400))
     others = {thread for thread in dataset.threads if thread is not threading.current_thread()}
     assert len(others) == (1 if seconds else 0)
+
+
+def test_steps_are_not_quick_for_a_pass_that_has_a_thread():
+    """Where the caller has to do one of its steps, and that is quick."""
+    done, free = [], True
+
+    def work(beside):
+        time.sleep(0.0 if len(done) >= 3 else 0.004)
+        done.append(beside)
+        return True
+
+    ahead = Ahead(work, lambda: free, worth=0.002)
+    try:
+        for count in range(1, 4):
+            assert not ahead.start()
+            ahead.need(count, count)
+        assert ahead.start()
+        ahead.need(4, 4)
+        free = False
+        ahead.need(5, 5)
+        free = True
+        assert done == [False, False, False, True, False]
+        assert not ahead.quick
+    finally:
+        ahead.stop()
+
+
+def test_one_thread_announces(monkeypatch):
+    """Else the other could announce between a thread's noting that a step is ready and its saying so."""
+    by, announce = set(), Agreement.announce_ok
+
+    def noted(agreement, *steps):
+        by.add(threading.current_thread().name)
+        announce(agreement, *steps)
+
+    def slowly(self):
+        time.sleep(0.0005)
+        say(self)
+
+    say = AgreedPass._say
+    monkeypatch.setattr(AgreedPass, "_say", slowly)
+    monkeypatch.setattr(Agreement, "announce_ok", noted)
+    stream = Stream.of(lambda: (np.array([number]) for number in range(256)))
+    found = [row for batch in sharded(stream, workers=1, prefetch=3) for (row,) in rows(batch)]
+
+    assert found == list(range(256))
+    assert by == {"paddle_shard-prefetch"}
 
 
 def test_workers_that_pause_are_not_waited_for_while_batches_are_ready():

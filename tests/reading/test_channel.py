@@ -3,6 +3,7 @@
 import copyreg
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import socket
@@ -43,6 +44,14 @@ def channels():
     yield make
     for channel in made:
         channel.close()
+
+
+class BreaksWhenRead:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+SAYS = "invalid literal for int() with base 10: 'no number'"
 
 
 def receive(channel):
@@ -206,6 +215,38 @@ def test_reducers_that_are_registered_later_count(channels, monkeypatch):
     assert receive(receiver) == [3]
 
 
+WORDS = st.text("ab", max_size=2)
+VALUES = st.recursive(
+    WORDS | st.integers(0, 3) | st.none(), lambda inner: st.lists(inner, max_size=3) | st.tuples(inner)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(messages=st.lists(VALUES, min_size=1, max_size=6), size=st.sampled_from([1, ABOVE]))
+def test_messages_that_are_sent_together_arrive_apart(messages, size):
+    sender, receiver = pair(1)
+    array, word = np.arange(size), "a word that is in all of them"
+    try:
+        sender.send(*[(word, message, message, array) for message in messages])
+        found = receiver.receive(raised)
+    finally:
+        sender.close()
+        receiver.close()
+
+    assert [(again, message) for again, message, _, _ in found] == [(word, message) for message in messages]
+    assert all(message == again for _, message, again, _ in found)
+    assert all(np.array_equal(other, array) for *_, other in found)
+    assert not any(np.shares_memory(one[3], other[3]) for one, other in itertools.combinations(found, 2))
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_message_that_cannot_be_unpickled_takes_those_behind_it_with_it(channels, bad):
+    sender, receiver = channels(1)
+    sender.send(*[BreaksWhenRead() if number == bad else number for number in range(3)])
+
+    assert receiver.receive(repr) == [*range(bad), *[repr(ValueError(SAYS))] * (3 - bad)]
+
+
 # The end
 
 
@@ -318,11 +359,6 @@ def test_what_cannot_be_pickled_is_not_sent(channels):
     sender.send(message_of(1, [ABOVE]))
 
     assert is_message(receive(receiver), 1, [ABOVE])
-
-
-class BreaksWhenRead:
-    def __reduce__(self):
-        return int, ("no number",)
 
 
 @pytest.mark.parametrize("size", [1, ABOVE])

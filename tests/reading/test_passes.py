@@ -32,7 +32,7 @@ class Rows:
         return np.array([index, 0, 0])
 
 
-def reading(dataset, sampler_fails_at, skip):
+def reading(dataset, sampler_fails_at, skip, collate_fn=None):
     def requests():
         for step in range(STEPS):
             if step == sampler_fails_at:
@@ -40,8 +40,8 @@ def reading(dataset, sampler_fails_at, skip):
             yield ReadRequest(0, step, [3 * step, 3 * step + 1, 3 * step + 2], False, 77, False)
 
     both = generators(with_paddle=False)
-    reader = BatchReader(dataset, None, both, skip_errors=skip)
-    return DirectPass(requests(), reader, both, TensorMaker(paddle.CPUPlace()).adopted)
+    reader, maker = BatchReader(dataset, collate_fn, both, skip_errors=skip), TensorMaker(paddle.CPUPlace())
+    return DirectPass(requests(), reader, both, maker.adopted if reader.makes_arrays else maker.copied)
 
 
 def what_comes(batches, counts):
@@ -89,3 +89,17 @@ def test_several_are_read_where_nothing_is_drawn():
     assert len(batches.several(4)) == 4
     assert len(batches.several(100)) == STEPS - 5
     assert batches.several(1) == []
+
+
+def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory():
+    memory = np.zeros((3, 3), "int64")
+
+    def collate(samples):
+        return np.stack(samples, out=memory)
+
+    batches = reading(Rows(10**6, 10**6), None, False, collate)
+    found = [next(batches), *batches.several(5), *batches]
+
+    assert [batch.tolist() for batch in found] == [
+        [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
+    ]

@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from paddle_shard.sources.arrays import ArrayDataset
 
 LARGE = 20_000
 """So many numbers go through shared memory."""
+KEYS = [f"sample {number}" for number in range(1000)]
 LATE = 301
 """A step by which quick batches travel several at a time."""
 
@@ -47,11 +50,12 @@ def requests(steps, indices=(0,)):
 
 
 @contextlib.contextmanager
-def reading(work, asked, workers=2, **settings):
-    """A pass whose batch of each step is `work(step)`."""
+def reading(work, asked, workers=2, reader=None, **settings):
+    """A pass whose batch of each step is `work(step)`, or what another reader returns."""
     dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings)
     idle = []
-    batches = WorkerPass(asked, WorkerPool(dataloader, Reader(work)), idle, TensorMaker(core.CPUPlace()).adopted)
+    pool = WorkerPool(dataloader, reader or Reader(work))
+    batches = WorkerPass(asked, pool, idle, TensorMaker(core.CPUPlace()).adopted)
     try:
         yield batches
     finally:
@@ -230,6 +234,50 @@ def test_quick_and_small_batches_travel_together_and_are_read_by_the_same_worker
     assert (max(sizes) > 1) == together
     assert len(set(readers)) == 2
     assert all(reader == readers[step % 2] for step, reader in enumerate(readers))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_killed_takes_no_batch_with_it_that_it_has_read(workers):
+    def work(step):
+        if step == LATE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [np.full(10, step)]
+
+    found = []
+    with reading(work, requests(LATE + 30), workers) as batches:
+        with pytest.raises(DataReadError, match=rf"step {LATE}.*exit code -9"):
+            found.extend(int(tensor[0]) for (tensor,) in batches)
+        assert batches._pool is None
+    assert found == list(range(LATE))
+
+
+def test_a_batch_comes_when_it_is_read_though_the_next_waits_for_what_is_done_with_it():
+    queue = multiprocessing.get_context("fork").Queue()
+    for number in range(6):
+        queue.put(number)
+    found = []
+    with reading(lambda step: [np.full(10, queue.get(timeout=20))], requests(LATE), workers=1) as batches:
+        for (tensor,) in batches:
+            found.append(int(tensor[0]))
+            queue.put(len(found) + 5)
+
+    assert found == list(range(LATE))
+
+
+def test_requests_that_travel_together_are_for_the_samples_that_were_asked_for():
+    class Echo:
+        dataset = None
+
+        def read(self, request, worker):
+            return [list(request.indices)]
+
+    def asked(step):
+        one, other = KEYS[step], KEYS[step + 1]
+        return [one, other, (one, other)[step % 2], step]
+
+    requested = (ReadRequest(0, step, asked(step), False, 0, False) for step in range(LATE))
+    with reading(None, requested, reader=Echo()) as batches:
+        assert [found for (found,) in batches] == [asked(step) for step in range(LATE)]
 
 
 @pytest.mark.parametrize("bad", [None, LATE + 2])
