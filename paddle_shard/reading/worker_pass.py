@@ -37,6 +37,8 @@ class WorkerPass:
         self._pool: WorkerPool | None = pool
         self._idle = idle
         self._to_tensors = to_tensors
+        self._over = False
+        """All that was asked for has come, and nothing else will be."""
         self.skipped: deque[list[tuple[int, str]]] = deque()
         """See `DirectPass`."""
         try:
@@ -50,7 +52,7 @@ class WorkerPass:
 
     def __next__(self) -> Any:
         pool = self._pool
-        if pool is None:
+        if pool is None or self._over:
             raise StopIteration
         if pool.process != os.getpid():
             raise ArgumentError(
@@ -92,7 +94,7 @@ class WorkerPass:
     def at_hand(self, count: int = 1) -> bool:
         """Return whether the next batches can be had without waiting for the workers."""
         pool = self._pool
-        return pool is None or pool.at_hand(count)
+        return pool is None or self._over or pool.at_hand(count)
 
     def interrupt(self) -> None:
         """Cut off the workers that `next` waits for."""
@@ -103,7 +105,7 @@ class WorkerPass:
     def finish(self) -> None:
         """End the pass; persistent workers finish what they were asked for, and wait for another."""
         pool = self._pool
-        if pool is None or not pool.persistent or pool.unsent or pool.error:
+        if pool is None or self._over or not pool.persistent or pool.unsent or pool.error:
             self.close()
             return
         pool.stop_asking()
@@ -125,12 +127,13 @@ class WorkerPass:
         self._pool = None  # only now, as a handler may raise in between
 
     def _leave(self, pool: WorkerPool) -> None:
-        """End the pass, all that it has asked for having come."""
+        """End the pass, all that was asked for having come; workers that do not persist are waited for in `close`."""
         if pool.persistent and not pool.interrupted:
             self._idle.append(pool)
+            self._pool = None
         else:
-            pool.shut_down()
-        self._pool = None
+            self._over = True
+            pool.let_go()
 
     def __del__(self) -> None:
         try:

@@ -182,11 +182,15 @@ class WorkerPool:
             with contextlib.suppress(OSError):
                 channel.interrupt()
 
-    def shut_down(self) -> None:
-        """End the workers; safe to call again, also when the call before was interrupted."""
+    def let_go(self) -> None:
+        """Have the workers end; nothing can be asked of them any more."""
         self._requests = iter(())
         for channel in self._channels:
             channel.close()
+
+    def shut_down(self) -> None:
+        """End the workers; safe to call again, also when the call before was interrupted."""
+        self.let_go()
         deadline = time.monotonic() + CLOSE_SECONDS
         try:
             for worker in self._workers:

@@ -280,6 +280,17 @@ def test_requests_that_travel_together_are_for_the_samples_that_were_asked_for()
         assert [found for (found,) in batches] == [asked(step) for step in range(LATE)]
 
 
+def test_a_pass_whose_last_batch_has_come_does_not_wait_for_its_workers_to_end(monkeypatch):
+    joined, join = [], multiprocessing.Process.join
+    monkeypatch.setattr(multiprocessing.Process, "join", lambda *args: joined.append(args) or join(*args))
+    with reading(lambda step: [np.full(10, step)], requests(5)) as batches:
+        assert [int(tensor[0]) for (tensor,) in batches] == list(range(5))
+        assert next(batches, None) is None
+        assert not joined
+        batches.close()
+        assert len(joined) == 2
+
+
 @pytest.mark.parametrize("bad", [None, LATE + 2])
 def test_a_pass_may_be_finished_while_batches_travel_together(bad):
     """Persistent workers have answered all that was asked, or are ended; none is waited for in vain."""
