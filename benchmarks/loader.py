@@ -208,7 +208,7 @@ def step_time(here):
     for compute, workers in STEP_KINDS:
         work = busily if compute == "matmul" else lambda: time.sleep(COMPUTE)
         slow = Slow(compute == PAUSES)
-        ours = sharded(slow, STEP_BATCH, workers, here.mesh, **({} if workers else here.only(prefetch=2)))
+        ours = sharded(slow, STEP_BATCH, workers, here.mesh, **({} if slow.pauses else here.only(prefetch=2)))
         given = batch_sampler(ours.plan, here.rank, len(slow) // STEP_BATCH)
         paddles = paddle.io.DataLoader(slow, batch_sampler=given, num_workers=workers)
         measures = {
