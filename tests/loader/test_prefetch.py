@@ -18,6 +18,7 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import ArgumentError, DataReadError
+from paddle_shard.loader import options
 from paddle_shard.loader.agreeing import open_agreement, steps_ahead
 from paddle_shard.loader.prefetch import WORTH, Ahead, DrawnAhead
 from paddle_shard.loader.stream_pass import AgreedPass
@@ -163,13 +164,15 @@ def test_what_only_the_thread_can_use_that_made_it_is_used_there():
     assert sorted(found.ravel().tolist()) == list(range(64))
 
 
-def test_slow_reads_get_a_thread_without_asking_and_quick_ones_do_not():
+def test_slow_reads_get_a_thread_without_asking_and_quick_ones_do_not(monkeypatch):
     slow, quick = Rows(seconds=0.002), Rows()
-    for dataset in (slow, quick):
+    for dataset, worth in ((slow, WORTH), (quick, 60.0)):  # on a busy machine none takes less than a millisecond
+        monkeypatch.setattr(options, "WORTH", worth)
         batches = iter(sharded(dataset))
         for _ in range(8):
             next(batches)
         batches.close()
+    monkeypatch.setattr(options, "WORTH", WORTH)
     given = paddle.io.DataLoader(Rows(seconds=0.002), batch_size=4, use_buffer_reader=False)
     for _ in paddle_shard.shard_dataloader(given, ONE, shard_dims="dp"):
         pass
