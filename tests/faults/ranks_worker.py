@@ -18,7 +18,7 @@ from paddle_shard.testing import report
 from tests.faults.feeds import loader_of, numbers, read_until
 from tests.faults.traces import children, gone
 
-LENGTH = 320
+LENGTH = 400
 
 
 class Fault:

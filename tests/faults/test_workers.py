@@ -18,6 +18,8 @@ from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, ro
 from tests.faults.traces import children, gone, kill, shared_memory
 
 LENGTH = 400
+TOO_MANY = 1600
+"""Numbers that are never all read ahead: a worker is asked for 5 messages of 8 batches ahead, and a pass holds 32."""
 KINDS = ["map", "stream", "cut"]
 TOLD_WITHIN = 7.0
 """Seconds after which a worker's death is known, also on a loaded machine."""
@@ -37,7 +39,7 @@ def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
         workers = rng.randint(1, 3)
         loader = loader_of(
             kind,
-            LENGTH,
+            TOO_MANY,
             workers=workers,
             fault=lambda number: time.sleep(0.0005),
             settings=drawn_settings(rng),
@@ -58,11 +60,11 @@ def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
     for kind, loader, batches, read, worker, _ in trials:
         more, _, failure, _ = read_until(batches)
         assert time.monotonic() - killed < TOLD_WITHIN
-        assert isinstance(failure, DataReadError), f"{kind}: {len(read + more)} of {LENGTH} numbers, then {failure!r}"
+        assert isinstance(failure, DataReadError), f"{kind}: {len(read + more)} of {TOO_MANY} numbers, then {failure!r}"
         assert f"worker {worker} (exit code -9)" in str(failure)
         assert failure.worker == worker
         size = rng.choice([8, 16]) if kind == "map" else 8
-        assert read + more + the_rest(loader.state_dict(), kind, LENGTH, batch_size=size) == list(range(LENGTH))
+        assert read + more + the_rest(loader.state_dict(), kind, TOO_MANY, batch_size=size) == list(range(TOO_MANY))
         loader.close()
 
 
