@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from paddle_shard.errors import PaddleShardError
-from paddle_shard.sources.files import base_name
+from paddle_shard.sources.names import base_name, shown
 from paddle_shard.sources.shard_index import check_base_names, index_shard, write_index
-from paddle_shard.sources.shards import shown
 from paddle_shard.sources.webdataset import expand
 
 

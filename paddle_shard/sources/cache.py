@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.sources.files import BUFFER, base_name, open_file
-from paddle_shard.sources.shards import shown
+from paddle_shard.sources.files import BUFFER, open_file
+from paddle_shard.sources.names import base_name, shown
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -14,10 +14,9 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
-from urllib.parse import urlsplit
 
 from paddle_shard.errors import ArgumentError, MissingDependencyError
-from paddle_shard.sources.shards import shown
+from paddle_shard.sources.names import is_remote, local_path, shown
 
 RETRIES = 3
 """Failures in a row after which a file is given up; a byte that arrives begins the count anew."""
@@ -46,33 +45,6 @@ class Connection:
     """Bytes of the whole file; None where the server does not say."""
     tag: str | None = None
     """What changes when the file does: an ETag."""
-
-
-def is_remote(name: str) -> bool:
-    """Whether a name is a URL of another kind than `file:`.
-
-    Examples:
-        >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
-        (True, False, False)
-    """
-    return "://" in name and not name.startswith("file:")
-
-
-def local_path(name: str) -> str:
-    """Return the path that a name of a local file stands for."""
-    if name.startswith("file:"):
-        return urllib.request.url2pathname(urlsplit(name).path)
-    return os.path.expanduser(name)
-
-
-def base_name(name: str) -> str:
-    """Return the last piece of a path or URL.
-
-    Examples:
-        >>> base_name("https://host/train/000.tar?signature=1"), base_name("train/000.tar")
-        ('000.tar', '000.tar')
-    """
-    return os.path.basename(shown(name).rstrip("/"))
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:

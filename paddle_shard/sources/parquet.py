@@ -13,8 +13,8 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
 from paddle_shard.sources.arrow import NullFound, samples_of
-from paddle_shard.sources.files import is_remote, local_path
-from paddle_shard.sources.shards import ShardSource, shown
+from paddle_shard.sources.names import is_remote, local_path, shown
+from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.text import SPREAD, Paths
 
 BATCH_BYTES = 4 << 20
@@ -84,6 +84,7 @@ def parquet_source(
     return ShardSource(
         list(groups),
         _RowGroupReader(groups, chosen, allow_nulls),
+        files=[group.file for group in groups.values()],
         counts=counts,
         shuffle_shards=shuffle_shards,
         resample=resample,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.sources.files import base_name, decompressed, open_file
-from paddle_shard.sources.shards import RECOUNT, shown
+from paddle_shard.sources.files import decompressed, open_file
+from paddle_shard.sources.names import base_name, shown
+from paddle_shard.sources.shards import RECOUNT
 from paddle_shard.sources.tars import TarSamples
 
 VERSION = 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
@@ -17,6 +14,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardErr
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.sources.names import local_size, shown, within_their_folder
 
 RECOUNT = "count again (for an index file: `python -m paddle_shard.cli.index_shards URL... -o index.json`)"
 _SEED_RANGE = 1 << 64
@@ -38,6 +36,7 @@ class ShardSource(Stage):
         names: Sequence[str],
         read: Callable[[str, int], Iterator[Any]],
         *,
+        files: Sequence[str] | None = None,
         counts: Sequence[int] | None = None,
         shuffle_shards: bool = True,
         resample: bool = False,
@@ -49,6 +48,7 @@ class ShardSource(Stage):
             names: The shards, each once: paths, URLs, or whatever `read` understands.
             read: Called with a name and the number of samples to leave out at the beginning, it returns an
                 iterator over the rest. Its samples must be the same at each call.
+            files: The file that each shard is in, where a shard is less than a file; None: the shards are files.
             counts: Samples of each shard. They make parts equal, lengths known and skipping cheap; a shard that
                 has fewer or more is an error when its end is read.
             shuffle_shards: Permute the shards, in each epoch and round in another order.
@@ -74,6 +74,11 @@ class ShardSource(Stage):
         self._total = 0 if self._counts is None else int(self._counts.sum())
         if resample and self._counts is not None and not self._counts.any():
             raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
+        self._files = self._names if files is None else [str(file) for file in files]
+        if len(self._files) != len(self._names):
+            raise ArgumentError(
+                f"files must name one for each of the {len(self._names)} shards, got {len(files or ())}."
+            )
         self._digest: str | None = None
         self._read, self._shuffle, self._resample, self._spread = read, bool(shuffle_shards), bool(resample), spread
 
@@ -111,11 +116,11 @@ class ShardSource(Stage):
         return [stop - start for start, stop in cuts]
 
     def fingerprint(self) -> list[Any]:
-        """Return a digest of names and counts, and what the order depends on."""
+        """Return a digest of names within their common folder and counts, and what the order depends on."""
         if self._digest is None:
             # Files that are not counted are known by their sizes, where those cost nothing to ask for.
-            known = map(_size, self._names) if self._counts is None else self._counts.tolist()
-            self._digest = derive_key(_within_their_folder(self._names), list(known), size=16).hex()
+            known = map(local_size, self._files) if self._counts is None else self._counts.tolist()
+            self._digest = derive_key(within_their_folder(self._files), list(known), size=16).hex()
         return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
 
     def _check(self, opening: Opening) -> None:
@@ -230,33 +235,6 @@ class ShardSource(Stage):
                 items.close()
         if end is not None:
             raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
-
-
-def _within_their_folder(names: Sequence[str]) -> list[str]:
-    """Return names without the folder that all are in: data may be moved, and stand elsewhere on another host."""
-    steps = [shown(name).split("/") for name in names]
-    folders = zip(*(path[:-1] for path in steps), strict=False)
-    common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
-    return ["/".join(path[common:]) for path in steps]
-
-
-def _size(name: str) -> int | None:
-    try:
-        return os.path.getsize(name)
-    except OSError:  # no local file
-        return None
-
-
-def shown(name: str) -> str:
-    """Return a name without what may be secret in it, or differ from day to day: a URL's password and query.
-
-    Examples:
-        >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
-        ('https://host/000.tar', 'dir/what?.tar')
-    """
-    if "://" not in name:
-        return name
-    return re.sub(r"(?<=://)[^/@]*@", "", name.partition("?")[0])
 
 
 def _check_end(name: str, length: int, items: Iterator[Any]) -> None:

@@ -10,8 +10,9 @@ from itertools import islice
 from typing import Any
 
 from paddle_shard.errors import ShardReadError
-from paddle_shard.sources.files import decompressed, is_remote, open_file
-from paddle_shard.sources.shards import ShardSource, shown
+from paddle_shard.sources.files import decompressed, open_file
+from paddle_shard.sources.names import is_remote, shown
+from paddle_shard.sources.shards import ShardSource
 
 _ENCODING = "utf-8-sig"  # UTF-8, with or without a mark at its beginning
 SPREAD = 0.1

@@ -9,9 +9,9 @@ from typing import Any
 
 from paddle_shard.errors import ArgumentError, ShardReadError
 from paddle_shard.sources.cache import cached
-from paddle_shard.sources.files import is_remote
+from paddle_shard.sources.names import is_remote, shown
 from paddle_shard.sources.shard_index import ShardEntry, read_index
-from paddle_shard.sources.shards import ShardSource, shown
+from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.tars import Sample, import_webdataset, read_tar
 
 SPREAD = 0.1

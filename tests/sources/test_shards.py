@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
 from paddle_shard.plan.opening import Opening
-from paddle_shard.sources.shards import ShardSource, shown
+from paddle_shard.sources.names import shown
+from paddle_shard.sources.shards import ShardSource
 
 UNEQUAL = [5, 0, 1, 12, 3, 7, 0, 2]
 

@@ -1,0 +1,70 @@
+"""What does the name of a file say, and which file is it wherever it is kept?"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import urllib.request
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+
+def is_remote(name: str) -> bool:
+    """Whether a name is a URL of another kind than `file:`.
+
+    Examples:
+        >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
+        (True, False, False)
+    """
+    return "://" in name and not name.startswith("file:")
+
+
+def local_path(name: str) -> str:
+    """Return the path that a name of a local file stands for."""
+    if name.startswith("file:"):
+        return urllib.request.url2pathname(urlsplit(name).path)
+    return os.path.expanduser(name)
+
+
+def base_name(name: str) -> str:
+    """Return the last piece of a path or URL.
+
+    Examples:
+        >>> base_name("https://host/train/000.tar?signature=1"), base_name("train/000.tar")
+        ('000.tar', '000.tar')
+    """
+    return os.path.basename(shown(name).rstrip("/"))
+
+
+def shown(name: str) -> str:
+    """Return a name without what may be secret in it, or differ from day to day: a URL's password and query.
+
+    Examples:
+        >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
+        ('https://host/000.tar', 'dir/what?.tar')
+    """
+    if "://" not in name:
+        return name
+    return re.sub(r"(?<=://)[^/@]*@", "", name.partition("?")[0])
+
+
+def within_their_folder(names: Sequence[str]) -> list[str]:
+    """Return names without the folder that all are in: data may be moved, and be elsewhere on another host.
+
+    Examples:
+        >>> within_their_folder(["/data/a/0.csv", "/data/b/0.csv"]), within_their_folder(["s3://bucket/0.csv"])
+        (['a/0.csv', 'b/0.csv'], ['0.csv'])
+    """
+    steps = [(shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split("/") for name in names]
+    folders = zip(*(path[:-1] for path in steps), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
+    return ["/".join(path[common:]) for path in steps]
+
+
+def local_size(name: str) -> int | None:
+    """Return the bytes of a local file; None for any other, whose size would cost a request."""
+    try:
+        return None if is_remote(name) else os.path.getsize(local_path(name))
+    except OSError:  # read later, where its absence is an error that names it
+        return None
