@@ -14,17 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from paddle_shard.testing.job import RanksFailed, all_logs, report_path, start_ranks, variables_of_job
 
 _RUN_ID = "PADDLE_SHARD_RUN_ID"
-_REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
-_DUMP_AFTER = "PADDLE_SHARD_DUMP_AFTER"
-_LAUNCHER_SETS = ("PADDLE_", "POD_", "TRAINER_", "FLAGS_selected_")
-_LOG_TAIL = 6000
-
-
-class RanksFailed(AssertionError):
-    """A rank failed, hung or left no report; the message holds every rank's log."""
+_AFTER_A_FAILURE = 2.0
+"""Seconds in which the other ranks may end by themselves when one has failed."""
 
 
 def run_ranks(
@@ -35,8 +29,9 @@ def run_ranks(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
+    launcher: bool = False,
 ) -> list[Any]:
-    """Run `script` on `num_ranks` processes under `paddle.distributed.launch` and return their reports.
+    """Run `script` on `num_ranks` processes with the environment of `paddle.distributed.launch`; return their reports.
 
     Every process that the run started, DataLoader workers included, is gone when this returns or raises.
 
@@ -47,30 +42,60 @@ def run_ranks(
         args: Command-line arguments of the script.
         env: Environment variables on top of this process's; `PADDLE_*` of this process are not passed on.
         timeout: Deadline in seconds for the whole run.
+        launcher: Start fresh interpreters by `python -m paddle.distributed.launch`, for tests of what happens under
+            the launcher, or of what is read when Paddle is imported (`FLAGS_*`). False: fork the ranks from a process
+            that has imported Paddle; see `start_ranks`. It takes a fraction of the time.
 
     Returns:
         What each rank gave to `report`, in rank order, after a round trip through JSON.
 
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
+        ValueError: `env` has a variable that is read when Paddle is imported, and `launcher` is False.
     """
     directory = Path(directory)
-    logs, reports = directory / "log", directory / "report"
-    reports.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    run = _launched if launcher else _forked
+    failure, running = run(Path(script), num_ranks, directory, list(map(str, args)), env, timeout)
+    results = [report_path(directory, rank) for rank in range(num_ranks)]
+    silent = [rank for rank, path in enumerate(results) if not path.exists()]
+    if not (failure or running or silent):
+        return [json.loads(path.read_text()) for path in results]
+    if failure:
+        reason = f"{failure}; no report from ranks {silent}"
+    elif running:
+        reason = f"the deadline of {timeout:g} s passed; still running: ranks {running}; no report from: {silent}"
+    else:
+        reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
+    raise RanksFailed(f"{Path(script).name} on {num_ranks} ranks: {reason}\n{all_logs(directory)}")
+
+
+def _forked(
+    script: Path, num_ranks: int, directory: Path, args: list[str], env: Mapping[str, str] | None, timeout: float
+) -> tuple[str, list[int]]:
+    """Run the ranks as forks; return how they failed, and which had not ended at the deadline."""
+    deadline, failed = time.monotonic() + timeout, False
+    with start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout) as job:
+        while len(codes := job.exit_codes()) < num_ranks and time.monotonic() < deadline:
+            if any(codes.values()) and not failed:  # the others may be its victims, and have something to say
+                failed, deadline = True, min(deadline, time.monotonic() + _AFTER_A_FAILURE)
+            time.sleep(0.01)
+        running = [rank for rank in range(num_ranks) if rank not in codes]
+    bad = {rank: code for rank, code in sorted(codes.items()) if code}
+    return (f"exit codes {bad}" if bad else ""), running
+
+
+def _launched(
+    script: Path, num_ranks: int, directory: Path, args: list[str], env: Mapping[str, str] | None, timeout: float
+) -> tuple[str, list[int]]:
+    """Run the ranks under Paddle's launcher; return as `_forked` does."""
     run_id = uuid.uuid4().hex
     command = [
         *(sys.executable, "-u", "-m", "paddle.distributed.launch"),
-        *("--nproc_per_node", str(num_ranks), "--log_dir", str(logs)),
+        *("--nproc_per_node", str(num_ranks), "--log_dir", str(directory)),
         *(str(script), *args),
     ]
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_SETS)}
-    variables |= {
-        _RUN_ID: run_id,
-        _REPORT_DIR: str(reports),
-        _DUMP_AFTER: str(max(timeout - 3.0, timeout * 0.8)),
-        "OMP_NUM_THREADS": "1",
-        **(env or {}),
-    }
+    variables = {**variables_of_job(directory, env, timeout), _RUN_ID: run_id}
     with open(directory / "launcher.log", "w") as output:
         launcher = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
@@ -78,35 +103,10 @@ def run_ranks(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            alive = sorted(rank for rank in _kill(run_id, launcher) if rank is not None)
-    results = [reports / f"rank-{rank}.json" for rank in range(num_ranks)]
-    silent = [rank for rank, path in enumerate(results) if not path.exists()]
-    if code == 0 and not silent:
-        return [json.loads(path.read_text()) for path in results]
+            running = sorted(rank for rank in _kill(run_id, launcher) if rank is not None)
     if code is None:
-        reason = f"the deadline of {timeout:g} s passed; still running: ranks {alive}; no report from: {silent}"
-    elif code:
-        reason = f"the launcher exited with {code}; no report from ranks {silent}"
-    else:
-        reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
-    raise RanksFailed(f"{Path(script).name} on {num_ranks} ranks: {reason}\n{_all_logs(directory)}")
-
-
-def report(value: Any) -> None:
-    """Hand a rank's result to the `run_ranks` that started it.
-
-    Args:
-        value: Anything that JSON can hold; numpy arrays and scalars become lists and numbers.
-    """
-    path = Path(os.environ[_REPORT_DIR], f"rank-{os.environ.get('PADDLE_TRAINER_ID', '0')}.json")
-    path.with_suffix(".part").write_text(json.dumps(value, default=_plain))
-    path.with_suffix(".part").rename(path)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}")
+        return "", running
+    return (f"the launcher exited with {code}" if code else ""), []
 
 
 def _processes(run_id: str) -> Iterator[tuple[int, int | None]]:
@@ -137,24 +137,3 @@ def _kill(run_id: str, launcher: subprocess.Popen[bytes]) -> set[int | None]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     return ranks
-
-
-def _all_logs(directory: Path) -> str:
-    paths = [*sorted((directory / "log").glob("workerlog.*")), directory / "launcher.log"]
-    parts = []
-    for path in paths:
-        text = path.read_text(errors="replace")
-        cut = "" if len(text) <= _LOG_TAIL else "[...]"
-        parts.append(f"--- {path.name} ---\n{cut}{text[-_LOG_TAIL:]}")
-    return "\n".join(parts)
-
-
-def _arm_stack_dump() -> None:
-    """In a rank: write all threads' stacks to the log shortly before the deadline."""
-    if _DUMP_AFTER in os.environ and "PADDLE_TRAINER_ID" in os.environ:
-        import faulthandler
-
-        faulthandler.dump_traceback_later(float(os.environ[_DUMP_AFTER]))
-
-
-_arm_stack_dump()

@@ -5,18 +5,13 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
+from paddle_shard.testing import run_ranks, start_ranks
 from tests.faults.feeds import loader_of, numbers
-from tests.faults.traces import waited_for
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
 WORKER = Path(__file__).parent / "ranks_worker.py"
@@ -25,7 +20,6 @@ LENGTH, RANKS = 400, 2
 """More numbers than 2 workers may be asked for behind the 2 steps of a case that loses one: 4 messages of 8 batches."""
 ALL = list(range(LENGTH))
 KINDS = ["map", "stream", "cut"]
-TOKEN = "FAULT_TEST_RUN"
 SLACK = 6.0
 """Seconds by which a loaded machine may be late."""
 
@@ -98,75 +92,15 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
     assert [report["threads"] for report in reports] == [[], []]
 
 
-# Ranks that are ended: without the launcher, which would end the others.
-
-
-def alive(token):
-    found = set()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            if entry.name.isdigit() and f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(int(entry.name))
-    return found
+# Ranks that are ended.
 
 
 @contextlib.contextmanager
 def ranks(directory, role, case):
-    """Start the ranks; all that they start is killed in the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    token, given = uuid.uuid4().hex, ("PADDLE_", "POD_", "FLAGS_selected_", "MASTER_")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(given)}
-    endpoints = [f"127.0.0.1:{port + 1 + rank}" for rank in range(RANKS)]
-    processes = []
-    for rank in range(RANKS):
-        env = (
-            variables
-            | environment()
-            | {
-                "PADDLE_MASTER": f"127.0.0.1:{port}",
-                "PADDLE_TRAINER_ID": str(rank),
-                "PADDLE_TRAINERS_NUM": str(RANKS),
-                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-                "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
-                "PADDLE_DISTRI_BACKEND": "gloo",
-                "PADDLE_SHARD_REPORT_DIR": str(directory),
-                "OMP_NUM_THREADS": "1",
-                TOKEN: token,
-            }
-        )
-        with open(directory / f"log-{rank}", "w") as log:
-            command = [sys.executable, "-u", str(WORKER), role, json.dumps(case)]
-            processes.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-    try:
-        yield processes
-        for process in processes:
-            process.poll()
-        assert waited_for(lambda: alive(token), 8.0) == set(), "processes are left"
-    finally:
-        for pid in alive(token):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for process in processes:
-            process.wait(10)
-
-
-def reported(directory, processes, who, seconds):
-    """The reports of some ranks, when they have ended."""
-    deadline = time.monotonic() + seconds
-    for rank in who:
-        try:
-            processes[rank].wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"rank {rank} has not ended after {seconds} s\n{logs(directory)}")
-    paths = [directory / f"rank-{rank}.json" for rank in who]
-    assert all(path.exists() for path in paths), logs(directory)
-    return [json.loads(path.read_text()) for path in paths]
-
-
-def logs(directory):
-    return "\n".join(f"--- {path.name} ---\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("log-*")))
+    """Start the ranks; what they have started and left is an error."""
+    with start_ranks(WORKER, RANKS, directory, args=[role, json.dumps(case)], env=environment(), timeout=100) as job:
+        yield job
+        assert job.left(8.0) == set(), "processes are left"
 
 
 def rest_of(state, kind):
@@ -185,8 +119,8 @@ def test_a_rank_killed_at_any_moment_is_named_and_what_it_had_not_is_delivered_l
         "timeout": 12.0,
         "options": options(rng),
     }
-    with ranks(tmp_path, "killed", case) as processes:
-        [(read, told, seconds, state)] = reported(tmp_path, processes, [1 - victim], 60)
+    with ranks(tmp_path, "killed", case) as job:
+        [(read, told, seconds, state)] = job.reports([1 - victim], 60)
     assert told[0] == "PeerLostError", (case, told)
     assert told[4] == [victim]
     met = "did not come" not in told[-1]  # one that is killed before is waited for until the deadline
@@ -201,15 +135,15 @@ def test_a_rank_killed_at_any_moment_is_named_and_what_it_had_not_is_delivered_l
 def test_sigterm_at_any_moment_saves_on_each_rank_what_it_was_given(rng, tmp_path):
     kind = rng.choice(KINDS)
     case = {"kind": kind, "workers": rng.choice([0, 2]), "options": options(rng)}
-    with ranks(tmp_path, "told", case) as processes:
+    with ranks(tmp_path, "told", case) as job:
         deadline = time.monotonic() + 60
         while not all((tmp_path / f"started-{rank}").exists() for rank in range(RANKS)):
-            assert time.monotonic() < deadline, logs(tmp_path)
+            assert time.monotonic() < deadline, job.logs()
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.8))
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        found = reported(tmp_path, processes, range(RANKS), 30)
+        for rank in range(RANKS):
+            job.send(rank, signal.SIGTERM)
+        found = job.reports(range(RANKS), 30)
     for rank, (read, why, state) in enumerate(found):
         steps = state["steps"] if state["epoch"] == 0 else LENGTH // 8
         assert (why, len(read)) == (why, 4 * steps)
@@ -224,8 +158,8 @@ def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path)
     timeout = 4.0
     case = {"kind": rng.choice(["map", "cut"]), "number": rng.randrange(8, LENGTH), "timeout": timeout}
     case["options"] = options(rng)
-    with ranks(tmp_path, "hung", case) as processes:
-        found = reported(tmp_path, processes, range(RANKS), 60)
+    with ranks(tmp_path, "hung", case) as job:
+        found = job.reports(range(RANKS), 60)
     assert len({len(read) for read, *_ in found}) == 1
     assert all(told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found), found
     reader = case["number"] % 8 // 4
@@ -238,12 +172,12 @@ def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path)
 def test_a_rank_that_is_stuck_when_another_dies_is_ended_after_a_report(rng, tmp_path):
     victim = rng.randrange(RANKS)
     case = {"kind": rng.choice(KINDS), "victim": victim, "steps": rng.randrange(1, 10), "on_lost": "exit"}
-    with ranks(tmp_path, "stuck", case) as processes:
-        try:
-            code = processes[1 - victim].wait(10.0 + 2.0 + SLACK + 10.0)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"it is not ended\n{logs(tmp_path)}")
+    with ranks(tmp_path, "stuck", case) as job:
+        codes = job.wait([1 - victim], 10.0 + 2.0 + SLACK + 10.0)
+        assert 1 - victim in codes, f"it is not ended\n{job.logs()}"
         seconds = time.time() - float((tmp_path / "killed").read_text())
-    assert code != 0
+    assert codes[1 - victim] != 0
     assert seconds < 10.0 + 2.0 + SLACK
-    assert re.search(rf"[Gg]lobal rank {victim} has ended or was killed", (tmp_path / f"log-{1 - victim}").read_text())
+    assert re.search(
+        rf"[Gg]lobal rank {victim} has ended or was killed", (tmp_path / f"workerlog.{1 - victim}").read_text()
+    )

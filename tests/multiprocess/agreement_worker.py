@@ -1,10 +1,7 @@
-"""One rank: `agreement_worker.py` under run_ranks runs every sound case; `agreement_worker.py fork` forks ranks."""
+"""One rank: `agreement_worker.py` runs every sound case, `agreement_worker.py CASE` one in which a rank goes wrong."""
 
-import contextlib
-import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,40 +17,6 @@ from paddle_shard.replicas.star_group import group_of
 from paddle_shard.testing import report
 
 PREFETCH = 8
-
-
-def become_a_rank():
-    """Fork a rank for each line of standard input, and return in it: its environment, its log, its arguments.
-
-    Paddle is imported once for the ranks of many jobs, by a process that has one thread and starts nothing of
-    `paddle.distributed`. It prints each rank's id and does not reap it, so that an id means this rank and no other.
-    """
-    for line in sys.stdin:
-        variables, log, arguments = json.loads(line)
-        pid = os.fork()
-        if pid:
-            print(pid, flush=True)
-            continue
-        os.environ.update(variables)
-        for path, flags, numbers in ((os.devnull, os.O_RDONLY, [0]), (log, os.O_WRONLY | os.O_CREAT, [1, 2])):
-            opened = os.open(path, flags, 0o644)
-            for number in numbers:
-                os.dup2(opened, number)
-            os.close(opened)
-        sys.argv[1:] = arguments
-        wait_for_the_store()
-        return
-    sys.exit()
-
-
-def wait_for_the_store():
-    """Until rank 0 listens: who comes to Paddle's store too early sleeps for 3 s."""
-    host, port = os.environ["PADDLE_MASTER"].split(":")
-    deadline = time.monotonic() + 30
-    while os.environ["PADDLE_TRAINER_ID"] != "0" and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
-            return
-        time.sleep(0.01)
 
 
 class Job:
@@ -203,8 +166,6 @@ class ReadAhead:
 SOUND = ("ends", "exhausted", "fails", "breaks", "collective", "ends")
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["fork"]:
-        become_a_rank()
     job = Job()
     if len(sys.argv) > 1:
         report(getattr(job, sys.argv[1])())

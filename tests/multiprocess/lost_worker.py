@@ -1,4 +1,4 @@
-"""Ranks of which one is killed in a loop over a loader: `lost map|stream WORKERS LOOP VICTIM`; or `spawn`; `fork`."""
+"""Ranks of which one is killed in a loop over a loader: `lost map|stream WORKERS LOOP VICTIM`; or `spawn`."""
 
 import os
 import signal
@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import paddle
 import paddle.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-from agreement_worker import become_a_rank
 
 import paddle_shard
 from paddle_shard.errors import PeerLostError
@@ -69,6 +66,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         dist.spawn(spawned, nprocs=2, backend="gloo")
     else:
-        if sys.argv[1] == "fork":
-            become_a_rank()
         lost(*sys.argv[2:])

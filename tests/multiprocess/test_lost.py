@@ -1,13 +1,11 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -15,63 +13,27 @@ import pytest
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.replicas import star_group
 from paddle_shard.replicas.star_group import StarGroup, group_of
+from paddle_shard.testing import start_ranks
 from paddle_shard.testing.simulated import simulated_rank
-from tests.multiprocess.test_agreement import Forks, run_unsound
 
 WORKER = Path(__file__).parent / "lost_worker.py"
-TOKEN = "LOST_TEST_RUN"
-
-
-def alive(token):
-    """The processes that were started by a test, or by those."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            if entry.name.isdigit() and f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
-
-
-@pytest.fixture(scope="module")
-def forks():
-    """What forks the ranks. All that it and the tests start has the token in its environment."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(TOKEN, uuid.uuid4().hex)
-        with Forks(WORKER) as forks:
-            yield forks
-
-
-@pytest.fixture
-def left(forks):
-    """Which processes of a test are left, after a moment; at its end they are killed."""
-
-    def left(seconds=10.0):
-        deadline = time.monotonic() + seconds
-        ours = {os.getpid(), forks.process.pid}
-        while (found := set(alive(os.environ[TOKEN])) - ours) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return found
-
-    yield left
-    for pid in left(0.0):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("kind", "loop", "victim"), [("map", 1, 0), ("map", 2, 1), ("stream", 1, 1), ("stream", 2, 0)])
-def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, workers, tmp_path, forks, left):
-    args = [kind, str(workers), str(loop), str(victim)]
-    [(done, ranks, seconds)] = run_unsound(forks, "lost", 2, tmp_path, victim, args)
+def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, workers, tmp_path):
+    args = ["lost", kind, str(workers), str(loop), str(victim)]
+    with start_ranks(WORKER, 2, tmp_path, args=args, timeout=60) as job:
+        [(done, ranks, seconds)] = job.reports([1 - victim], 60)
 
-    assert (done, ranks) == (loop - 1, [victim])
-    assert seconds < 10
-    assert left() == set()
+        assert (done, ranks) == (loop - 1, [victim])
+        assert seconds < 10
+        assert job.left() == set()
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_paddle_spawns_meet(tmp_path, left):
+def test_ranks_that_paddle_spawns_meet(tmp_path):
     given = ("PADDLE_", "POD_", "MASTER_", "FLAGS_selected_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(given)}
     variables["PADDLE_SHARD_REPORT_DIR"] = str(tmp_path)

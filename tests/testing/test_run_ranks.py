@@ -1,9 +1,12 @@
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import RanksFailed, run_ranks
+from paddle_shard.testing import RanksFailed, run_ranks, start_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -28,37 +31,111 @@ def live_processes_with(text: str) -> list[str]:
     return found
 
 
-def test_reports_come_back_in_rank_order(tmp_path):
-    path = script(tmp_path, "import numpy as np\nreport({'rank': rank, 'ids': np.arange(rank)})")
-
-    reports = run_ranks(path, 3, tmp_path / "run")
-
-    assert reports == [{"rank": r, "ids": list(range(r))} for r in range(3)]
+@pytest.fixture(params=[False, True], ids=["forked", "launched"])
+def launcher(request):
+    return request.param
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path):
-    path = script(tmp_path, "def stuck_here(): time.sleep(600)\nif rank == 1: stuck_here()\nreport(rank)")
+def test_reports_come_back_in_rank_order(tmp_path, launcher):
+    path = script(tmp_path, "import numpy as np\nreport({'rank': rank, 'args': sys.argv[1:], 'ids': np.arange(rank)})")
+
+    reports = run_ranks(path, 3, tmp_path / "run", args=["a", "b c"], launcher=launcher)
+
+    assert reports == [{"rank": r, "args": ["a", "b c"], "ids": list(range(r))} for r in range(3)]
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, launcher):
+    body = "import subprocess\nsubprocess.Popen(['sleep', '601', __file__], start_new_session=True)\n"
+    body += "def stuck_here(): time.sleep(600)\nif rank == 1: stuck_here()\nreport(rank)"
+    path = script(tmp_path, body)
 
     with pytest.raises(RanksFailed, match=r"still running: ranks \[1\]; no report from: \[1\]") as caught:
-        run_ranks(path, 2, tmp_path / "run", timeout=15)  # the stacks are written 3 s before
+        run_ranks(path, 2, tmp_path / "run", timeout=20 if launcher else 5, launcher=launcher)  # stacks: 3 s before
 
     assert "stuck_here" in str(caught.value)
-    assert live_processes_with(str(path)) == []
+    assert live_processes_with(str(path)) == [], "what a rank has started is ended, too"
 
 
-def test_every_ranks_log_is_shown_when_one_fails(tmp_path):
+def test_every_ranks_log_is_shown_when_one_fails(tmp_path, launcher):
     body = "print('hello from', rank, flush=True)\nif rank == 1: raise RuntimeError('boom')\ntime.sleep(60)"
     path = script(tmp_path, body)
 
-    with pytest.raises(RanksFailed, match="launcher exited with") as caught:
-        run_ranks(path, 2, tmp_path / "run", timeout=60)
+    with pytest.raises(RanksFailed, match="launcher exited with" if launcher else r"exit codes \{1: 1\}") as caught:
+        run_ranks(path, 2, tmp_path / "run", timeout=60, launcher=launcher)
 
     for text in ("hello from 0", "hello from 1", "RuntimeError: boom"):
         assert text in str(caught.value)
 
 
-def test_a_script_that_does_not_report_is_an_error(tmp_path):
+def test_a_script_that_does_not_report_is_an_error(tmp_path, launcher):
     path = script(tmp_path, "if rank == 0: report(0)")
 
     with pytest.raises(RanksFailed, match=r"no report from ranks \[1\]"):
-        run_ranks(path, 2, tmp_path / "run")
+        run_ranks(path, 2, tmp_path / "run", launcher=launcher)
+
+
+def test_a_forked_rank_sees_what_a_launched_one_sees(tmp_path, monkeypatch):
+    """Its environment, arguments, folder, import path, signals and standard streams; `__main__` can be pickled."""
+    body = """
+import json, pickle, signal
+import numpy as np, paddle
+class Own: pass
+assert type(pickle.loads(pickle.dumps(Own()))) is Own and __name__ == "__main__"
+names = sorted(n for n in os.environ if n.startswith(("PADDLE_", "MY_", "FLAGS_")) and "SHARD" not in n)
+where = {"MASTER", "ENDPOINT", "ENDPOINTS", "LOG_DIR"}
+told = {n: os.environ[n] for n in names if n.rpartition("_")[2] not in where}
+threads = len(os.listdir("/proc/self/task"))
+report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os.isatty(1),
+        str(signal.getsignal(signal.SIGINT)), str(signal.getsignal(signal.SIGTERM))])
+"""
+    path = script(tmp_path, body)
+    monkeypatch.chdir(tmp_path)
+    forked, launched = (
+        run_ranks(path, 2, tmp_path / str(launcher), args=["x"], env={"MY_OWN": "1"}, launcher=launcher)
+        for launcher in (False, True)
+    )
+
+    for mine, theirs in zip(forked, launched, strict=True):
+        assert mine[1:] == theirs[1:]
+        assert {name: value for name, value in theirs[0].items() if name in mine[0]} == mine[0]
+
+
+def test_forked_ranks_draw_apart_as_fresh_processes_do(tmp_path):
+    body = "import random\nimport numpy as np, paddle\n"
+    body += "report([random.random(), np.random.rand(), paddle.rand([1]).item()])"
+
+    one, two = run_ranks(script(tmp_path, body), 2, tmp_path / "run")
+
+    assert all(a != b for a, b in zip(one, two, strict=True))
+
+
+def test_what_is_read_when_paddle_is_imported_cannot_be_given_to_forked_ranks(tmp_path):
+    with pytest.raises(ValueError, match=r"FLAGS_x.*read when Paddle is imported"):
+        run_ranks(script(tmp_path, ""), 1, tmp_path / "run", env={"FLAGS_x": "1"})
+
+
+def test_the_others_go_on_when_a_rank_of_a_job_is_killed(tmp_path):
+    body = "import signal\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\nreport(rank)"
+    with start_ranks(script(tmp_path, body), 2, tmp_path / "run") as job:
+        assert job.reports([1], 30) == [1]
+        assert job.exit_codes() == {0: -9, 1: 0}
+        assert job.left() == set()
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    path = script(tmp_path, "time.sleep(600)")
+    code = f"""
+import os, signal, sys
+from paddle_shard.testing import start_ranks
+with start_ranks({str(path)!r}, 2, {str(tmp_path / "run")!r}) as job:
+    print(*job.pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    pids = [int(pid) for pid in done.stdout.split()]
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,205 @@
+"""How are real ranks started, watched and ended?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.testing.forks import Forks, forks_of_process
+
+REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
+"""Environment variable: where a rank's `report` goes."""
+_DUMP_AFTER = "PADDLE_SHARD_DUMP_AFTER"
+_LAUNCHER_SETS = ("PADDLE_", "POD_", "TRAINER_", "MASTER_", "FLAGS_selected_")
+_READ_AT_IMPORT = ("FLAGS_", "OMP_", "PYTHONHASHSEED")
+_LOG_TAIL = 6000
+_POLL = 0.01
+
+
+class RanksFailed(AssertionError):
+    """A rank failed, hung or left no report; the message holds every rank's log."""
+
+
+class Job:
+    """Ranks that `start_ranks` has started; those that remain go on when one ends."""
+
+    def __init__(self, forks: Forks, pids: Sequence[int], directory: Path) -> None:
+        self._forks, self.pids, self._directory = forks, tuple(pids), directory
+
+    def exit_codes(self) -> dict[int, int]:
+        """Return {rank: exit code} of the ranks that have ended; -n for signal n."""
+        ended = self._forks.ended()
+        return {rank: ended[pid] for rank, pid in enumerate(self.pids) if pid in ended}
+
+    def wait(self, ranks: Iterable[int], seconds: float) -> dict[int, int]:
+        """Wait until these ranks have ended, or the time is over; return `exit_codes`."""
+        wanted, deadline = set(ranks), time.monotonic() + seconds
+        while not wanted <= set(codes := self.exit_codes()) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        return codes
+
+    def reports(self, ranks: Iterable[int], seconds: float) -> list[Any]:
+        """Return what these ranks have reported, when they have ended.
+
+        Raises:
+            RanksFailed: One has not ended in time, or has not reported.
+        """
+        wanted = list(ranks)
+        running = sorted(set(wanted) - set(self.wait(wanted, seconds)))
+        paths = [report_path(self._directory, rank) for rank in wanted]
+        if running or not all(path.exists() for path in paths):
+            silent = [rank for rank, path in zip(wanted, paths, strict=True) if not path.exists()]
+            what = f"ranks {running} had not ended after {seconds:g} s; " if running else ""
+            raise RanksFailed(f"{what}no report from ranks {silent}\n{self.logs()}")
+        return [json.loads(path.read_text()) for path in paths]
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank that has not ended."""
+        if rank not in self.exit_codes():
+            os.kill(self.pids[rank], number)
+
+    def left(self, seconds: float = 10.0) -> set[int]:
+        """Return which processes that the ranks have started run after them, when they have had time to end."""
+        deadline = time.monotonic() + seconds
+        while (found := self._forks.alive() - set(self.pids)) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        return found
+
+    def logs(self) -> str:
+        """Return the end of every rank's log."""
+        return all_logs(self._directory)
+
+
+@contextlib.contextmanager
+def start_ranks(
+    script: str | Path,
+    num_ranks: int,
+    directory: str | Path,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+) -> Iterator[Job]:
+    """Start a script on several processes of this host, as `paddle.distributed.launch` does on the CPU.
+
+    They are forked from a process that has imported Paddle, once for all jobs, so that a job starts in a second.
+    Unlike under the launcher, the others go on when a rank ends. One job at a time; at the end of the `with` block
+    every process that it started, DataLoader workers included, is killed.
+
+    Args:
+        script: A Python file; each rank runs it.
+        num_ranks: Number of processes, at least 1.
+        directory: An empty directory for the reports and one log a rank (pytest's `tmp_path`).
+        args: Command-line arguments of the script.
+        env: Environment variables on top of this process's; `PADDLE_*` of this process are not passed on.
+        timeout: Seconds; shortly before, a rank that still runs writes its stacks to its log.
+
+    Raises:
+        ValueError: `env` has a variable that is read when Paddle is imported, which the ranks do not do.
+    """
+    if at_import := [name for name in env or () if name.startswith(_READ_AT_IMPORT)]:
+        raise ValueError(f"env: {at_import} is read when Paddle is imported, before ranks are forked.")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    forks, ports = forks_of_process(os.getpid()), free_ports(num_ranks + 1)
+    variables = variables_of_job(directory, env, timeout)
+    pids = []
+    try:
+        for rank in range(num_ranks):
+            of_rank = variables | rank_variables(num_ranks, rank, ports)
+            pids.append(forks.start(Path(script), args, of_rank, directory / f"workerlog.{rank}"))
+        yield Job(forks, pids, directory)
+    finally:
+        forks.kill()
+
+
+def variables_of_job(directory: Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
+    """Return the environment of a job's ranks, but for what a launcher tells them."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_SETS)}
+    ours = {REPORT_DIR: str(directory), _DUMP_AFTER: str(max(timeout - 3.0, timeout * 0.8)), "OMP_NUM_THREADS": "1"}
+    return variables | ours | dict(env or {})
+
+
+def rank_variables(num_ranks: int, rank: int, ports: Sequence[int]) -> dict[str, str]:
+    """Return what `paddle.distributed.launch` tells a rank on the CPU of one host (3.0 to 3.3).
+
+    Args:
+        num_ranks: Of the job.
+        rank: The global rank.
+        ports: One for each rank, and the store's as the last; see `free_ports`.
+    """
+    endpoints = [f"127.0.0.1:{port}" for port in ports[:num_ranks]]
+    return {
+        "PADDLE_MASTER": f"127.0.0.1:{ports[num_ranks]}",
+        "PADDLE_GLOBAL_SIZE": str(num_ranks),
+        "PADDLE_LOCAL_SIZE": str(num_ranks),
+        "PADDLE_GLOBAL_RANK": str(rank),
+        "PADDLE_LOCAL_RANK": str(rank),
+        "PADDLE_NNODES": "1",
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(num_ranks),
+        "PADDLE_RANK_IN_NODE": str(rank),
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this host that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in found]
+
+
+def report(value: Any) -> None:
+    """Hand a rank's result to the `run_ranks` or `start_ranks` that started it.
+
+    Args:
+        value: Anything that JSON can hold; numpy arrays and scalars become lists and numbers.
+    """
+    path = report_path(Path(os.environ[REPORT_DIR]), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
+    path.with_suffix(".part").write_text(json.dumps(value, default=_plain))
+    path.with_suffix(".part").rename(path)
+
+
+def report_path(directory: Path, rank: int) -> Path:
+    """Return where a rank's report is."""
+    return directory / f"rank-{rank}.json"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}")
+
+
+def all_logs(directory: Path) -> str:
+    """Return the end of every log of a job."""
+    parts = []
+    for path in [*sorted(directory.glob("workerlog.*")), *directory.glob("launcher.log")]:
+        text = path.read_text(errors="replace")
+        cut = "" if len(text) <= _LOG_TAIL else "[...]"
+        parts.append(f"--- {path.name} ---\n{cut}{text[-_LOG_TAIL:]}")
+    return "\n".join(parts)
+
+
+def arm_stack_dump() -> None:
+    """In a rank: write all threads' stacks to the log shortly before the deadline."""
+    if _DUMP_AFTER in os.environ and "PADDLE_TRAINER_ID" in os.environ:
+        import faulthandler
+
+        faulthandler.dump_traceback_later(float(os.environ[_DUMP_AFTER]))
+
+
+arm_stack_dump()
