@@ -3,35 +3,33 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
 OLDEST := .venv-oldest
 ADAPTERS ?= torchdata mds dali ffcv
 STEPS ?= 100000
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test test-oldest test-adapters faults bench soak lint clean
+.PHONY: help demo demos test quick test-oldest test-adapters faults bench soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
 
 ## demo: the main job: train on real digits with 2 processes, dynamic and static
-demo: $(READY)
+demo: $(DEMO_READY)
 	RUN_STATIC=0 $(RUN) --processes 2 demos/digits.py
 	RUN_STATIC=1 $(RUN) --processes 2 demos/digits.py
 
-## demos: all demos, on CPU processes
-demos: demo
-	$(RUN) --processes 8 demos/two_meshes.py
-	$(RUN) --processes 8 demos/dict_inputs.py
-	$(RUN) --processes 4 demos/gpt.py
-	$(PY) demos/resume.py
-	$(RUN) --processes 2 demos/csv_stream.py
-	$(RUN) --processes 2 demos/webdataset_digits.py
-	$(RUN) --processes 2 demos/equal_steps.py --show-splits --show-open
-	for demo in parquet huggingface grain_data s3; do $(RUN) --processes 2 demos/sources/$$demo.py || exit 1; done
+## demos: all demos, on CPU processes; shows what each prints, and checks it
+demos: demo $(READY)
+	PADDLE_SHARD_DEMOS=1 $(PY) -m pytest -v -rP tests/demos
 
-## test: all tests, on the newest Paddle and numpy
+## test: all tests, on the newest Paddle and numpy; prints the 20 slowest
 test: $(READY)
-	$(PY) -m pytest
+	$(PY) -m pytest --durations=20
+
+## quick: the tests that start no processes, within a minute
+quick: $(READY)
+	$(PY) -m pytest -q -m "not multiprocess and not processes"
 
 ## test-oldest: all tests on Paddle 3.0.0
 test-oldest: $(OLDEST)/.ready
@@ -65,10 +63,16 @@ lint: $(READY)
 clean:
 	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
+# The demo needs a fraction of what all tests need.
+$(DEMO_READY): setup.py
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cpu,demo]'
+	touch $@
+
 $(READY): setup.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cpu,test]'
-	touch $@
+	touch $@ $(DEMO_READY)
 
 $(OLDEST)/.ready: setup.py
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)

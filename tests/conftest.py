@@ -6,9 +6,9 @@ from paddle_shard.testing import RanksFailed, run_ranks
 
 # Scripts that ranks run are no test modules: collecting one for doctests would run it.
 collect_ignore_glob = ["*/*_worker.py"]
-# Other libraries need environments of their own: `make test-adapters`.
-if "PADDLE_SHARD_ADAPTER" not in os.environ:
-    collect_ignore = ["adapters"]
+# Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.
+OTHERS = {"adapters": "PADDLE_SHARD_ADAPTER", "demos": "PADDLE_SHARD_DEMOS"}
+collect_ignore = [folder for folder, asked in OTHERS.items() if asked not in os.environ]
 
 
 @pytest.fixture(scope="module")

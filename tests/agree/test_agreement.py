@@ -10,6 +10,7 @@ from paddle_shard.agree.outlook import NEVER, OK, REPORT_LIMIT, Outlook
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
 from tests.agree.simulated_group import SimulatedGroup, World
 from tests.agree.trial import Script, outcome, random_script, run_job
+from tests.deadlines import HANG
 
 
 def run_trial(seed, barrier=None, board=None, **settings):
@@ -149,9 +150,9 @@ def test_ranks_with_a_board_need_no_rounds_while_nothing_happens():
                 agreement.announce_ok()
             assert agreement.deliver(step)
             if step in (20, 399):
-                reached.wait(10)
+                reached.wait(HANG)
                 rounds.append(coordinator.group.rounds)
-                reached.wait(10)
+                reached.wait(HANG)
         agreement.close()
 
     assert together(*(lambda c=c: run(c) for c in coordinators)) == [None] * 3
@@ -188,7 +189,7 @@ def test_a_board_tells_what_all_have_posted_of_the_same_pass():
     assert boards[0].least(7 + PASSES) == 4
 
 
-def pair(timeout=20.0, size=2, board=False, **options):
+def pair(timeout=HANG, size=2, board=False, **options):
     world = World(size, random.Random(0), **options)
     join = SimulatedGroup.board if board else lambda group: None
     return [Coordinator(SimulatedGroup(world, r), timeout=timeout, join_board=join) for r in range(size)]
@@ -208,7 +209,7 @@ def together(*functions):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG)
         assert not thread.is_alive()
     return results
 
@@ -362,7 +363,7 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
         return [iterate(coordinator.open(6), steps=s) for s in (0, 3, 1, 7)] + [len(coordinator._passes) <= 4]
 
     assert together(*(lambda c=c: run(c) for c in coordinators)) == [[0, 3, 1, 7, True]] * 3
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG
     while any(c._passes for c in coordinators) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [c._passes for c in coordinators] == [{}] * 3

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from paddle_shard.agree import Coordinator
 from paddle_shard.errors import AgreedFailure, PeerLostError, UnequalEndsError
 from tests.agree.simulated_group import SimulatedGroup, World
+from tests.deadlines import HANG
 
-HANG = 20.0
 FAR = 100  # steps; no script goes that far
 
 

@@ -22,6 +22,7 @@ from paddle_shard.errors import ArgumentError, DataReadError, StateError
 from paddle_shard.sources import files
 from paddle_shard.sources.cache import cached
 from paddle_shard.sources.shard_index import read_index
+from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options
 from tests.faults.traces import children, kill
 from tests.sources.http_server import serving
@@ -224,7 +225,7 @@ def test_a_server_that_is_gone_is_given_up_soon_and_named_and_back_it_is_gone_on
         assert f"given up after {files.RETRIES} retries" in str(failure) or "HTTP Error 500" in str(failure)
         assert server.url in str(failure)
         # Each try its time, and the pauses between them; parts are opened one after the other.
-        assert seconds < 4 * (files.RETRIES + 1) * (files.TIMEOUT + files.BACKOFF * 2**files.RETRIES) + 6.0
+        assert seconds < 4 * (files.RETRIES + 1) * (files.TIMEOUT + files.BACKOFF * 2**files.RETRIES) + HANG
         assert_whole(found, loader.state_dict(), server.url)
 
 
@@ -301,7 +302,7 @@ def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_take
         before = children()
         loader = loader_over(server.url, workers=2, cache_dir=str(disk), **drawn_options(rng))
         batches = iter(loader)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG
         while not (parts := [name for name in os.listdir(disk) if name.endswith(".part")] if disk.exists() else []):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -322,7 +323,7 @@ def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_
         url = f"{server.url}/000.tar"
         first = threading.Thread(target=lambda: contextlib.suppress(OSError).__enter__() or failing(url, disk))
         first.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG
         while not os.path.isdir(disk) or not any(name.endswith(".part") for name in os.listdir(disk)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -333,7 +334,7 @@ def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_
         found = []
         second = threading.Thread(target=lambda: found.append(cached(url, disk)))
         second.start()
-        second.join(2.0)
+        second.join(HANG)
         in_time = list(found)
         child.kill()
         child.join()

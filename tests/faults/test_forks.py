@@ -3,6 +3,7 @@
 import pytest
 
 from paddle_shard.errors import PaddleShardError
+from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until
 from tests.faults.traces import in_a_fork
 
@@ -32,11 +33,11 @@ def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, r
 def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
     def parent():
         loader = loader_of("map", LENGTH, workers=2, settings={"persistent_workers": True})
-        found = [numbers(iter(loader)), in_a_fork(lambda: numbers(iter(loader)), 4.0), numbers(iter(loader))]
+        found = [numbers(iter(loader)), in_a_fork(lambda: numbers(iter(loader))), numbers(iter(loader))]
         loader.close()
         return found
 
-    assert in_a_fork(parent, 15.0) == [ALL] * 3
+    assert in_a_fork(parent, 2 * HANG) == [ALL] * 3
 
 
 @pytest.mark.parametrize("how", ["close", "delete"])
@@ -50,10 +51,10 @@ def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parent
                 held[0].close()
             held.clear()
 
-        in_a_fork(let_go, 4.0)
+        in_a_fork(let_go)
         return read + numbers(held[0])
 
-    assert in_a_fork(parent, 12.0) == ALL
+    assert in_a_fork(parent, 2 * HANG) == ALL
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
@@ -61,10 +62,10 @@ def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
     def parent():
         batches = iter(loader_of(kind, LENGTH, workers=2))
         read, *_ = read_until(batches, steps=2)
-        found = in_a_fork(lambda: numbers(batches), 2.0)
+        found = in_a_fork(lambda: numbers(batches))
         return [read + numbers(batches), isinstance(found, PaddleShardError)]
 
-    assert in_a_fork(parent, 6.0) == [ALL, True]
+    assert in_a_fork(parent, 2 * HANG) == [ALL, True]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

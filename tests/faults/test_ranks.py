@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing import run_ranks, start_ranks
+from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
@@ -20,8 +21,6 @@ LENGTH, RANKS = 400, 2
 """More numbers than 2 workers may be asked for behind the 2 steps of a case that loses one: 4 messages of 8 batches."""
 ALL = list(range(LENGTH))
 KINDS = ["map", "stream", "cut"]
-SLACK = 6.0
-"""Seconds by which a loaded machine may be late."""
 
 
 def environment():
@@ -57,7 +56,9 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
                 "options": options(rng),
             }
         )
-    reports = run_ranks(WORKER, RANKS, tmp_path, args=["soundly", json.dumps(cases)], env=environment(), timeout=120)
+    reports = run_ranks(
+        WORKER, RANKS, tmp_path, args=["soundly", json.dumps(cases)], env=environment(), timeout=2 * HANG
+    )
 
     for number, case in enumerate(cases):
         read, told, waited, rest = zip(*(report["found"][number] for report in reports), strict=True)
@@ -79,14 +80,14 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
             if case["kind"] != "stream" or case["ranks"] == [0, 1]:  # else its first step of those that it reads ahead
                 assert step == case["number"] // 8
             assert len({json.dumps(one[1]) for one in told}) == 1, "the same sample is named"
-            assert max(waited) < 2.0 + SLACK
+            assert max(waited) < HANG
         elif whole and case["steps"] >= 4:  # quick steps are read up to 32 ahead: all had been read when it was killed
             assert {one[0] for one in told} == {"NoneType"}, (case, told)
             continue
         else:
             assert {one[0] for one in told} == {"DataReadError"}, (case, told)
             assert all("exit code -9" in one[5] for one in told)
-            assert max(waited) < 7.0 + SLACK
+            assert max(waited) < HANG
         assert {one[2] for one in told} == {step}, "the step that is not delivered is named"
     assert [report["processes"] for report in reports] == [[], []]
     assert [report["threads"] for report in reports] == [[], []]
@@ -98,7 +99,7 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
 @contextlib.contextmanager
 def ranks(directory, role, case):
     """Start the ranks; what they have started and left is an error."""
-    with start_ranks(WORKER, RANKS, directory, args=[role, json.dumps(case)], env=environment(), timeout=100) as job:
+    with start_ranks(WORKER, RANKS, directory, args=[role, json.dumps(case)], env=environment(), timeout=HANG) as job:
         yield job
         assert job.left(8.0) == set(), "processes are left"
 
@@ -120,11 +121,10 @@ def test_a_rank_killed_at_any_moment_is_named_and_what_it_had_not_is_delivered_l
         "options": options(rng),
     }
     with ranks(tmp_path, "killed", case) as job:
-        [(read, told, seconds, state)] = job.reports([1 - victim], 60)
+        [(read, told, seconds, state)] = job.reports([1 - victim], HANG)
     assert told[0] == "PeerLostError", (case, told)
     assert told[4] == [victim]
-    met = "did not come" not in told[-1]  # one that is killed before is waited for until the deadline
-    assert seconds < (2.0 if met else case["timeout"]) + SLACK
+    assert seconds < HANG
     # On one rank, from where the other stands: what it has read and what is read now are every sample once.
     steps = len(read) // 4
     assert state["steps"] == steps
@@ -136,14 +136,14 @@ def test_sigterm_at_any_moment_saves_on_each_rank_what_it_was_given(rng, tmp_pat
     kind = rng.choice(KINDS)
     case = {"kind": kind, "workers": rng.choice([0, 2]), "options": options(rng)}
     with ranks(tmp_path, "told", case) as job:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG
         while not all((tmp_path / f"started-{rank}").exists() for rank in range(RANKS)):
             assert time.monotonic() < deadline, job.logs()
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.8))
         for rank in range(RANKS):
             job.send(rank, signal.SIGTERM)
-        found = job.reports(range(RANKS), 30)
+        found = job.reports(range(RANKS), HANG)
     for rank, (read, why, state) in enumerate(found):
         steps = state["steps"] if state["epoch"] == 0 else LENGTH // 8
         assert (why, len(read)) == (why, 4 * steps)
@@ -159,13 +159,13 @@ def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path)
     case = {"kind": rng.choice(["map", "cut"]), "number": rng.randrange(8, LENGTH), "timeout": timeout}
     case["options"] = options(rng)
     with ranks(tmp_path, "hung", case) as job:
-        found = job.reports(range(RANKS), 60)
+        found = job.reports(range(RANKS), HANG)
     assert len({len(read) for read, *_ in found}) == 1
     assert all(told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found), found
     reader = case["number"] % 8 // 4
     assert re.search(r"worker \d", found[reader][1][5]), found[reader]
     assert re.search(rf"worker \d|rank {reader}", found[1 - reader][1][5]), found[1 - reader]
-    assert all(seconds < 2 * timeout + SLACK for *_, seconds in found)
+    assert all(seconds < HANG for *_, seconds in found)
 
 
 @pytest.mark.only_in_rounds
@@ -173,11 +173,11 @@ def test_a_rank_that_is_stuck_when_another_dies_is_ended_after_a_report(rng, tmp
     victim = rng.randrange(RANKS)
     case = {"kind": rng.choice(KINDS), "victim": victim, "steps": rng.randrange(1, 10), "on_lost": "exit"}
     with ranks(tmp_path, "stuck", case) as job:
-        codes = job.wait([1 - victim], 10.0 + 2.0 + SLACK + 10.0)
+        codes = job.wait([1 - victim], HANG)
         assert 1 - victim in codes, f"it is not ended\n{job.logs()}"
         seconds = time.time() - float((tmp_path / "killed").read_text())
     assert codes[1 - victim] != 0
-    assert seconds < 10.0 + 2.0 + SLACK
+    assert seconds < HANG
     assert re.search(
         rf"[Gg]lobal rank {victim} has ended or was killed", (tmp_path / f"workerlog.{1 - victim}").read_text()
     )

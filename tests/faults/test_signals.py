@@ -13,6 +13,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard.errors import PaddleShardError
+from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, the_rest
 from tests.faults.traces import alive, children, gone
 
@@ -32,7 +33,7 @@ def forked(work, path):
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115, pytest has another
-        faulthandler.dump_traceback_later(18.0, file=2)
+        faulthandler.dump_traceback_later(HANG - 5.0, file=2)
         sys.unraisablehook = sys.__unraisablehook__
         work(path)
 
@@ -51,7 +52,7 @@ def ended(child, seconds):
     """The exit code of a process, and which of its workers live on."""
     workers = children(child.pid)
     child.join(seconds)
-    return child.exitcode, gone(workers, 5.0)
+    return child.exitcode, gone(workers, HANG)
 
 
 def log_of(path):
@@ -59,7 +60,7 @@ def log_of(path):
         return log.read()[-3000:]
 
 
-def started(path, seconds=10.0):
+def started(path, seconds=HANG):
     deadline = time.monotonic() + seconds
     while not os.path.exists(f"{path}.started") and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -113,7 +114,7 @@ def test_what_a_handler_of_sigterm_saves_is_what_was_delivered(kind, rng, tmp_pa
             pid = child.pid
             to_all = rng.random() < 0.5  # as schedulers do: the workers hear it, too, and die of it
             (os.killpg if to_all else os.kill)(pid, signal.SIGTERM)
-            code, left = ended(child, 20.0)
+            code, left = ended(child, HANG)
         assert code == 0, log_of(path)
         assert left == set()
         saver, state, received = json.loads((tmp_path / f"{trial}.json").read_text())
@@ -175,7 +176,7 @@ def test_a_handler_that_exits_ends_the_process_in_the_middle_of_a_read(workers, 
         started(path)
         time.sleep(0.3)
         os.kill(child.pid, signal.SIGTERM)
-        code, left = ended(child, 10.0)
+        code, left = ended(child, HANG)
     assert left == set()
     assert code == 7, log_of(path)
 
@@ -197,7 +198,7 @@ def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(to, rng, tmp_pat
             started(path)
             time.sleep(rng.uniform(0.0, 0.5))
             (os.killpg if to == "group" else os.kill)(child.pid, signal.SIGINT)
-            code, left = ended(child, 20.0)
+            code, left = ended(child, HANG)
         assert code == 3, f"{kind}, {workers} workers, {options}, exit code {code}:\n{log_of(path)}"
         assert left == set()
 
@@ -216,7 +217,7 @@ def test_a_worker_that_is_just_being_started_does_not_run_the_users_handler(tmp_
 
     path = tmp_path / "run"
     with forked(work, path) as child:
-        code, left = ended(child, 20.0)
+        code, left = ended(child, HANG)
     assert (code, left) == (0, set())
     assert not os.path.exists(f"{path}.saved")
 
@@ -239,7 +240,7 @@ def test_ctrl_c_while_workers_are_started_is_not_lost(tmp_path):
 
     path = tmp_path / "run"
     with forked(work, path) as child:
-        code, left = ended(child, 20.0)
+        code, left = ended(child, HANG)
     assert left == set()
     assert code == 3, log_of(path)
 
@@ -256,7 +257,7 @@ def test_the_workers_of_a_process_that_is_ended_end_too(number, rng, tmp_path):
         workers = children(child.pid)
         assert len(workers) == 3
         os.kill(child.pid, number)
-        assert gone(workers, 8.0) == set()
+        assert gone(workers, HANG) == set()
         assert not alive(child.pid)
 
 

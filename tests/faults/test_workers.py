@@ -14,6 +14,7 @@ from paddle.io import DataLoader, Dataset
 
 import paddle_shard
 from paddle_shard.errors import DataReadError
+from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, rows, the_rest
 from tests.faults.traces import children, gone, kill, shared_memory
 
@@ -21,8 +22,6 @@ LENGTH = 400
 TOO_MANY = 1600
 """Numbers that are never all read ahead: a worker is asked for 5 messages of 8 batches ahead, and a pass holds 32."""
 KINDS = ["map", "stream", "cut"]
-TOLD_WITHIN = 7.0
-"""Seconds after which a worker's death is known, also on a loaded machine."""
 
 
 def drawn_settings(rng):
@@ -59,7 +58,7 @@ def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
 
     for kind, loader, batches, read, worker, _ in trials:
         more, _, failure, _ = read_until(batches)
-        assert time.monotonic() - killed < TOLD_WITHIN
+        assert time.monotonic() - killed < HANG
         assert isinstance(failure, DataReadError), f"{kind}: {len(read + more)} of {TOO_MANY} numbers, then {failure!r}"
         assert f"worker {worker} (exit code -9)" in str(failure)
         assert failure.worker == worker
@@ -91,7 +90,7 @@ def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named
     with pytest.raises(DataReadError, match=r"exit code -9"):
         for _ in batches:
             pass
-    assert time.monotonic() - start < TOLD_WITHIN
+    assert time.monotonic() - start < HANG
 
 
 def test_what_is_shared_with_workers_goes_with_them(rng):
@@ -140,7 +139,7 @@ def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng)
         assert failure.cause_type == ("RuntimeError" if in_generator else error.__name__)
         assert "this one" in str(failure)
         assert failure.index == bad if kind == "map" else failure.index[1] >= 0
-        assert waited < 2.0 + TOLD_WITHIN
+        assert waited < HANG
         assert read == list(range(bad // 8 * 8))
         assert read + the_rest(loader.state_dict(), kind, 96, workers=rng.choice([0, 2])) == list(range(96))
 
@@ -170,7 +169,7 @@ def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
     with open(tmp_path / "log", "w") as log:
         child = subprocess.Popen([sys.executable, str(script), "1.5"], env=environment, stdout=log, stderr=log)
         try:
-            child.wait(30.0)  # most of it to start, on a loaded machine
+            child.wait(HANG)
         except subprocess.TimeoutExpired:
             pytest.fail("it hangs")
         finally:

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from paddle_shard.errors import PaddleShardError
+from tests.deadlines import HANG
 
 KEPT = re.compile(r"^paddle_shard-agree")
 """Threads that live as long as the process."""
@@ -41,7 +42,7 @@ def alive(pid):
         return False
 
 
-def gone(pids, seconds=10.0):
+def gone(pids, seconds=HANG):
     """The processes that still run when the time is over."""
     return waited_for(lambda: {pid for pid in pids if alive(pid)}, seconds)
 
@@ -54,7 +55,7 @@ def waited_for(find, seconds):
     return found
 
 
-def in_a_fork(work, seconds=8.0):
+def in_a_fork(work, seconds=HANG):
     """What a forked child returns, or the exception that it raises; it and its children are killed in the end."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
@@ -107,7 +108,7 @@ class Traces:
         self._children, self._threads = children(), set(threading.enumerate())
         self._open, self._memory = descriptors(), shared_memory()
 
-    def left(self, seconds=10.0):
+    def left(self, seconds=HANG):
         """What is there now and was not before, when it has had time to go."""
         gc.collect()
         return waited_for(self._left, seconds)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import HANG
+
 _TEST_ID = "TEST_LAUNCH_ID"
 
 
@@ -37,7 +39,7 @@ class Commands:
             )
         return self._started[name]
 
-    def wait(self, timeout) -> dict[str, int]:
+    def wait(self, timeout=HANG) -> dict[str, int]:
         """Return the exit code of every process that was started, or fail at the deadline."""
         deadline = time.monotonic() + timeout
         for process in self._started.values():
@@ -54,7 +56,7 @@ class Commands:
     def err(self, name) -> str:
         return (self.directory / f"{name}.err").read_text()
 
-    def until(self, condition, timeout=30) -> None:
+    def until(self, condition, timeout=HANG) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"not true within {timeout} s"
@@ -73,7 +75,7 @@ class Commands:
         return found
 
     def kill(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG
         while (left := self.alive()) and time.monotonic() < deadline:
             for pid in left:
                 try:

@@ -111,7 +111,7 @@ def losses_on_one_host(tmp_path_factory, commands_in):
     directory = tmp_path_factory.mktemp("one_host")
     with commands_in(directory) as commands:
         commands.start("run", [sys.executable, LAUNCH / "local.py", "--processes", "4", WORKER, directory])
-        assert commands.wait(60) == {"run": 0}
+        assert commands.wait() == {"run": 0}
         yield [report["losses"] for report in read_reports(directory)]
 
 
@@ -135,7 +135,7 @@ def test_four_processes_of_one_host_train_as_one_would(losses_on_one_host):
 def test_two_hosts_of_two_processes_train_as_one_host_of_four(commands, tmp_path, two_hosts, losses_on_one_host, start):
     start(commands, two_hosts, tmp_path)
 
-    assert commands.wait(60) == {"host-0": 0, "host-1": 0}
+    assert commands.wait() == {"host-0": 0, "host-1": 0}
     reports = read_reports(tmp_path)
     assert [report["ip"] for report in reports] == [two_hosts[rank // 2].ip for rank in range(4)]
     np.testing.assert_allclose([r["losses"] for r in reports], losses_on_one_host, rtol=0, atol=1e-6)
@@ -164,5 +164,5 @@ def test_hosts_sh_names_what_is_wrong(commands, variables, message):
 
     commands.start("run", [LAUNCH / "hosts.sh", WORKER], **{**given, **variables})
 
-    assert commands.wait(20) == {"run": 2}
+    assert commands.wait() == {"run": 2}
     assert message in commands.err("run")

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import HANG
+
 LOCAL = Path(__file__).parents[2] / "launch/local.py"
 RANK = "import os, pathlib, subprocess, sys, time\nrank = int(os.environ['PADDLE_TRAINER_ID'])\n"
 
@@ -29,11 +31,11 @@ def test_rank_0_is_seen_live_and_a_second_run_may_not_mix_in_its_logs(commands, 
     commands.start("first", command)
     commands.until(lambda: commands.out("first") == "early 0\n")
     second = commands.start("second", command)
-    assert second.wait(20) == 2
+    assert second.wait(HANG) == 2
     assert "--log-dir log belongs to a run that is alive" in commands.err("second")
     (tmp_path / "go").touch()
 
-    assert commands.wait(30)["first"] == 0
+    assert commands.wait()["first"] == 0
     assert commands.out("first") == "early 0\nlate 0"
     assert commands.err("first") == ""
     assert (tmp_path / "log/workerlog.1").read_text() == "early 1\nlate 1"
@@ -63,7 +65,7 @@ def test_the_first_rank_to_fail_is_named_and_every_log_is_shown(commands, tmp_pa
 
     commands.start("run", [sys.executable, LOCAL, "--processes", "2", path])
 
-    assert commands.wait(40) == {"run": 3}
+    assert commands.wait() == {"run": 3}
     shown = commands.err("run")
     for text in ("hello from 0", "hello from 1", "boom"):
         assert text in shown
@@ -88,7 +90,7 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_no_process(commands, tmp_path):
     assert len(commands.alive()) >= 6  # local.py, the launcher, 2 ranks, 2 detached
     run.send_signal(signal.SIGINT)
 
-    assert commands.wait(30) == {"run": 130}
+    assert commands.wait() == {"run": 130}
     assert commands.alive() == []
     assert commands.out("run") == "ready\nsaved 0\n"
     assert "saved 1" in logs[1].read_text()
@@ -105,7 +107,7 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_by_the_second_one(commands, tmp_pa
     assert run.poll() is None
     run.send_signal(signal.SIGINT)
 
-    assert commands.wait(5) == {"run": 130}
+    assert commands.wait() == {"run": 130}
     assert commands.alive() == []
 
 
@@ -126,7 +128,7 @@ def test_only_this_run_counts_its_arguments_its_logs_and_not_another_jobs_variab
         OMP_NUM_THREADS="3",
     )
 
-    assert commands.wait(30) == {"run": 0}
+    assert commands.wait() == {"run": 0}
     assert commands.out("run") == f"{arguments} 2 3\n"
     assert (tmp_path / "out/workerlog.0").read_text() == commands.out("run")
     assert not (tmp_path / "out/workerlog.7").exists()
@@ -153,7 +155,7 @@ def test_wrong_arguments_are_named_and_nothing_runs(commands, tmp_path, argument
 
     commands.start("run", [sys.executable, LOCAL, *arguments])
 
-    assert commands.wait(30) == {"run": 2}
+    assert commands.wait() == {"run": 2}
     assert message in commands.err("run")
     assert not (tmp_path / "log").exists()
 

@@ -51,7 +51,7 @@ def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(commands
         **variables,
     )
 
-    assert commands.wait(20) == {"job": 0}
+    assert commands.wait() == {"job": 0}
     srun = (tmp_path / "srun.args").read_text()
     assert srun.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c ")
     assert (tmp_path / "launched").read_text().splitlines() == [

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing import run_ranks, start_ranks
+from tests.deadlines import HANG
 
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).parent / "agreement_worker.py"
@@ -31,8 +32,8 @@ def run_unsound(case, num_ranks, directory, wrong, args=()):
     """Run a case in which rank `wrong` goes wrong; return the others' reports."""
     survivors = [rank for rank in range(num_ranks) if rank != wrong]
     variables = {"AGREEMENT_TIMEOUT": str(TIMEOUT)}
-    with start_ranks(WORKER, num_ranks, directory, args=[case, *args], env=variables, timeout=60) as job:
-        return job.reports(survivors, 60)
+    with start_ranks(WORKER, num_ranks, directory, args=[case, *args], env=variables, timeout=HANG) as job:
+        return job.reports(survivors, HANG)
 
 
 @pytest.mark.parametrize(("num_ranks", "victim"), [(2, 0), (2, 1), (4, 0), (4, 2)])

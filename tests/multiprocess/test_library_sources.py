@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing import run_ranks
+from tests.deadlines import HANG
 from tests.sources.library_laws import SOURCES, TOTAL, files, ids_of, joined, make, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
 
@@ -26,7 +27,7 @@ def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_r
     with serving_s3(content) as environment:
         args = [json.dumps(cases)]
         worker = Path(__file__).with_name("library_worker.py")
-        reports = run_ranks(worker, num_ranks, tmp_path / "run", args=args, env=environment, timeout=200)
+        reports = run_ranks(worker, num_ranks, tmp_path / "run", args=args, env=environment, timeout=4 * HANG)
 
     def of_run(name, *epoch):
         of_ranks = [report[name][epoch[0]] if epoch else report[name] for report in reports]

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing.simulated import on_each_rank
+from tests.deadlines import HANG
 from tests.multiprocess.loader_cases import cases, summary
 
 pytestmark = pytest.mark.multiprocess
@@ -12,7 +13,7 @@ CASES = {2: ["loaders", "sequence"], 4: ["loaders", "split"], 8: ["loaders"]}
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
-    reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=180)
+    reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=2 * HANG)
 
     for name, make in cases(num_ranks).items():
         simulated = on_each_rank(range(num_ranks), lambda make=make: summary(make()))
@@ -21,7 +22,7 @@ def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
 
 
 def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
-    reports = run_case(WORKER, 4, "split", CASES[4], timeout=180)
+    reports = run_case(WORKER, 4, "split", CASES[4], timeout=2 * HANG)
 
     for rank, report in enumerate(reports):
         data_rank = rank // 2
@@ -36,7 +37,7 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
 
 
 def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(run_case):
-    reports = run_case(WORKER, 2, "sequence", CASES[2], timeout=180)
+    reports = run_case(WORKER, 2, "sequence", CASES[2], timeout=2 * HANG)
 
     for rank, chunks in enumerate([(0, 3), (1, 2)]):
         expected = [[100 * row + 4 * chunk + i for chunk in chunks for i in range(4)] for row in range(2)]

@@ -3,13 +3,14 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing import run_ranks
+from tests.deadlines import HANG
 
 WORKER = Path(__file__).parent / "notes_worker.py"
 
 
 @pytest.mark.multiprocess
 def test_rows_of_another_shape_and_rows_that_one_replica_could_not_read_are_known_to_all_ranks(tmp_path):
-    one, two = run_ranks(WORKER, 2, tmp_path, timeout=180)
+    one, two = run_ranks(WORKER, 2, tmp_path, timeout=2 * HANG)
 
     assert one == two
     for case, (steps, error, masks) in one.items():

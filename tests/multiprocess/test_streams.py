@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from paddle_shard.testing import run_ranks
+from tests.deadlines import HANG
 from tests.multiprocess import stream_cases
 from tests.multiprocess.stream_cases import SAMPLES, SOURCES, cases, make, steps_of
 
@@ -60,7 +61,7 @@ def check_coverage(source, tail, steps):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_ranks, tmp_path):
-    reports = run_ranks(HERE / "stream_worker.py", num_ranks, tmp_path, timeout=400)
+    reports = run_ranks(HERE / "stream_worker.py", num_ranks, tmp_path, timeout=4 * HANG)
 
     for name, source, ids, names, _, tail in cases(num_ranks):
         epochs = [joined(reports, name, epoch, ids, names) for epoch in range(2)]

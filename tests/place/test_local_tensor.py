@@ -14,6 +14,7 @@ from paddle.framework import core
 from paddle.io import DataLoader
 
 from paddle_shard.place.local_tensor import DeviceFeed, TensorMaker
+from tests.deadlines import HANG
 
 CPU = DataLoader([0], batch_size=1).places[0]
 DTYPES = [
@@ -169,7 +170,7 @@ def test_each_thread_gets_its_own():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(HANG)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
 
@@ -193,7 +194,7 @@ def test_a_call_that_was_interrupted_does_not_put_those_behind_it_one_back():
 
 
 def threads_of_this_process(wanted):
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + HANG
     while (found := len(os.listdir("/proc/self/task"))) > wanted and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
@@ -252,5 +253,5 @@ def is_fed(number):
 assert is_fed(1)
 {ENDS[how]}
 """
-    found = subprocess.run([sys.executable, "-c", script], timeout=60.0, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", script], timeout=HANG, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]

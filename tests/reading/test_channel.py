@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from paddle_shard.reading.channel import Channel
+from tests.deadlines import HANG
 
 BELOW = 15_000
 """Bytes of an array that goes through the socket."""
@@ -133,16 +134,16 @@ def test_the_same_with_another_process(num_slots, requests):
     try:
         for number, sizes in enumerate(requests):
             if len(under_way) == num_slots:
-                assert channel.wait(10.0)
+                assert channel.wait(HANG)
                 found.append((receive(channel), *under_way.popleft()))
             channel.send(message_of(number, sizes))
             under_way.append((number, sizes))
         for request in under_way:
-            assert channel.wait(10.0)
+            assert channel.wait(HANG)
             found.append((receive(channel), *request))
     finally:
         channel.close()
-        child.join(10.0)
+        child.join(HANG)
         child.kill()
     assert child.exitcode == 0
     assert [number for _, number, _ in found] == list(range(len(requests)))

@@ -14,6 +14,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset
 
 import paddle_shard
 from paddle_shard.errors import BatchSizeError, DataReadError
+from tests.deadlines import HANG
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -44,7 +45,7 @@ def sharded(dataset, workers, **settings):
     )
 
 
-def failure(loader, within=2.0):
+def failure(loader, within=HANG):
     """The batches before the failure, and the failure, which must come soon."""
     batches, got = iter(loader), []
     while True:
@@ -204,7 +205,7 @@ def children():
     return {int(pid) for pid in pids}
 
 
-def left_over(before, seconds=5.0):
+def left_over(before, seconds=HANG):
     deadline = time.monotonic() + seconds
     while (more := children() - before) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -25,6 +25,7 @@ from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.worker_pass import WorkerPass
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.arrays import ArrayDataset
+from tests.deadlines import HANG
 
 LARGE = 20_000
 """So many numbers go through shared memory."""
@@ -256,7 +257,7 @@ def test_a_batch_comes_when_it_is_read_though_the_next_waits_for_what_is_done_wi
     for number in range(6):
         queue.put(number)
     found = []
-    with reading(lambda step: [np.full(10, queue.get(timeout=20))], requests(LATE), workers=1) as batches:
+    with reading(lambda step: [np.full(10, queue.get(timeout=HANG))], requests(LATE), workers=1) as batches:
         for (tensor,) in batches:
             found.append(int(tensor[0]))
             queue.put(len(found) + 5)
@@ -361,7 +362,7 @@ if __name__ == "__main__":
 """
     path = tmp_path / "trains.py"
     path.write_text(script)
-    found = subprocess.run([sys.executable, str(path)], timeout=120.0, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, str(path)], timeout=HANG, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
 
 

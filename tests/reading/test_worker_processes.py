@@ -17,6 +17,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset
 import paddle_shard
 from paddle_shard.errors import DataReadError
 from paddle_shard.reading.workers import WorkerPool
+from tests.deadlines import HANG
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -163,7 +164,7 @@ def gone(pids, seconds):
 
 
 def test_workers_that_do_not_persist_are_gone_after_the_epoch():
-    assert gone(processes(read(sharded(WhoReads(24)))), seconds=5.0)
+    assert gone(processes(read(sharded(WhoReads(24)))), seconds=HANG)
 
 
 # What becomes of the killed
@@ -181,7 +182,7 @@ def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(ki
     with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)") as caught:
         for _ in batches:
             time.sleep(0.01)
-    assert time.monotonic() - start < 4.0
+    assert time.monotonic() - start < HANG
     assert caught.value.worker == 0
 
 
@@ -268,7 +269,7 @@ def failure(loader, within):
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_worker_that_ends_itself_is_named(code):
-    found, error = failure(sharded(Ends(lambda: os._exit(code))), within=4.0)
+    found, error = failure(sharded(Ends(lambda: os._exit(code))), within=HANG)
 
     assert found == list(range(16))
     assert rf"worker 0 (exit code {code})" in str(error)
@@ -286,7 +287,7 @@ def test_a_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
         os.kill(os.getpid(), signal.SIGKILL) if code else os._exit(0)
 
     try:
-        found, error = failure(sharded(Ends(end)), within=4.0)
+        found, error = failure(sharded(Ends(end)), within=HANG)
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert found == list(range(16))
@@ -296,11 +297,11 @@ def test_a_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
 def test_a_worker_that_is_stopped_counts_as_hung_when_the_timeout_is_over():
     loader = sharded(Ends(lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=1)
     before = children()
-    found, error = failure(loader, within=4.0)
+    found, error = failure(loader, within=HANG)
 
     assert found == list(range(16))
     assert "worker 0 has said nothing for 1 s" in str(error)
-    assert gone(children() - before, seconds=2.0)
+    assert gone(children() - before, seconds=HANG)
 
 
 def children():
@@ -316,7 +317,7 @@ def test_a_pass_in_a_cycle_of_garbage_is_collected_with_its_workers():
     del cycle
     gc.collect()
 
-    assert gone(own, seconds=2.0)
+    assert gone(own, seconds=HANG)
 
 
 # What goes wrong in this process
@@ -399,5 +400,5 @@ batches = iter(loader)
 next(batches)
 {ENDINGS[how]}
 """)
-    found = subprocess.run([sys.executable, str(script)], timeout=60.0, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, str(script)], timeout=HANG, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.deadlines import HANG
+
 
 @dataclass
 class ShardServer:
@@ -48,7 +50,7 @@ class ShardServer:
         handler.wfile.write(content[start:][: limit if stall is None else stall])
         if stall is not None:
             handler.wfile.flush()
-            self.released.wait(10)
+            self.released.wait(HANG)
 
 
 class _Server(ThreadingHTTPServer):

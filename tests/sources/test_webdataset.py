@@ -23,6 +23,7 @@ from paddle_shard.plan.opening import Opening
 from paddle_shard.sources import cache, files
 from paddle_shard.sources.webdataset import decode, webdataset_source
 from paddle_shard.stages import Map, Shuffle
+from tests.deadlines import HANG
 from tests.sources.http_server import serving
 
 LENGTHS = [7, 150, 1, 30, 64, 90, 2, 11, 65, 3]
@@ -342,7 +343,7 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
         )
         command = [sys.executable, "-c", script, server.url, str(tmp_path)]
         ranks = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(4)]
-        counts = [int(rank.communicate(timeout=30)[0]) for rank in ranks]
+        counts = [int(rank.communicate(timeout=HANG)[0]) for rank in ranks]
 
     assert counts == [len(KEYS)] * 4
     assert sorted(name for name, _ in server.asked) == sorted(SHARDS)
@@ -393,7 +394,7 @@ def test_a_source_made_and_used_before_a_fork_reads_in_the_child(folder):
     child = context.Process(target=lambda: writer.send(keys_of(source, 2)))
     child.start()
 
-    assert reader.poll(20)
+    assert reader.poll(HANG)
     assert reader.recv() == here
     child.join()
 

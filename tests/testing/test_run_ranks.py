@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing import RanksFailed, run_ranks, start_ranks
+from tests.deadlines import HANG
 
 pytestmark = pytest.mark.multiprocess
 
@@ -61,7 +62,7 @@ def test_every_ranks_log_is_shown_when_one_fails(tmp_path, launcher):
     path = script(tmp_path, body)
 
     with pytest.raises(RanksFailed, match="launcher exited with" if launcher else r"exit codes \{1: 1\}") as caught:
-        run_ranks(path, 2, tmp_path / "run", timeout=60, launcher=launcher)
+        run_ranks(path, 2, tmp_path / "run", timeout=HANG, launcher=launcher)
 
     for text in ("hello from 0", "hello from 1", "RuntimeError: boom"):
         assert text in str(caught.value)
@@ -117,7 +118,7 @@ def test_what_is_read_when_paddle_is_imported_cannot_be_given_to_forked_ranks(tm
 def test_the_others_go_on_when_a_rank_of_a_job_is_killed(tmp_path):
     body = "import signal\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\nreport(rank)"
     with start_ranks(script(tmp_path, body), 2, tmp_path / "run") as job:
-        assert job.reports([1], 30) == [1]
+        assert job.reports([1], HANG) == [1]
         assert job.exit_codes() == {0: -9, 1: 0}
         assert job.left() == set()
 
@@ -131,10 +132,10 @@ with start_ranks({str(path)!r}, 2, {str(tmp_path / "run")!r}) as job:
     print(*job.pids, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
 
     pids = [int(pid) for pid in done.stdout.split()]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) == 2

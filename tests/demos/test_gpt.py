@@ -41,8 +41,9 @@ def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("gpt")
     rank = directory / "rank.py"
     rank.write_text(RANK)
-    reports = run_ranks(rank, 4, directory / "run", args=[str(DEMO)], timeout=240)
-    return reports[0], [(directory / "run" / "log" / f"workerlog.{k}").read_text() for k in range(4)]
+    # Under the launcher, as its reader runs it.
+    reports = run_ranks(rank, 4, directory / "run", args=[str(DEMO)], timeout=400, launcher=True)
+    return reports[0], [(directory / "run" / f"workerlog.{k}").read_text() for k in range(4)]
 
 
 def test_the_losses_are_one_process_s(run):

@@ -14,6 +14,8 @@ import pytest
 pytestmark = pytest.mark.multiprocess
 
 DEMO = Path(__file__).parents[2] / "demos" / "resume.py"
+DEADLINE = 400
+"""Seconds that only a hang takes."""
 MARK = "TEST_DEMO_RESUME"  # what its processes have in their environment, however deep
 
 
@@ -29,11 +31,11 @@ def run_demo(arguments, directory):
         start_new_session=True,
     )
     try:
-        text, _ = demo.communicate(timeout=150)
+        text, _ = demo.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         os.killpg(demo.pid, signal.SIGTERM)  # the demo and launch/local.py, which ends the ranks
         text, _ = demo.communicate(timeout=30)
-        pytest.fail(f"the demo had not ended after 150 s:\n{text}")
+        pytest.fail(f"the demo had not ended after {DEADLINE} s:\n{text}")
     finally:
         left = processes_with(mark)
         for pid in left:
