@@ -15,6 +15,7 @@ PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
 GRAIN = ["grain>=0.2.18"]
 S3 = ["s3fs"]
+SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
 # Not among the tests' own: `make test-adapters` gives each an environment.
 ADAPTERS = {
     "torchdata": ["torchdata>=0.11", "torch"],
@@ -47,13 +48,11 @@ setup(
         **ADAPTERS,
         "test": [
             *DEMO,
-            *WEBDATASET,
-            *PARQUET,
-            *HUGGINGFACE,
-            *GRAIN,
-            *S3,
+            *SOURCES,
+            "flask",
+            "flask-cors",
             "hypothesis>=6",
-            "moto[server]",
+            "moto[s3]",
             "mypy>=1.10",
             "pytest>=8",
             "pyyaml",

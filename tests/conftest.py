@@ -1,9 +1,12 @@
 import os
+import signal
 
 import pytest
 
 from paddle_shard.testing import RanksFailed, run_ranks
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Scripts that ranks run are no test modules: collecting one for doctests would run it.
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.

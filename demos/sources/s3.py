@@ -2,8 +2,9 @@
 
     python -m paddle.distributed.launch --nproc_per_node 2 demos/sources/s3.py
 
-Needs `pip install 'paddle_shard[s3,parquet]' 'moto[server]'`. With a real bucket leave the server out: s3fs takes keys
-and endpoint from the environment, as AWS's own tools do. Every rank asserts that each row is delivered exactly once.
+Needs `pip install 'paddle_shard[s3,parquet]' 'moto[s3]' flask flask-cors`. With a real bucket leave the server out:
+s3fs takes keys and endpoint from the environment, as AWS's own tools do. Every rank asserts that each row is delivered
+exactly once.
 """
 
 import io

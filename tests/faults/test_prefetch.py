@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import multiprocessing
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from dataclasses import asdict
 import pytest
 
 from paddle_shard.errors import DataReadError
+from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers, read_until, the_rest
 from tests.faults.traces import waited_for
 
@@ -59,7 +61,7 @@ def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(how, worke
         del batches
         gc.collect()
         state = loader.state_dict()
-        assert waited_for(threads, 5.0) == set(), (kind, how)
+        assert waited_for(threads, HANG) == set(), (kind, how)
         assert read == ALL[: len(read)]
         if how == "exhaust":
             assert (read, state["epoch"]) == (ALL, 1)
@@ -84,25 +86,29 @@ def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_ste
         assert read == ALL[: bad // 8 * 8]
         with pytest.raises(StopIteration):
             next(batches)
-        assert waited_for(threads, 5.0) == set()
+        assert waited_for(threads, HANG) == set()
         assert read + the_rest(loader.state_dict(), kind, LENGTH) == ALL
 
 
 def test_a_read_that_is_slow_does_not_hold_up_the_end_of_a_pass_for_long(rng):
     for workers in (0, 2):
+        context = multiprocessing.get_context("fork")
+        reached, released = context.Event(), context.Event()
 
-        def fault(number):
+        def fault(number, reached=reached, released=released):
             if number == 40:
-                time.sleep(4.0)
+                reached.set()
+                released.wait(HANG)
 
         loader = loader_of("map", LENGTH, workers=workers, fault=fault, prefetch=4)
         batches = iter(loader)
         read_until(batches, steps=2)
-        time.sleep(0.3)
+        assert reached.wait(HANG)
         start = time.monotonic()
         batches.close()
-        assert time.monotonic() - start < 3.0
-        assert waited_for(threads, 8.0) == set()
+        assert time.monotonic() - start < HANG / 2, "it waits for the read"
+        released.set()
+        assert waited_for(threads, HANG) == set()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -141,5 +147,5 @@ def test_many_short_passes_leave_no_thread_and_no_reference(rng):
         read_until(batches, steps=rng.randrange(3))
         del batches
     gc.collect()
-    assert waited_for(threads, 5.0) == set()
+    assert waited_for(threads, HANG) == set()
     assert sys.getrefcount(loader) <= before
