@@ -7,6 +7,9 @@ DEMO_READY := $(VENV)/.ready-demo
 OLDEST := .venv-oldest
 ADAPTERS ?= torchdata mds dali ffcv
 STEPS ?= 100000
+# Tests wait more than they compute. The tests of a file share jobs, so they stay together.
+JOBS ?= 4
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
 .PHONY: help demo demos test quick test-oldest test-adapters faults bench soak lint clean
@@ -23,9 +26,9 @@ demo: $(DEMO_READY)
 demos: demo $(READY)
 	PADDLE_SHARD_DEMOS=1 $(PY) -m pytest -v -rP tests/demos
 
-## test: all tests, on the newest Paddle and numpy; prints the 20 slowest
+## test: all tests, on the newest Paddle and numpy; prints the 20 slowest (JOBS=1: one after the other)
 test: $(READY)
-	$(PY) -m pytest --durations=20
+	$(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
 
 ## quick: the tests that start no processes, within a minute
 quick: $(READY)
@@ -33,7 +36,7 @@ quick: $(READY)
 
 ## test-oldest: all tests on Paddle 3.0.0
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 ## test-adapters: other data libraries and their demos, each in its own environment (ADAPTERS="mds dali": only these)
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)

@@ -55,6 +55,7 @@ setup(
             "moto[s3]",
             "mypy>=1.10",
             "pytest>=8",
+            "pytest-xdist>=3.5",
             "pyyaml",
             "ruff>=0.5",
             "setuptools",

@@ -10,6 +10,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 # Scripts that ranks run are no test modules: collecting one for doctests would run it.
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.
+STARTS_PROCESSES = {"faults", "launch", "multiprocess", "test_worker_processes", "test_worker_batches", "test_channel"}
 OTHERS = {"adapters": "PADDLE_SHARD_ADAPTER", "demos": "PADDLE_SHARD_DEMOS"}
 collect_ignore = [folder for folder, asked in OTHERS.items() if asked not in os.environ]
 
@@ -48,3 +49,11 @@ def run_case(run_once):
         return [report[case] for report in reports]
 
     return run
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what starts processes, which `make quick` leaves out: whole rooms, and tests of workers."""
+    for item in items:
+        workers = getattr(item, "callspec", None) is not None and item.callspec.params.get("workers")
+        if workers or item.path.parent.name in STARTS_PROCESSES or item.path.stem in STARTS_PROCESSES:
+            item.add_marker("processes")
