@@ -150,6 +150,8 @@ def rank_variables(num_ranks: int, rank: int, ports: Sequence[int]) -> dict[str,
         "PADDLE_TRAINERS_NUM": str(num_ranks),
         "PADDLE_RANK_IN_NODE": str(rank),
         "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_AUTO_CLUSTER": "0",
+        "POD_NAME": "forked",
     }
 
 

@@ -16,10 +16,11 @@ from paddle_shard import Stream
 
 BATCH = 8
 MESHES = {
-    1: [([0], ["dp"])],
     2: [([0, 1], ["dp"]), ([[1, 0]], ["dp", "mp"])],
     4: [([[0, 1], [2, 3]], ["mp", "dp"]), ([3, 1, 0, 2], ["dp"])],
 }
+RESUMED = {2: ([[0], [1]], ["dp", "mp"]), 4: ([[0, 1], [2, 3]], ["dp", "mp"])}
+"""The mesh on which runs are stopped and resumed."""
 
 
 class Numbers(paddle.io.IterableDataset):
@@ -116,8 +117,11 @@ SAMPLES = {
 
 def cases(num_ranks):
     """(name of the case, source, mesh, workers, tail) for a number of ranks."""
+    first = MESHES[num_ranks][0]
     for (ids, names), source, workers in itertools.product(MESHES[num_ranks], SOURCES, (0, 2, 3)):
-        tails = ("pad", "drop", "repeat") if workers == 2 else ("pad",)
+        if workers == 3 and (ids, names) != first:
+            continue
+        tails = ("pad", "drop", "repeat") if workers == 2 and (ids, names) == first else ("pad",)
         for tail in tails:
             yield f"{source} {ids} {names} workers={workers} {tail}", source, ids, names, workers, tail
 

@@ -11,7 +11,7 @@ from tests.sources.library_laws import SOURCES, TOTAL, files, ids_of, joined, ma
 from tests.sources.s3_server import BUCKET, serving_s3
 
 pytestmark = pytest.mark.multiprocess
-STOPS = (1, 3, 4)
+STOPS = (1, 4)
 
 
 @pytest.mark.parametrize("num_ranks", [2])

@@ -1,6 +1,7 @@
 """Blocks on disk are read whole by one data rank, and the order is a bijection for every length, size and width."""
 
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -181,6 +182,7 @@ def test_parts_are_the_most_that_divide_a_micro_batch(n, blocks, width):
 # Quality
 
 
+@cache
 def orders(n, blocks, width, keys):
     return np.array([BlockOrder(n, blocks, width, 5, epoch).between(0, n) for epoch in range(keys)])
 
