@@ -17,7 +17,8 @@ from paddle_shard.testing.forks import Forks, forks_of_process
 
 REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
 """Environment variable: where a rank's `report` goes."""
-_DUMP_AFTER = "PADDLE_SHARD_DUMP_AFTER"
+_DUMP_AT = "PADDLE_SHARD_DUMP_AT"
+"""The same: seconds since the epoch, when a rank that still runs writes its stacks."""
 _LAUNCHER_SETS = ("PADDLE_", "POD_", "TRAINER_", "MASTER_", "FLAGS_selected_")
 _READ_AT_IMPORT = ("FLAGS_", "OMP_", "PYTHONHASHSEED")
 _LOG_TAIL = 6000
@@ -124,7 +125,11 @@ def start_ranks(
 def variables_of_job(directory: Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
     """Return the environment of a job's ranks, but for what a launcher tells them."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_SETS)}
-    ours = {REPORT_DIR: str(directory), _DUMP_AFTER: str(max(timeout - 3.0, timeout * 0.8)), "OMP_NUM_THREADS": "1"}
+    ours = {
+        REPORT_DIR: str(directory),
+        _DUMP_AT: str(time.time() + max(timeout - 3.0, timeout * 0.8)),
+        "OMP_NUM_THREADS": "1",
+    }
     return variables | ours | dict(env or {})
 
 
@@ -198,10 +203,10 @@ def all_logs(directory: Path) -> str:
 
 def arm_stack_dump() -> None:
     """In a rank: write all threads' stacks to the log shortly before the deadline."""
-    if _DUMP_AFTER in os.environ and "PADDLE_TRAINER_ID" in os.environ:
+    if _DUMP_AT in os.environ and "PADDLE_TRAINER_ID" in os.environ:
         import faulthandler
 
-        faulthandler.dump_traceback_later(float(os.environ[_DUMP_AFTER]))
+        faulthandler.dump_traceback_later(max(0.1, float(os.environ[_DUMP_AT]) - time.time()))
 
 
 arm_stack_dump()

@@ -52,7 +52,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, launcher
     path = script(tmp_path, body)
 
     with pytest.raises(RanksFailed, match=r"still running: ranks \[1\]; no report from: \[1\]") as caught:
-        run_ranks(path, 2, tmp_path / "run", timeout=30 if launcher else 8, launcher=launcher)
+        run_ranks(path, 2, tmp_path / "run", timeout=20 if launcher else 8, launcher=launcher)
 
     assert "stuck_here" in str(caught.value)
     assert live_processes_with(str(path)) == [], "what a rank has started is ended, too"
