@@ -74,12 +74,12 @@ $(DEMO_READY): setup.py
 
 $(READY): setup.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cpu,test]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cpu,test,sources]'
 	touch $@ $(DEMO_READY)
 
 $(OLDEST)/.ready: setup.py
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.0.0 -e '.[test]'
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.0.0 -e '.[test,sources]'
 	touch $@
 
 # torch first and pinned, or a CUDA build of another version may come with the library.

@@ -15,6 +15,7 @@ PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
 GRAIN = ["grain>=0.2.18"]
 S3 = ["s3fs"]
+# All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
 # Not among the tests' own: `make test-adapters` gives each an environment.
 ADAPTERS = {
@@ -45,10 +46,10 @@ setup(
         "huggingface": HUGGINGFACE,
         "grain": GRAIN,
         "s3": S3,
+        "sources": SOURCES,
         **ADAPTERS,
         "test": [
             *DEMO,
-            *SOURCES,
             "flask",
             "flask-cors",
             "hypothesis>=6",

@@ -27,6 +27,8 @@ from tests.faults.feeds import drawn_options
 from tests.faults.traces import children, kill
 from tests.sources.http_server import serving
 
+pytest.importorskip("webdataset")
+
 LENGTHS = [40, 24, 31, 33]
 BATCH = 8
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import tarfile
+from importlib.util import find_spec
 
 import numpy as np
 import paddle
@@ -60,7 +61,8 @@ def files():
     """Name -> content of files of several kinds, each kind with all ids."""
     found = {}
     for number, ids in enumerate(pieces()):
-        found[f"{number}.parquet"] = parquet_bytes(ids)
+        if find_spec("pyarrow"):
+            found[f"{number}.parquet"] = parquet_bytes(ids)
         found[f"{number}.tar"] = tar_bytes(ids)
         found[f"{number}.txt"] = "\n".join(map(str, ids)).encode()
     return found
@@ -125,6 +127,9 @@ SOURCES = {
     "grain": lambda folder: _grain(),
 }
 """Name -> what a DataLoader is given, for a folder (or the URL of one) with `files()`."""
+NEEDS = {"parquet": "pyarrow", "webdataset": "webdataset", "grain": "grain"}
+INSTALLED = [name for name in SOURCES if find_spec(NEEDS.get(name, "datasets" if "hugging" in name else "os"))]
+"""Those whose library is installed; each needs an extra."""
 
 
 def make(source, folder, workers, ids=(0,), axes=("dp",), seed=3):

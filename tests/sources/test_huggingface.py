@@ -1,9 +1,7 @@
-import datasets
 import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from datasets.distributed import split_dataset_by_node
 
 import paddle_shard
 from paddle_shard import Stream
@@ -11,6 +9,9 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDepende
 from paddle_shard.plan.opening import Opening
 from paddle_shard.sources.huggingface import huggingface_source
 from tests.sources.library_laws import check_laws, steps_of
+
+datasets = pytest.importorskip("datasets")
+split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 
 
 def streamed(length=24, num_shards=4):

@@ -3,14 +3,14 @@ import decimal
 import io
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
 from paddle_shard.plan.opening import Opening
 from paddle_shard.sources.parquet import parquet_source
 from tests.sources.library_laws import LENGTHS, TOTAL, check_laws, files, names, pieces
+
+pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
 
 @pytest.fixture(scope="module")

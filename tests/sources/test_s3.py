@@ -1,6 +1,5 @@
 """Sources over a mock S3 server, and over HTTP by fsspec."""
 
-import fsspec
 import pytest
 
 from paddle_shard import Stream
@@ -9,6 +8,10 @@ from paddle_shard.plan.opening import Opening
 from paddle_shard.sources.parquet import parquet_source
 from tests.sources.library_laws import TOTAL, check_laws, files, names
 from tests.sources.s3_server import BUCKET, serving_s3
+
+fsspec = pytest.importorskip("fsspec")
+for _name in ("s3fs", "moto", "flask", "webdataset", "pyarrow"):
+    pytest.importorskip(_name)
 
 FOLDER = f"s3://{BUCKET}"
 

@@ -26,6 +26,8 @@ from paddle_shard.stages import Map, Shuffle
 from tests.deadlines import HANG
 from tests.sources.http_server import serving
 
+pytest.importorskip("webdataset")
+
 LENGTHS = [7, 150, 1, 30, 64, 90, 2, 11, 65, 3]
 """Samples of the ten shards: unequal, some with more than one sample whose place the index keeps."""
 
