@@ -3,6 +3,7 @@
 from paddle_shard.agree.agreement import Agreement
 from paddle_shard.agree.board import Board
 from paddle_shard.agree.coordinator import Coordinator
+from paddle_shard.agree.facts import described, differences
 from paddle_shard.agree.group import Group, TwoLevelGroup
 
-__all__ = ["Agreement", "Board", "Coordinator", "Group", "TwoLevelGroup"]
+__all__ = ["Agreement", "Board", "Coordinator", "Group", "TwoLevelGroup", "described", "differences"]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paddle_shard.agree.facts import differences
 from paddle_shard.agree.outlook import CLOSED, END, FAIL, NEVER, OK, Decision, Outlook
 from paddle_shard.errors import AgreedFailure, ArgumentError, PaddleShardError, PeerLostError, UnequalEndsError
 
@@ -27,11 +28,22 @@ class Agreement:
     another ends or fails. `Coordinator.open` makes them.
     """
 
-    def __init__(self, coordinator: Coordinator, number: int, prefetch: int, ends_must_agree: bool, label: str) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        number: int,
+        prefetch: int,
+        ends_must_agree: bool,
+        label: str,
+        name: str,
+        timeout: float,
+    ) -> None:
         """Start at step 0; see `Coordinator.open`."""
         self._coordinator, self._changed = coordinator, coordinator.changed
         self._number, self._prefetch, self._ends_must_agree = number, prefetch, ends_must_agree
-        self.label, self.exit_when_lost = label, False
+        self.label, self.name, self.timeout, self.exit_when_lost = label, name, timeout, False
+        self.noticed = False
+        """It has been said that this rank waits for others."""
         self.outlook = Outlook(tag=coordinator.tag(label))
         self._released = 0
         """By rounds."""
@@ -257,7 +269,7 @@ class Agreement:
                 if not self._waiting and (not self.on_board or waited > _PATIENCE):
                     self._waiting = True
                     self._changed.notify_all()
-                self._coordinator.wait(self._number, step, start, look_again)
+                self._coordinator.wait(self, self._number, step, start, look_again)
         finally:
             self._waiting = False
             self.waited += time.monotonic() - start
@@ -273,10 +285,10 @@ class Agreement:
         step, names = verdict.step, self._coordinator.group.names
         here = [(names[i], o) for i, o in enumerate(self._outlooks)]
         if not verdict.matches:
-            theirs = ", ".join(f"global rank {rank}: {o.report.decode()!r}" for rank, o in here)
+            found = differences({rank: o.report.decode(errors="replace") for rank, o in here})
             return ArgumentError(
-                f"The ranks do not iterate over the same loaders in the same order; pass {self._number} is {theirs}. "
-                "Start every loop on all ranks."
+                f"The ranks differ where they must be the same, in pass {self._number} over a loader. {found}. Give "
+                "all ranks the same arguments and data, and start every loop on all of them, in the same order."
             )
         if verdict.kind == FAIL:
             failed = [(rank, o.report) for rank, o in here if o.kind == FAIL and o.step == step]

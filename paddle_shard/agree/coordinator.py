@@ -34,8 +34,12 @@ from paddle_shard.errors import ArgumentError, PeerLostError
 
 GRACE = 10.0
 """Seconds for which a training thread may take to hear that a rank is lost, before its process is ended."""
+NOTICE = 5.0
+"""Seconds for which a training thread waits for other ranks before it says so, once a pass."""
 _LONGEST_PAUSE = 0.02
 _LEAVE = 1.0
+_SHORTEST = 4.0
+"""Seconds that a rank may take to enter a round, at least: several heartbeats, whatever a pass has for a timeout."""
 _NUMBER = struct.Struct("<q")
 _NOTE = struct.Struct("<qqq")
 """Pass, step, bytes of the note that follows."""
@@ -56,7 +60,7 @@ class Coordinator:
 
         Args:
             group: Of all ranks; used by nobody else from here on.
-            timeout: Seconds for which a rank may be silent while another waits for it.
+            timeout: Seconds for which a rank may be silent while another waits for it, where a pass does not say.
             end_process: What is done where a rank is lost, a pass is to end the process then, and its training thread
                 has not heard of it within `GRACE` seconds: it may be stuck in a collective.
             join_board: Returns a board, if the ranks can have one; called once, on all of them, in the background.
@@ -67,7 +71,7 @@ class Coordinator:
         if not timeout > 0:
             raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
         self.group, self.timeout, self._end_process = group, timeout, end_process
-        self.heartbeat = min(5.0, timeout / 8)
+        self.heartbeat = min(1.0, timeout / 8)
         self.changed = threading.Condition()
         self._passes: dict[int, Agreement] = {}  # opened here, not decided
         self._common: list[int] = []  # opened by all, not decided: the layout of the next round
@@ -82,7 +86,14 @@ class Coordinator:
         self._thread: threading.Thread | None = None
 
     def open(
-        self, prefetch: int, *, ends_must_agree: bool = False, label: str = "", exit_when_lost: bool = False
+        self,
+        prefetch: int,
+        *,
+        ends_must_agree: bool = False,
+        label: str = "",
+        name: str = "the data",
+        timeout: float | None = None,
+        exit_when_lost: bool = False,
     ) -> Agreement:
         """Start a pass; all ranks open theirs in the same order. Waits for nothing.
 
@@ -90,7 +101,9 @@ class Coordinator:
             prefetch: How many steps may be read ahead of the one delivered; from 1, which leaves no room to
                 agree while training goes on.
             ends_must_agree: Whether ends at different steps are an error.
-            label: What is iterated over. Must be equal on all ranks, and is named where it is not.
+            label: What is iterated over, of `facts.described`. Must be equal on all ranks; what differs is named.
+            name: Of the loader, for messages.
+            timeout: Seconds for which a rank may be silent while another waits for it; None: the coordinator's.
             exit_when_lost: Whether the process ends when a rank is lost while the pass is open.
 
         Raises:
@@ -101,7 +114,8 @@ class Coordinator:
         with self.changed:
             if self._closed:
                 raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
-            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label)
+            patience = self.timeout if timeout is None else timeout
+            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label, name, patience)
             agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:
                 self._passes[self._opened] = agreement
@@ -143,10 +157,11 @@ class Coordinator:
             agreement.advance(decide(agreement.outlook.vector()), [agreement.outlook])
             self.changed.notify_all()
 
-    def wait(self, number: int, step: int, start: float, look_again: float | None = None) -> None:
+    def wait(self, agreement: Agreement, number: int, step: int, start: float, look_again: float | None = None) -> None:
         """Wait for news of a pass; called with the lock held.
 
         Args:
+            agreement: Of the pass.
             number: Of the pass.
             step: That is asked for.
             start: When that began.
@@ -161,23 +176,28 @@ class Coordinator:
             raise PeerLostError.of(str(self._lost), self._lost.ranks, self._lost.timeout) from self._lost
         if self._closed:
             raise ArgumentError(f"step {step} cannot be agreed on: the coordinator was closed.")
-        left = start + self.timeout - time.monotonic()
-        grace = 2 * self.heartbeat + 1.0  # for the others to say how far they are
-        if left <= 0 and not self._asking:
+        timeout, waited = agreement.timeout, time.monotonic() - start
+        # To be told who is waited for, first to say so and at the timeout to raise it.
+        told = timeout if agreement.noticed else min(NOTICE, timeout)
+        over, grace = waited - told, 2 * self.heartbeat + 1.0  # for the others to say how far they are
+        if over >= 0 and not self._asking:
             self._asking, self._answer = True, None
             self.changed.notify_all()
-        if left <= -grace or (left <= 0 and self._answer is not None):
+        if over >= grace or (over >= 0 and self._answer is not None):
             behind = self._behind(number, step)
             self._asking = False
-            if left <= -grace or behind:
-                raise self._silence(step, behind)
+            if told < timeout:
+                agreement.noticed = True
+                self._notice(agreement, step, waited, behind)
+            elif over >= grace or behind:
+                raise self._silence(agreement, step, behind)
             return  # nobody is: the next round brings it, or the next question is answered otherwise
-        longest = left if left > 0 else max(left + grace, 0.001)
+        longest = -over if over < 0 else max(grace - over, 0.001)
         self.changed.wait(longest if look_again is None else min(longest, look_again))
 
     def _behind(self, number: int, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
-        behind = {}
+        behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not come to any loop yet")
         for name, said in zip(self.group.names, self._answer or (), strict=False):
             if number not in said:
                 behind[name] = "has not started this loop"
@@ -185,13 +205,30 @@ class Coordinator:
                 behind[name] = f"has read up to step {said[number].step}"
         return behind
 
-    def _silence(self, step: int, behind: dict[int, str]) -> PeerLostError:
-        who = "; ".join(f"global rank {name} {text}" for name, text in behind.items())
+    def _notice(self, agreement: Agreement, step: int, waited: float, behind: dict[int, str]) -> None:
+        """Say, before anybody wonders, who is waited for and what for."""
+        who = _who(behind)
+        if not who:
+            return  # they are there, and read: the answer came with what was waited for, or a round is on its way
+        logging.getLogger("paddle_shard").warning(
+            "global rank %s has waited %.0f s for the other ranks at step %d of %s: %s. All ranks of a loader's meshes "
+            "iterate over it alike, so that they end, and fail, at the same step. It waits on, up to timeout=%g s. For "
+            "a loop on this rank alone give shard_dataloader(..., agree=False).",
+            self._name,
+            waited,
+            step,
+            agreement.name,
+            who,
+            agreement.timeout,
+        )
+
+    def _silence(self, agreement: Agreement, step: int, behind: dict[int, str]) -> PeerLostError:
         return PeerLostError.of(
-            f"Waited {self.timeout:g} s for the other ranks to reach step {step}: {who or 'nobody answers'}. If a "
-            "step may take longer than that (evaluation, saving), give a longer timeout.",
+            f"Waited {agreement.timeout:g} s for the other ranks to reach step {step} of {agreement.name}: "
+            f"{_who(behind) or 'nobody answers'}. If a step may take longer than that (evaluation, saving), give a "
+            "longer timeout; for a loop on this rank alone, agree=False.",
             behind,
-            self.timeout,
+            agreement.timeout,
         )
 
     def _exchange_notes(self) -> None:
@@ -262,6 +299,8 @@ class Coordinator:
         """Exchange what the ranks know; return whether that brought news."""
         with self.changed:
             noted = any(self._passes[number].unsent for number in self._common)
+            in_use = [a.timeout for a in self._passes.values() if a.outlook.kind != CLOSED]
+            self.group.timeout = max(min(in_use, default=self.timeout), _SHORTEST)
             vector = [self._opened, -int(self._asking and self._answer is None), -int(noted)]
             for number in self._common:
                 vector += self._passes[number].outlook.vector()
@@ -305,3 +344,7 @@ class Coordinator:
         with self.changed:
             self._answer = answer
             self.changed.notify_all()
+
+
+def _who(behind: dict[int, str]) -> str:
+    return "; ".join(f"global rank {name} {text}" for name, text in behind.items())

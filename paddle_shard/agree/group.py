@@ -34,6 +34,13 @@ class Group(Protocol):
         """Global rank of each position, for messages."""
         ...
 
+    timeout: float
+    """Seconds to wait in one call for the others; may be changed between calls."""
+
+    def absent(self) -> Sequence[int]:
+        """Return the global ranks that are known not to have come yet."""
+        ...
+
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the least of each value over all ranks; as many int64 values on every rank."""
         ...
@@ -103,6 +110,21 @@ class TwoLevelGroup(MergingGroup):
             start += _HEAD.size + length
             found[rank] = everything[start - length : start]
         return [found[rank] for rank in range(self.size)]
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait in one call for the others."""
+        return self._local.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._local.timeout = seconds
+        if self._across is not None:
+            self._across.timeout = seconds
+
+    def absent(self) -> Sequence[int]:
+        """Return the global ranks that are known not to have come yet."""
+        return [*self._local.absent(), *(() if self._across is None else self._across.absent())]
 
     def close(self) -> None:
         """Leave both groups."""

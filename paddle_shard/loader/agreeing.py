@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.agree import Agreement, Coordinator
+from paddle_shard.agree import Agreement, Coordinator, Group, described
 from paddle_shard.replicas.shared_board import join_board
 from paddle_shard.replicas.star_group import group_of
 
@@ -52,13 +52,15 @@ def steps_ahead(least: int, step_seconds: float, num_bytes: int, *, on_board: bo
     return max(least, min(wanted, held // max(num_bytes, 1), _MOST))
 
 
-def ranks_of_run() -> tuple[int, ...]:
-    """Return the global ranks of this run; a single one where `paddle.distributed` is not initialized."""
-    return tuple(range(dist.get_world_size())) if dist.is_initialized() else (dist.get_rank(),)
-
-
 def open_agreement(
-    ranks: Sequence[int], *, prefetch: int, ends_must_agree: bool, label: str, timeout: float, on_lost: str
+    ranks: tuple[int, ...],
+    *,
+    prefetch: int,
+    ends_must_agree: bool,
+    facts: Mapping[str, Any],
+    name: str,
+    timeout: float,
+    on_lost: str,
 ) -> Agreement:
     """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
 
@@ -66,22 +68,54 @@ def open_agreement(
         ranks: Who takes part, this process among them.
         prefetch: Steps that are read ahead of the one that is delivered.
         ends_must_agree: Whether it is an error that the data of some ends before that of others.
-        label: What is read; the same on every rank.
+        facts: What must be the same on every rank: name -> value.
+        name: Of the loader, for messages.
         timeout: Seconds for which a rank may be silent.
         on_lost: "raise" or "exit".
     """
-    coordinator = _coordinator(tuple(ranks), timeout, os.getpid())
-    return coordinator.open(prefetch, ends_must_agree=ends_must_agree, label=label, exit_when_lost=on_lost == "exit")
+    found = ranks, os.getpid()  # a forked process has coordinators of its own
+    if found not in _coordinators:
+        _coordinators[found] = _coordinator(ranks, timeout)
+    return _coordinators[found].open(
+        prefetch,
+        ends_must_agree=ends_must_agree,
+        label=described(facts),
+        name=name,
+        timeout=timeout,
+        exit_when_lost=on_lost == "exit",
+    )
 
 
-@cache
-def _coordinator(ranks: tuple[int, ...], timeout: float, process: int) -> Coordinator:
-    """Return this process's coordinator with some ranks; a forked process has one of its own."""
+def gather_of(ranks: tuple[int, ...], payload: bytes, timeout: float) -> list[bytes]:
+    """Return what each of some ranks gives, by rank; collective, on the thread that calls.
+
+    Raises:
+        PeerLostError: One of them is gone, or did not come in time.
+    """
+    if len(ranks) == 1:
+        return [payload]
+    found = ranks, os.getpid()
+    if found not in _gatherers:
+        _gatherers[found] = group_of(ranks, f"gathers of {_named(ranks)}", timeout)
+    _gatherers[found].timeout = timeout
+    return _gatherers[found].gather(payload)
+
+
+_coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
+"""(global ranks, process) -> what they agree through."""
+_gatherers: dict[tuple[tuple[int, ...], int], Group] = {}
+"""The same for what is asked for on the training thread."""
+
+
+def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     if len(ranks) == 1:
         return Coordinator(_Alone(), timeout=timeout)
-    key = f"loaders of {','.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'} {timeout:g}"
-    group = group_of(ranks, key, timeout)
+    group = group_of(ranks, f"loaders of {_named(ranks)}", timeout)
     return Coordinator(group, timeout=timeout, end_process=_end_process, join_board=join_board)
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    return ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
 
 
 def _end_process() -> None:
@@ -95,7 +129,11 @@ def _end_process() -> None:
 class _Alone:
     """The group of a single process."""
 
-    rank, size, names = 0, 1, (0,)
+    rank, size, names, timeout = 0, 1, (0,), 0.0
+
+    def absent(self) -> Sequence[int]:
+        """Return nobody."""
+        return ()
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Return the values."""

@@ -28,6 +28,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import Slice, take_rows
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.request import ReadRequest
+from paddle_shard.replicas.split_check import first_batch
 from paddle_shard.samplers import IndexBatch
 from paddle_shard.samplers.stream_batches import StreamBatch
 
@@ -52,6 +53,10 @@ class Pending:
     """Of the batch's last field."""
     row_shapes: Sequence[Any] = ()
     """(dtype, *shape of a row) of each tensor."""
+    is_first: bool = False
+    """Of its pass."""
+    first: dict[str, Any] | None = None
+    """What the ranks compare of the first batch, where each has rows of its own."""
     skipped: npt.NDArray[np.bool_] | None = None
     """Of the rows that are read, those whose sample could not be; None: there are none."""
 
@@ -114,7 +119,7 @@ def _requests(
         else:
             rows = loader._rows(batch.num_rows, batch.micro_size)
             indices = batch.take(rows.asked)
-        pending.append(Pending(batch, rows, source.split, indices))
+        pending.append(Pending(batch, rows, source.split, indices, is_first=step == start.steps))
         split = several and (len(indices) < batch.num_rows or source.split)
         yield ReadRequest(start.epoch, step, indices, source.item_is_batch, key, split)
         step += 1
@@ -183,7 +188,9 @@ def _agreed(
         reading,
         _agreement(loader, start, ends_must_agree=ends_must_agree),
         prepare=prepare,
-        notes=StepNotes(holds_rows=loader._own_layout.on_mesh or not loader._source.split),
+        notes=StepNotes(
+            holds_rows=loader._own_layout.on_mesh or not loader._source.split, split_check=loader._split_check
+        ),
         in_bursts=not loader._given.num_workers,
         prefetch=loader._prefetch,
         **how,
@@ -203,6 +210,7 @@ class _StreamSteps:
         self._micro_size = 0 if plan is None else plan.micro_rows
         self._rows = None if plan is None else loader._stream_rows()
         self._last: Any = None
+        self._begun = False
 
     def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
         if found.batch is None and not found.empty:  # only where the lengths, and so the end, were known
@@ -226,7 +234,10 @@ class _StreamSteps:
             real=found.real,
             sampler_state=found.state,
         )
-        return _placed(self._loader, self._last, Pending(batch, self._rows, True, [], skipped=found.skipped))
+        first, self._begun = not self._begun, True
+        return _placed(
+            self._loader, self._last, Pending(batch, self._rows, True, [], is_first=first, skipped=found.skipped)
+        )
 
 
 def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int, local_rows: int) -> Any:
@@ -260,7 +271,8 @@ NO_STAND_IN = (
 
 
 def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any, Pending]:
-    loader._check_split(batch)
+    if pending.is_first and loader._split_check is not None:
+        pending.first = first_batch((leaf.numpy() for leaf in tensors(batch)), loader._run.num_steps_or_none())
     if pending.rows is None:
         pending.rows = loader._item_rows(batch)
     pending.row_shapes, pending.num_bytes = _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
@@ -304,14 +316,12 @@ def _least_ahead(loader: ShardDataloader) -> int:
 
 
 def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: bool) -> Agreement:
-    source = loader._source
-    # What must be the same on all ranks: nothing of this rank's own mesh or data.
-    what = {} if source.split else source.batches.fingerprint()
     return open_agreement(
         loader._agreeing_ranks,
         prefetch=_least_ahead(loader),
         ends_must_agree=ends_must_agree,
-        label=f"{type(loader.dataset).__name__} {what}, epoch {start.epoch}, step {start.steps}",
+        facts={**loader._facts, "epoch": start.epoch, "step": start.steps},
+        name=f"{type(loader.dataset).__name__}, epoch {start.epoch}",
         timeout=loader.timeout,
         on_lost=loader._on_lost,
     )

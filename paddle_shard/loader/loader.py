@@ -13,8 +13,8 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
 from paddle_shard.errors import ArgumentError, BatchStructureError
-from paddle_shard.loader.agreeing import ranks_of_run
 from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
+from paddle_shard.loader.facts import check_ranks, facts_of
 from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import LoaderCall, ShardIterator
 from paddle_shard.loader.options import check_no_stream_options, check_options, checked_prefetch
@@ -27,7 +27,7 @@ from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, 
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.place.placer import BatchPlacer, BatchRows, tensors
+from paddle_shard.place.placer import BatchPlacer, BatchRows
 from paddle_shard.plan.coverage import Certificate
 from paddle_shard.plan.order import Shuffle
 from paddle_shard.plan.partition import nearest_multiples
@@ -35,7 +35,8 @@ from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.reading.passes import shallow_copy
 from paddle_shard.reading.stream_pass import StreamLoader
 from paddle_shard.reading.user_loader import UserLoader
-from paddle_shard.replicas.split_check import SplitCheck, next_number
+from paddle_shard.replicas.meeting import num_ranks
+from paddle_shard.replicas.split_check import SplitCheck
 
 mend_process_mesh()
 
@@ -89,6 +90,7 @@ class ShardDataloader(PaddleShardDataloader):
         assigned = assignment(meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp)
         self._placer = BatchPlacer(assigned, dense_tensor_idx)
         layouts = self._placer.layouts
+        check_ranks(layouts, num_ranks())
         here = [layout for layout in layouts if layout.on_mesh] or layouts
         self._own_layout = max(here, key=lambda layout: layout.num_data_ranks)
         stream, split = as_stream_loader(dataloader), bool(is_dataset_splitted)
@@ -122,17 +124,19 @@ class ShardDataloader(PaddleShardDataloader):
             import_tqdm()  # so that it is missed on every rank, and now
         dealt = self._source.stream is not None and self._source.stream.dealt
         self._prefetch, self._worth = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
-        self._agreeing_ranks = self._who_agrees(layouts) if agree else (dist.get_rank(),)
+        self._agreeing_ranks = _who_agrees(layouts) if agree else (dist.get_rank(),)
+        options = {"seed": seed, "seed_paddle": seed_paddle, "input_keys": input_keys, "timeout": timeout}
+        options |= {"on_error": on_error, "num_batches": num_batches, "num_parts": num_parts}
+        self._facts = facts_of(self._source, layouts, dataloader.dataset, options)
+        """What must be the same on all ranks."""
         self._given = dataloader
         self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
         self.dense_tensor_idx = dense_tensor_idx
         self._run = Run(self._source, self._own_layout)
         own, compared = self._own_layout, hasattr(self._source.custom_sampler, "nranks") or auto_dp
-        # Every rank takes a number for every loader that is said to be split, so that the numbers agree.
-        number = next_number() if self._source.split else 0
         self._split_check: SplitCheck | None = None
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
-            self._split_check = SplitCheck(number, own.layout, own.data_axes, own.global_rank)
+            self._split_check = SplitCheck(own.layout, own.data_axes)
         self._rows_of_size: dict[tuple[int, int], BatchRows] = {}
         self._call: LoaderCall | None = None
         self.stats = LoaderStats()
@@ -158,14 +162,6 @@ class ShardDataloader(PaddleShardDataloader):
             self.batch_size = size // self._source.accumulation // ranks
         self.batch_sampler = ShardBatchSampler(self)
         self._dataloader.batch_sampler = self.batch_sampler
-
-    def _who_agrees(self, layouts: Sequence[FieldLayout]) -> Sequence[int]:
-        """Return the ranks that keep in step: those of the meshes, for a stream all of the run."""
-        run = ranks_of_run()
-        if self._source.stream is not None or len(run) == 1:
-            return run
-        ranks = sorted({rank for layout in layouts for rank in layout.layout.process_ids})
-        return ranks if dist.get_rank() in ranks else (dist.get_rank(),)
 
     @property
     def dataset(self) -> Any:
@@ -299,11 +295,6 @@ class ShardDataloader(PaddleShardDataloader):
         rows.read = stream.read_rows()
         return rows
 
-    def _check_split(self, batch: Any) -> None:
-        check, self._split_check = self._split_check, None
-        if check is not None:
-            check.run((leaf.numpy() for leaf in tensors(batch)), self._run.num_steps_or_none())
-
     def _item_rows(self, batch: Any) -> BatchRows:
         """Return the rows of a batch that was read whole."""
         if self._source.split:
@@ -332,3 +323,9 @@ class ShardDataloader(PaddleShardDataloader):
                 "Give shard_dataloader tail='fill' (rows are marked in .valid) or tail='drop'.",
                 stacklevel=4,
             )
+
+
+def _who_agrees(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
+    """Return the global ranks that keep in step: those of the meshes, and no others."""
+    ranks = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
+    return ranks if num_ranks() > 1 and dist.get_rank() in ranks else (dist.get_rank(),)

@@ -112,6 +112,7 @@ def read_stream(
         stage = stream.stage() if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
         if not is_dataset_splitted:
             chosen = "drop"  # all ranks read the same batches, which end together
+    _check_off_mesh(own, is_dataset_splitted and num_batches is None)
     batches = StreamBatches(
         stage=stage,
         plan=plan,
@@ -159,6 +160,22 @@ def read_stream(
         item_is_batch=plan is None,
         tail=chosen,
         stream=setup,
+    )
+
+
+def _check_off_mesh(own: FieldLayout, split: bool) -> None:
+    """Say what a rank on none of the meshes reads, which makes the others' steps and hears nothing of them."""
+    if own.on_mesh:
+        return
+    if split:
+        raise ArgumentError(
+            f"global rank {own.global_rank} is on none of the meshes, and cannot know when the others' data, which is "
+            "split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
+        )
+    say_once(
+        "global rank %d is on none of the meshes: to make the same steps, it reads all parts of the stream. A rank "
+        "that counts its steps otherwise needs no loader.",
+        own.global_rank,
     )
 
 
@@ -232,7 +249,7 @@ def _held(plan: PartsPlan, layouts: Sequence[FieldLayout], *, split: bool) -> tu
         return tuple(range(plan.num_parts))
     mine = [layout for layout in layouts if layout.on_mesh]
     held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
-    return tuple(sorted(held)) or (0,)  # on none of the meshes: for the dtypes and the other dims
+    return tuple(sorted(held)) or tuple(range(plan.num_parts))  # on none of the meshes: for where they end
 
 
 def _check_arguments(dataloader: Any, shuffle: Any, tail: str | None, num_parts: Any, num_batches: Any) -> None:

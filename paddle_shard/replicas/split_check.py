@@ -3,107 +3,76 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import time
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import paddle.distributed as dist
-from paddle.framework import core
 
 from paddle_shard.errors import SplitError
 from paddle_shard.plan.mesh import MeshLayout
 
-TIMEOUT = 30.0
-"""Seconds to wait for another rank's first batch before giving up on the comparison."""
-
 _UNKNOWN = "unknown"
-_numbers = itertools.count()
-
-
-def next_number() -> int:
-    """Return a number for a loader that is said to be split; all ranks make these in the same order."""
-    return next(_numbers)
 
 
 class SplitCheck:
-    """Compares this rank's first batch with another data rank's and a replica's, once, before it is served.
+    """Compares what the ranks have read first: data ranks must differ, and replicas be equal."""
 
-    Each rank publishes a digest and reads two: nothing is gathered, whatever the number of ranks.
-    """
-
-    def __init__(self, number: int, layout: MeshLayout, data_axes: tuple[int, ...], global_rank: int) -> None:
+    def __init__(self, layout: MeshLayout, data_axes: tuple[int, ...]) -> None:
         """Set up the comparison.
 
         Args:
-            number: From `next_number`; the same on every rank.
             layout: Of the mesh.
             data_axes: The axes over which the data is split.
-            global_rank: This process.
         """
-        self._key = f"paddle_shard/split/{number}"
-        self._rank = global_rank
-        mine, count = layout.data_rank(global_rank, data_axes), layout.num_data_ranks(data_axes)
-        by_data_rank = {layout.data_rank(rank, data_axes): rank for rank in reversed(layout.process_ids)}
-        self._replica, self._other = by_data_rank[mine], by_data_rank[(mine + 1) % count]
+        self._data_ranks = {rank: layout.data_rank(rank, data_axes) for rank in layout.process_ids}
 
-    def run(self, arrays: Iterable[np.ndarray[Any, Any]], num_steps: int | None) -> None:
-        """Compare this rank's first batch, and the length of its epoch.
-
-        Args:
-            arrays: The batch's leaves, rows first.
-            num_steps: Of this rank's epoch; None if it is not known.
+    def compare(self, said: Mapping[int, Mapping[str, Any]]) -> None:
+        """Compare what `first_batch` has returned on the ranks, by global rank.
 
         Raises:
-            SplitError: On every rank, if another data rank has the same rows; or if a replica has others.
+            SplitError: Two data ranks have the same rows, or other numbers of them; or replicas have others.
         """
-        if not dist.is_initialized():
-            return  # no way to ask the others yet
-        store = core.create_or_get_global_tcp_store()
-        batch = list(arrays)
-        size = f"{num_steps} steps, first batch of {len(batch[0]) if batch and batch[0].ndim else 0}"
-        mine = f"{size}/{digest(batch)}"
-        store.set(f"{self._key}/{self._rank}", mine)
-        store.add(f"{self._key}/{self._rank}/there", 1)
-        other, replica = self._read(store, self._other), self._read(store, self._replica)
-        if not other or not replica:
-            return
-        if other.split("/")[0] != size:
-            raise SplitError(
-                f"is_dataset_splitted=True, but global rank {self._rank} has {size} rows and global rank "
-                f"{self._other} {other.split('/')[0]}: ranks would part. Give every data rank as many rows, or leave "
-                "is_dataset_splitted at False to have this loader split the data."
-            )
-        if mine.endswith(_UNKNOWN) or other.endswith(_UNKNOWN) or replica.endswith(_UNKNOWN):
-            return
-        if mine == other:
-            raise SplitError(
-                f"is_dataset_splitted=True, but global ranks {self._rank} and {self._other}, which are different "
-                "data ranks, read the same first batch: the data is not split. Leave is_dataset_splitted at False "
-                "to have this loader split it, or give each data rank a loader of its own rows, for instance with "
-                "paddle.io.DistributedBatchSampler(num_replicas=, rank=)."
-            )
-        if mine != replica:
-            raise SplitError(
-                f"is_dataset_splitted=True, but global ranks {self._rank} and {self._replica}, which are replicas "
-                "(the same data rank), read different first batches. Split by the data rank, not by the global "
-                "rank, and draw random numbers from a seed that replicas share."
-            )
-
-    def _read(self, store: Any, rank: int) -> str:
-        deadline = time.monotonic() + TIMEOUT
-        # Waiting or getting would block for ever on a rank that never comes; adding 0 asks and returns.
-        while not store.add(f"{self._key}/{rank}/there", 0):
-            if time.monotonic() > deadline:
-                warnings.warn(
-                    f"is_dataset_splitted=True: rank {rank} has read no batch within {TIMEOUT:g} s, so that the "
-                    "data is really split could not be checked.",
-                    stacklevel=2,
+        said = {rank: said[rank] for rank in sorted(said) if rank in self._data_ranks}
+        leaders: dict[int, int] = {}
+        """Data rank -> the first of its replica group."""
+        for rank in said:
+            leaders.setdefault(self._data_ranks[rank], rank)
+        by_digest: dict[str, int] = {}
+        for rank, found in said.items():
+            first = next(iter(said))
+            if found["size"] != said[first]["size"]:
+                raise SplitError(
+                    f"is_dataset_splitted=True, but global rank {first} has {said[first]['size']} rows and global rank "
+                    f"{rank} {found['size']}: ranks would part. Give every data rank as many rows, or leave "
+                    "is_dataset_splitted at False to have this loader split the data."
                 )
-                return ""
-        return str(store.get(f"{self._key}/{rank}").decode())
+            leader = leaders[self._data_ranks[rank]]
+            if found["digest"] != said[leader]["digest"]:
+                raise SplitError(
+                    f"is_dataset_splitted=True, but global ranks {leader} and {rank}, which are replicas "
+                    "(the same data rank), read different first batches. Split by the data rank, not by the global "
+                    "rank, and draw random numbers from a seed that replicas share."
+                )
+            other = by_digest.setdefault(found["digest"], rank)
+            if found["digest"] != _UNKNOWN and self._data_ranks[other] != self._data_ranks[rank]:
+                raise SplitError(
+                    f"is_dataset_splitted=True, but global ranks {other} and {rank}, which are different "
+                    "data ranks, read the same first batch: the data is not split. Leave is_dataset_splitted at False "
+                    "to have this loader split it, or give each data rank a loader of its own rows, for instance with "
+                    "paddle.io.DistributedBatchSampler(num_replicas=, rank=)."
+                )
+
+
+def first_batch(arrays: Iterable[np.ndarray[Any, Any]], num_steps: int | None) -> dict[str, Any]:
+    """Return what is compared of a rank's first batch.
+
+    Args:
+        arrays: The batch's leaves, rows first.
+        num_steps: Of this rank's epoch; None if it is not known.
+    """
+    batch = list(arrays)
+    rows = len(batch[0]) if batch and batch[0].ndim else 0
+    return {"size": f"{num_steps} steps, first batch of {rows}", "digest": digest(batch)}
 
 
 def digest(arrays: Iterable[np.ndarray[Any, Any]]) -> str:

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import paddle.distributed as dist
-from paddle.framework import core
 
 from paddle_shard.agree.group import MergingGroup, TwoLevelGroup
-from paddle_shard.errors import ArgumentError, PeerLostError
+from paddle_shard.errors import PeerLostError
+from paddle_shard.replicas.meeting import meeting_of
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")
@@ -59,7 +59,13 @@ class StarGroup(MergingGroup):
     """A `paddle_shard.agree.Group` over TCP. Made without a word to the others: the first call connects."""
 
     def __init__(
-        self, rank: int, names: Sequence[int], connect_store: Callable[[], Any], host: str, key: str, timeout: float
+        self,
+        rank: int,
+        names: Sequence[int],
+        connect_store: Callable[[Callable[[], bool]], Any],
+        host: str,
+        key: str,
+        timeout: float,
     ) -> None:
         """Take note of who takes part; `group_of` makes one.
 
@@ -67,13 +73,14 @@ class StarGroup(MergingGroup):
             rank: Position of this process in the group.
             names: Global rank of each position.
             connect_store: Returns a store (`set`, `get`, `add`) that all ranks share and that no other thread
-                uses; called in the thread of the first call.
+                uses; called in the thread of the first call, and told what says whether this group is open still.
             host: Where the first rank of the group can be reached.
-            key: Of this group in the store; the same on all ranks, and never used before.
-            timeout: Seconds to wait in one call for the others.
+            key: Of this group in the store; the same on all ranks, and used as often on each: the children that they
+                have forked may meet under it, too.
+            timeout: Seconds to wait in one call for the others; may be changed between calls.
         """
         self.rank, self.names = rank, tuple(names)
-        self._connect_store, self._host, self._key, self._timeout = connect_store, host, key, timeout
+        self._connect_store, self._host, self._key, self.timeout = connect_store, host, key, timeout
         self._peers: dict[int, socket.socket] = {}  # of rank 0: by position; of the others: only 0
         self._connected = self._closed = False
 
@@ -90,6 +97,16 @@ class StarGroup(MergingGroup):
             start += length
         return parts
 
+    def absent(self) -> list[int]:
+        """Return the global ranks that are known not to have come yet."""
+        if self._connected:
+            return []
+        return [
+            self.names[position]
+            for position in (range(1, self.size) if self.rank == 0 else (0,))
+            if position not in self._peers
+        ]
+
     def close(self) -> None:
         """Leave; a call that waits in another thread ends with PeerLostError."""
         self._closed = True
@@ -101,7 +118,7 @@ class StarGroup(MergingGroup):
     def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
         if self.size == 1:
             return merge([payload])
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         if not self._connected:
             (self._listen if self.rank == 0 else self._join)(deadline)
             self._connected = True
@@ -129,7 +146,7 @@ class StarGroup(MergingGroup):
                 _send(root, _FINE, payload, deadline)
             kind, answer = _receive(root, deadline + _GRACE)
         except TimeoutError:
-            raise self._error({0}, f"said nothing for {self._timeout:g} s", self._timeout) from None
+            raise self._error({0}, f"said nothing for {self.timeout:g} s", self.timeout) from None
         except OSError:
             raise self._error({0}, "has ended or was killed") from None
         if kind == _LOST:
@@ -148,7 +165,7 @@ class StarGroup(MergingGroup):
             found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not found:
                 late = set(waiting.values())
-                raise self._lose(late, f"said nothing for {self._timeout:g} s", self._timeout)
+                raise self._lose(late, f"said nothing for {self.timeout:g} s", self.timeout)
             for number, _ in found:
                 poll.unregister(number)
                 peer = by_number[number]
@@ -182,9 +199,10 @@ class StarGroup(MergingGroup):
             server.setblocking(False)
             poll = select.poll()
             poll.register(server, select.POLLIN)
-            store = self._connect_store()
-            store.set(f"{self._key}/address", f"{server.getsockname()[1]} {token.hex()}")
-            store.add(f"{self._key}/there", 1)
+            store = self._connect_store(self._is_open)
+            key = self._key_of(store)
+            store.set(f"{key}/address", f"{server.getsockname()[1]} {token.hex()}")
+            store.add(f"{key}/there", 1)
             while missing and not self._closed:
                 try:
                     if not poll.poll(10_000 * _POLL):  # not longer, to see that this group was closed meanwhile
@@ -193,7 +211,7 @@ class StarGroup(MergingGroup):
                     said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
                 except TimeoutError:
                     if time.monotonic() >= deadline:
-                        raise self._lose(missing, f"did not come for {self._timeout:g} s", self._timeout) from None
+                        raise self._lose(missing, f"did not come for {self.timeout:g} s", self.timeout) from None
                 except OSError:
                     continue  # a stranger that left
                 else:
@@ -206,22 +224,30 @@ class StarGroup(MergingGroup):
     def _join(self, deadline: float) -> None:
         """Connect to rank 0 of the group."""
         try:
-            store = self._connect_store()
+            store = self._connect_store(self._is_open)
+            key = self._key_of(store)
             # Waiting or getting would block for ever on a rank that never comes; adding 0 asks and returns.
-            while not store.add(f"{self._key}/there", 0):
+            while not store.add(f"{key}/there", 0):
                 if self._closed or time.monotonic() > deadline:
                     raise TimeoutError
                 time.sleep(_POLL)
-            port, token = store.get(f"{self._key}/address").decode().split()
+            port, token = store.get(f"{key}/address").decode().split()
             peer = _connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
             peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
         except PeerLostError:
             raise
         except TimeoutError:
-            raise self._error({0}, f"did not come for {self._timeout:g} s", self._timeout) from None
+            raise self._error({0}, f"did not come for {self.timeout:g} s", self.timeout) from None
         except (OSError, RuntimeError, ValueError) as error:  # the last two are the store's, when its host is gone
             raise self._error({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)
+
+    def _is_open(self) -> bool:
+        return not self._closed
+
+    def _key_of(self, store: Any) -> str:
+        """Return the key of this meeting: the n-th of this rank is the n-th of the others."""
+        return f"{self._key}/{store.add(f'{self._key}/of {self.rank}', 1)}"
 
     def _adopt(self, position: int, peer: socket.socket) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -248,27 +274,19 @@ def group_of(
         ArgumentError: The environment does not say where the ranks meet.
     """
     size, me = dist.get_world_size(), dist.get_rank()
-    host, port = _store_address() if len(ranks) > 1 else ("", 0)
+    meeting = meeting_of(ranks, timeout) if len(ranks) > 1 else None
+    host = "" if meeting is None else meeting.host
     if hosts is None:
         ends = [end.rpartition(":")[0] for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
         hosts = ends if len(ends) == size and all(ends) else [host] * size
 
-    def connect_store() -> Any:
-        try:  # Paddle's client would go on for longer than its timeout (3.3.1)
-            _connected(host, port, timeout).close()
-        except OSError as error:
-            where = f"{host}:{port} ({error})"
-            raise PeerLostError.of(
-                f"Global rank 0, whose process has the store of paddle.distributed, cannot be reached at {where}; its "
-                "own log may say why.",
-                [0],
-            ) from error
-        # A client of its own: a wait through one blocks every other thread's use of it.
-        return core.TCPStore(host, port, False, size, max(1, int(timeout)))
+    def connect_store(wanted: Callable[[], bool]) -> Any:
+        assert meeting is not None
+        return meeting.store(size, timeout, _connected, wanted)
 
     def star(members: Sequence[int], name: str) -> StarGroup:
         # The store's host is known to be reachable; others are as the launcher names them.
-        where = host if members[0] == 0 else hosts[members[0]]
+        where = host if meeting is not None and members[0] == meeting.owner else hosts[members[0]]
         return StarGroup(members.index(me), members, connect_store, where, f"paddle_shard/agree/{key}/{name}", timeout)
 
     together: dict[str, list[int]] = {}
@@ -279,27 +297,6 @@ def group_of(
     mine = together[hosts[me]]
     across = star([members[0] for members in together.values()], "across") if me == mine[0] else None
     return TwoLevelGroup(star(mine, f"on {hosts[me]}"), across, rank=ranks.index(me), names=ranks)
-
-
-def _store_address() -> tuple[str, int]:
-    """Return where the store of `paddle.distributed` is, which `init_parallel_env` has made.
-
-    It is at PADDLE_MASTER, which the launcher sets, else at the first of PADDLE_TRAINER_ENDPOINTS, which is all that
-    `paddle.distributed.spawn` sets. Paddle reads MASTER_ADDR and MASTER_PORT too, but not for its store (3.3.1).
-    """
-    named = "PADDLE_MASTER"
-    found = os.environ.get(named)
-    if found is None:
-        named = "PADDLE_TRAINER_ENDPOINTS"
-        found = os.environ.get(named, "").split(",")[0]
-    host, _, port = found.rpartition(":")
-    if not host or not port.isdecimal() or int(port) == 0:
-        raise ArgumentError(
-            f"the ranks of a loader meet at the store of paddle.distributed, but {named} says that it is at {found!r}, "
-            "which is no host:port. Start the ranks with paddle.distributed.launch or paddle.distributed.spawn, or set "
-            "PADDLE_MASTER=host:port, the same on every rank, before init_parallel_env()."
-        )
-    return host.strip("[]"), int(port)
 
 
 def _noted(make: Callable[[], socket.socket]) -> socket.socket:

@@ -70,7 +70,10 @@ class SimulatedGroup:
 
     def __init__(self, world, rank):
         self.world, self.rank, self.size, self.names = world, rank, world.size, world.names
-        self.rounds = 0
+        self.rounds, self.timeout = 0, 0.0
+
+    def absent(self):
+        return []
 
     def minimum(self, values):
         self.rounds += 1

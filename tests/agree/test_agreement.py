@@ -156,7 +156,8 @@ def test_ranks_with_a_board_need_no_rounds_while_nothing_happens():
         agreement.close()
 
     assert together(*(lambda c=c: run(c) for c in coordinators)) == [None] * 3
-    assert max(rounds) - min(rounds) <= 4  # a rank that was paused may have been waited for
+    # A rank that was paused has been waited for, now and then; 380 steps by rounds would be 190 rounds, at least.
+    assert max(rounds) - min(rounds) < 40
 
 
 def test_passes_beyond_the_board_go_on_by_rounds():
@@ -377,7 +378,7 @@ def test_loops_in_another_order_are_an_error_that_names_both():
 
     for error in told:
         assert isinstance(error, ArgumentError)
-        assert "global rank 0: 'training', global rank 1: 'evaluation'" in str(error)
+        assert "loader: training on global rank 0, evaluation on global rank 1" in str(error)
 
 
 def test_a_silent_rank_is_named_at_the_deadline():

@@ -26,6 +26,7 @@ from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
 
+ALONE = {"ends_must_agree": True, "facts": {}, "name": "test", "timeout": HANG, "on_lost": "raise"}
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
 
 
@@ -352,7 +353,9 @@ def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled
         def __len__(self):
             return 16
 
-    agreement = open_agreement((0,), prefetch=8, ends_must_agree=True, label="", timeout=HANG, on_lost="raise")
+    agreement = open_agreement(
+        (0,), prefetch=8, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
+    )
     given = paddle.io.DataLoader(Rows(), batch_sampler=Sampler())
     for batches in (
         AgreedPass(reading(), agreement),
@@ -376,7 +379,9 @@ def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_burs
             read.append(step)
             yield step, SimpleNamespace(num_bytes=1 << 20)  # of which 8 are held at most
 
-    agreement = open_agreement((0,), prefetch=ahead, ends_must_agree=True, label="", timeout=HANG, on_lost="raise")
+    agreement = open_agreement(
+        (0,), prefetch=ahead, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
+    )
     batches, calls, delivered = AgreedPass(reading(), agreement, in_bursts=in_bursts), [], []
     for step, _ in batches:
         delivered.append(step)
@@ -398,7 +403,9 @@ def test_slow_reads_get_a_thread_by_default_where_ranks_agree(seconds, worth):
     dataset = Rows(400, seconds=seconds)
     reading_of = sharded(dataset)._reading
     drawn = DrawnAhead(ReadRequest(0, step, [*range(4 * step, 4 * step + 4)], False, 0, True) for step in range(100))
-    agreement = open_agreement((0,), prefetch=2, ends_must_agree=True, label="", timeout=HANG, on_lost="raise")
+    agreement = open_agreement(
+        (0,), prefetch=2, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
+    )
     batches = AgreedPass(
         reading_of.start(drawn),
         agreement,
@@ -482,7 +489,9 @@ def test_workers_that_pause_are_not_waited_for_while_batches_are_ready():
             pass
 
     reading, ahead = Reading(), 8
-    agreement = open_agreement((0,), prefetch=ahead, ends_must_agree=True, label="", timeout=HANG, on_lost="raise")
+    agreement = open_agreement(
+        (0,), prefetch=ahead, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
+    )
     batches, delivered = AgreedPass(reading, agreement), []
     for step, _ in batches:
         delivered.append(step)

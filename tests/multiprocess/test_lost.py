@@ -7,11 +7,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
+import paddle.distributed as dist
 import pytest
 
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.replicas import star_group
+from paddle_shard.replicas.meeting import meeting_of
 from paddle_shard.replicas.star_group import StarGroup, group_of
 from paddle_shard.testing import start_ranks
 from paddle_shard.testing.simulated import simulated_rank
@@ -75,7 +78,10 @@ def test_the_store_is_looked_for_where_paddle_puts_it(variables, address, monkey
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    assert star_group._store_address() == address
+    with simulated_rank(0, 2), mock.patch.object(dist, "is_initialized", lambda: True):
+        found = meeting_of([0, 1], 1.0)
+
+    assert (found.host, found.port) == address
 
 
 @pytest.mark.parametrize("found", [None, "127.0.0.1:0", "127.0.0.1", "host:port", ":5"])
@@ -85,7 +91,10 @@ def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkey
     if found is not None:
         monkeypatch.setenv("PADDLE_MASTER", found)
 
-    with simulated_rank(0, 2), pytest.raises(ArgumentError, match="Start the ranks with paddle.distributed.launch"):
+    initialized = mock.patch.object(dist, "is_initialized", lambda: True)
+    with simulated_rank(0, 2), pytest.raises(ArgumentError, match="start the ranks with python -m paddle.distributed"):
+        group_of([0, 1], "test")
+    with simulated_rank(0, 2), initialized, pytest.raises(ArgumentError, match="Start the ranks with paddle.distri"):
         group_of([0, 1], "test")
 
 
@@ -94,7 +103,7 @@ def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_o
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}")
-    with simulated_rank(1, 3):
+    with simulated_rank(1, 3), mock.patch.object(dist, "is_initialized", lambda: True):
         group = group_of(members, "test", 2 * HANG)
         start = time.monotonic()
         with pytest.raises(PeerLostError, match="Global rank 0, whose process has the store") as raised:
@@ -140,7 +149,7 @@ def sockets_in_a_child():
 
 def test_a_forked_child_does_not_keep_the_connections_of_its_rank():
     store, found = Store(), {}
-    groups = [StarGroup(rank, (0, 1), lambda: store, "127.0.0.1", "test", HANG) for rank in range(2)]
+    groups = [StarGroup(rank, (0, 1), lambda wanted: store, "127.0.0.1", "test", HANG) for rank in range(2)]
 
     def exchange(rank):
         found[rank] = groups[rank].minimum([5 + rank])

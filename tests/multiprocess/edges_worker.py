@@ -1,0 +1,214 @@
+"""Ranks that do not know each other: each case on real ranks, `paddle.distributed` not initialized."""
+
+import io
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.agree import coordinator
+from paddle_shard.errors import PaddleShardError
+from paddle_shard.testing import report
+from tests.deadlines import HANG
+
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+FOLDER = Path(os.environ["PADDLE_SHARD_REPORT_DIR"])
+
+
+class Numbers(paddle.io.Dataset):
+    def __init__(self, length, bad=None):
+        self.length, self.bad = length, bad
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise OSError("no disk")
+        return np.array(index)
+
+
+def mesh(ids=None, names=("dp",)):
+    return dist.ProcessMesh(list(range(SIZE)) if ids is None else ids, dim_names=list(names))
+
+
+def sharded(data, size=4, ids=None, workers=0, shuffled=False, **options):
+    options = {"shard_dims": "dp", **options}
+    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, shuffle=shuffled)
+    return paddle_shard.shard_dataloader(given, mesh(ids), **options)
+
+
+def steps_of(loader):
+    """[real local rows of each step], or up to an error [.., "its class: its text"]."""
+    found = []
+    try:
+        batches = iter(loader)
+        for batch in batches:
+            leaf = batch[0] if isinstance(batch, list) else batch
+            valid = batches.valid._local_value().numpy()
+            found.append(leaf._local_value().numpy().reshape(len(valid), -1)[valid, 0].tolist())
+    except PaddleShardError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def number_of(row):
+    return int(row["n"])
+
+
+def csv(counts, **options):
+    return sharded(Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=counts).map(number_of), size=8, **options)
+
+
+# Cases: (what to report) by name
+
+
+def streams():
+    return [steps_of(csv(counts, workers=workers, num_parts=2)) for counts in (False, True) for workers in (0, 2)]
+
+
+def fails():
+    return steps_of(sharded(Numbers(40, bad=21)))
+
+
+def certificate():
+    loader = sharded(Numbers(22), shuffled=True, seed=3)
+    steps_of(loader)
+    return [loader.certificate().exact, str(loader.certificate())]
+
+
+def differ():
+    """What each rank says of arguments that are not the same on all."""
+    second = RANK == 1
+    made = {
+        "batch size": lambda: sharded(Numbers(48), size=6 if second else 8),
+        "mesh": lambda: sharded(Numbers(48), ids=[1, 0] if second else [0, 1]),
+        "shard_dims": lambda: sharded(Numbers(48), shard_dims=None if second else "dp"),
+        "seed": lambda: sharded(Numbers(48), seed=1 if second else 0),
+        "length": lambda: sharded(Numbers(40 if second else 48)),
+        "tail": lambda: sharded(Numbers(45), tail="drop" if second else "pad"),
+        "epoch": lambda: at_epoch(1 if second else 0),
+        "timeout": lambda: sharded(Numbers(48), timeout=70.0 if second else 60.0),
+        "data set": lambda: csv(True) if second else sharded(Numbers(48)),
+        "version": lambda: of_version("9.9" if second else paddle_shard.__version__),
+        "stream": lambda: csv(True, num_batches=2 if second else 3),
+        "on_error": lambda: sharded(Numbers(48), on_error="skip" if second else "raise"),
+    }
+    return {name: steps_of(make()) for name, make in made.items()}
+
+
+def at_epoch(epoch):
+    loader = sharded(Numbers(48))
+    loader.set_epoch(epoch)
+    return loader
+
+
+def of_version(version):
+    loader = sharded(Numbers(48))
+    loader._facts["paddle_shard"] = version
+    return loader
+
+
+def too_large():
+    try:
+        return steps_of(sharded(Numbers(8), ids=list(range(SIZE + 1)), size=SIZE + 1))
+    except PaddleShardError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def on_the_mesh_only():
+    """A stream's loader that the ranks of its mesh alone make."""
+    ids = list(range(1, SIZE))
+    return steps_of(csv(False, ids=ids, num_parts=2, shard_dims="dp")) if RANK in ids else None
+
+
+def on_no_mesh():
+    """The last rank is on no mesh, and makes as many steps."""
+    steps, batches = 0, iter(csv(False, ids=list(range(SIZE - 1)), num_parts=2))
+    for _ in batches:
+        steps += 1
+    return steps
+
+
+def split(**data):
+    """Data that is split already, and where something is wrong with rank 0's."""
+    start = time.monotonic()
+    found = steps_of(sharded(data[str(RANK)], size=2, is_dataset_splitted=True))
+    return [found, time.monotonic() - start]
+
+
+def split_fails():
+    return split(**{"0": Numbers(8, bad=0), "1": Numbers(8)})
+
+
+def split_empty():
+    class Nothing(paddle.io.Sampler):
+        def __iter__(self):
+            return iter([] if RANK == 0 else [[0, 1], [2, 3]])
+
+    start = time.monotonic()
+    given = paddle.io.DataLoader(Numbers(8), batch_sampler=Nothing())
+    found = steps_of(paddle_shard.shard_dataloader(given, mesh(), shard_dims="dp", is_dataset_splitted=True))
+    return [found, time.monotonic() - start]
+
+
+def alone():
+    """Rank 0 takes a batch before the others, which join when it has said that it waits."""
+    coordinator.NOTICE = 0.5
+    text, said = io.StringIO(), FOLDER / "said"
+    handler = logging.StreamHandler(text)
+    logging.getLogger("paddle_shard").addHandler(handler)
+    loader = sharded(Numbers(16))
+    if RANK:
+        deadline = time.monotonic() + HANG
+        while not said.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    else:
+        handler.emit = lambda record: (text.write(record.getMessage()), said.touch())
+    found = steps_of(loader)
+    coordinator.NOTICE = 5.0
+    return [found, text.getvalue()]
+
+
+def child(results):
+    results.put(steps_of(sharded(Numbers(16))))
+
+
+def forked():
+    """Children of ranks that have met, which meet themselves, twice."""
+    found = [steps_of(sharded(Numbers(16)))]
+    context = multiprocessing.get_context("fork")
+    for _ in range(2):
+        results = context.SimpleQueue()
+        process = context.Process(target=child, args=[results])
+        process.start()
+        found.append(results.get())
+        process.join(HANG)
+    return [*found, steps_of(sharded(Numbers(16)))]
+
+
+def initialized():
+    """Paddle's own environment can be made later."""
+    dist.init_parallel_env()
+    return steps_of(sharded(Numbers(24), size=6))
+
+
+if __name__ == "__main__":
+    found = {}
+    for name in json.loads(sys.argv[1]):
+        print("case:", name, flush=True)
+        found[name] = globals()[name]()
+    report(found)
+    if dist.is_initialized():
+        dist.barrier()
+    else:
+        time.sleep(1.0)  # rank 0 has the store that others may be on their way to

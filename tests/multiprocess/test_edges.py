@@ -1,0 +1,143 @@
+"""Nothing is silent between ranks that were never introduced, or were given other arguments."""
+
+import json
+from pathlib import Path
+
+import paddle.distributed as dist
+import paddle.io
+import pytest
+
+import paddle_shard
+from paddle_shard.testing import run_ranks
+from tests.deadlines import HANG
+
+pytestmark = pytest.mark.multiprocess
+HERE = Path(__file__).parent
+ROWS = (101, 58)
+CASES = {
+    2: ["streams", "fails", "certificate", "too_large", "differ", "split_fails", "split_empty", "alone", "forked"],
+    3: ["on_the_mesh_only", "on_no_mesh"],
+}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """What each of so many ranks reports of a case; the cases of a number of ranks are one job."""
+    found = {}
+
+    def reports(num_ranks, case):
+        if num_ranks not in found:
+            folder = tmp_path_factory.mktemp("edges")
+            number = 0
+            for file, rows in enumerate(ROWS):
+                lines = [str(number := number + 1) for _ in range(rows)]
+                (folder / f"{file}.csv").write_text("n\n" + "\n".join(lines) + "\n")
+            names = [*CASES[num_ranks], "initialized"]
+            environment = {"PYTHONPATH": str(HERE.parents[1])}
+            found[num_ranks] = run_ranks(
+                HERE / "edges_worker.py", num_ranks, folder, args=[json.dumps(names)], env=environment, timeout=4 * HANG
+            )
+        return [report[case] for report in found[num_ranks]]
+
+    return reports
+
+
+def test_uneven_files_make_the_same_steps_on_all_ranks_and_deliver_each_row_once(of_ranks):
+    for passes in zip(*of_ranks(2, "streams"), strict=True):
+        assert len({len(steps) for steps in passes}) == 1
+        assert sorted(row for steps in passes for step in steps for row in step) == list(range(1, sum(ROWS) + 1))
+
+
+def test_a_bad_sample_is_raised_on_all_ranks_at_the_same_step(of_ranks):
+    for steps in of_ranks(2, "fails"):
+        assert len(steps) == 6
+        assert "DataReadError" in steps[5]
+        assert "no disk" in steps[5]
+
+
+def test_the_certificate_counts_all_ranks(of_ranks):
+    for exact, text in of_ranks(2, "certificate"):
+        assert exact, text
+        assert "22 samples exactly once" in text
+
+
+def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_ranks):
+    for text in of_ranks(2, "too_large"):
+        assert text.startswith("ArgumentError: meshes names the global rank 2, but this job has 2 ranks")
+        assert "--nproc_per_node 3" in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("batch size", "global batch: 8 on global rank 0, 6 on global rank 1"),
+        ("mesh", "meshes: {'dp': 2} of [0, 1], dims split {'dp': 0} on global rank 0, {'dp': 2} of [1, 0]"),
+        ("shard_dims", "dims split {'dp': 0} on global rank 0, {'dp': 2} of [0, 1], dims split {} on global rank 1"),
+        ("seed", "seed: 0 on global rank 0, 1 on global rank 1"),
+        ("length", "num_samples: 48 on global rank 0, 40 on global rank 1"),
+        ("tail", "tail: pad on global rank 0, drop on global rank 1"),
+        ("epoch", "epoch: 0 on global rank 0, 1 on global rank 1"),
+        ("timeout", "timeout: 60.0 on global rank 0, 70.0 on global rank 1"),
+        ("data set", "data set: Numbers on global rank 0, Stream on global rank 1"),
+        ("version", "paddle_shard: " + paddle_shard.__version__ + " on global rank 0, 9.9 on global rank 1"),
+        ("stream", "num_batches: 3 on global rank 0, 2 on global rank 1"),
+        ("on_error", "on_error: raise on global rank 0, skip on global rank 1"),
+    ],
+)
+def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_rank(argument, shown, of_ranks):
+    for found in of_ranks(2, "differ"):
+        [text] = found[argument]  # before any batch
+        assert text.startswith("ArgumentError: ")
+        assert shown in text
+
+
+@pytest.mark.parametrize(("case", "text"), [("split_fails", "no disk"), ("split_empty", "is_dataset_splitted=True")])
+def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(case, text, of_ranks):
+    for (error,), seconds in of_ranks(2, case):
+        assert text in error
+        assert seconds < HANG
+
+
+def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they_come(of_ranks):
+    (steps, said), (others, silent) = of_ranks(2, "alone")
+
+    assert "global rank 1 has not" in said
+    assert "at step 0 of Numbers, epoch 0" in said
+    assert "agree=False" in said
+    assert silent == ""
+    assert [a + b for a, b in zip(steps, others, strict=True)] == [list(range(4 * k, 4 * k + 4)) for k in range(4)]
+
+
+def test_forked_children_of_ranks_that_have_met_meet_themselves(of_ranks):
+    for passes in zip(*of_ranks(2, "forked"), strict=True):
+        joined = [a + b for a, b in zip(*passes, strict=True)]
+        assert joined == [list(range(4 * k, 4 * k + 4)) for k in range(4)]
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_paddles_own_environment_can_be_made_later(num_ranks, of_ranks):
+    rows = [row for steps in of_ranks(num_ranks, "initialized") for step in steps for row in step]
+
+    assert sorted(rows) == list(range(24))
+
+
+def test_a_loader_that_only_the_ranks_of_its_mesh_make_waits_for_no_other(of_ranks):
+    others, *passes = of_ranks(3, "on_the_mesh_only")
+
+    assert others is None
+    assert len({len(steps) for steps in passes}) == 1
+    assert sorted(row for steps in passes for step in steps for row in step) == list(range(1, sum(ROWS) + 1))
+
+
+def test_a_rank_on_no_mesh_makes_the_steps_of_the_others(of_ranks):
+    assert len(set(of_ranks(3, "on_no_mesh"))) == 1
+
+
+def test_a_single_process_and_a_mesh_of_two_is_said_with_the_way_to_launch(caplog):
+    mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
+    data = paddle.io.TensorDataset([paddle.arange(8)])
+
+    paddle_shard.shard_dataloader(paddle.io.DataLoader(data, batch_size=4), mesh, shard_dims="dp")
+
+    assert "only process of its job, and reads 1/2 of the rows" in caplog.text
+    assert "--nproc_per_node 2" in caplog.text
