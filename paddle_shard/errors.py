@@ -11,6 +11,7 @@
     ├── DataReadError (RuntimeError)     reading, transforming or collating a sample failed
     ├── AgreedFailure (RuntimeError)     a reader's report, raised on all ranks at the same step
     ├── UnequalEndsError (RuntimeError)  readers ended at different steps though that was not to be
+    ├── DifferentDataError (RuntimeError) ranks that must read the same have read different data
     ├── PeerLostError (RuntimeError)     another rank died, was silent, or left the loop alone
     ├── ShardReadError (RuntimeError)    a file of samples is missing, damaged or not as it was counted
     └── MissingDependencyError (ImportError)
@@ -101,6 +102,10 @@ class UnequalEndsError(PaddleShardError, RuntimeError):
     step: int = 0
     ended: tuple[int, ...] = ()
     went_on: tuple[int, ...] = ()
+
+
+class DifferentDataError(PaddleShardError, RuntimeError):
+    """Ranks that must read the same data, to keep their own rows of it, have read different data."""
 
 
 class PeerLostError(PaddleShardError, RuntimeError):

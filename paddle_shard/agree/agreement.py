@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paddle_shard.agree.facts import differences
+from paddle_shard.agree.history import ReadHistory, difference, first_difference
 from paddle_shard.agree.outlook import CLOSED, END, FAIL, NEVER, OK, Decision, Outlook
-from paddle_shard.errors import AgreedFailure, ArgumentError, PaddleShardError, PeerLostError, UnequalEndsError
+from paddle_shard.errors import (
+    AgreedFailure,
+    ArgumentError,
+    PaddleShardError,
+    PeerLostError,
+    UnequalEndsError,
+)
 
 if TYPE_CHECKING:
     from paddle_shard.agree.board import Board
@@ -37,6 +45,7 @@ class Agreement:
         label: str,
         name: str,
         timeout: float,
+        same_data: bool = False,
     ) -> None:
         """Start at step 0; see `Coordinator.open`."""
         self._coordinator, self._changed = coordinator, coordinator.changed
@@ -59,6 +68,9 @@ class Agreement:
         self.unsent: list[tuple[int, bytes]] = []
         """(step, note) of this rank that the others have not been told."""
         self._notes: dict[int, list[tuple[int, bytes]]] = {}
+        self._same_data, self._history = same_data, ReadHistory()
+        self._compared = 0
+        """Steps, of those that rounds have released, before which all ranks are known to have read the same."""
         self.waited = 0.0
         """Seconds for which `deliver` has waited, in all."""
 
@@ -90,6 +102,23 @@ class Agreement:
                 self.hear_note(self._coordinator.group.names[0], step, payload)
             else:
                 self.unsent.append((step, payload))
+
+    def note_read(self, digest: int) -> None:
+        """Say, of the step that is announced next, what stands for all that was read up to its end.
+
+        It must be the same on all ranks, where the pass was opened so; they learn of a difference before the first step
+        is delivered, and later within a heartbeat, or at the end.
+
+        Args:
+            digest: Below 2**62.
+        """
+        with self._changed:
+            self._history.note(digest)
+
+    def report_read(self) -> None:
+        """Put into the report, for a gather, what was read of each step; called with the lock held."""
+        if self._same_data and self.outlook.kind != FAIL:
+            self.outlook.report = self._history.report()
 
     def send_notes(self) -> list[tuple[int, bytes]]:
         """Return (step, note) of what the others have not been told; called with the lock held.
@@ -169,7 +198,11 @@ class Agreement:
                 self.outlook.delivered += 1
                 return True
             assert self._verdict is not None
-            if self._verdict.kind == END and not (self._ends_must_agree and self._ended_unequally()):
+            if (
+                self._verdict.kind == END
+                and self._verdict.same
+                and not (self._ends_must_agree and self._ended_unequally())
+            ):
                 return False
             raise self._error(self._verdict)
 
@@ -195,6 +228,8 @@ class Agreement:
             self._window += self._size
         if self.outlook.kind != OK:
             return True
+        if self._same_data and self._compared < self._released and not self.on_board:
+            return True
         if self._waiting:
             return self.outlook.step > released
         return self.outlook.step >= self._window and not self.on_board
@@ -202,13 +237,22 @@ class Agreement:
     def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
         """Take over what all ranks have agreed on; called with the lock held. Returns whether it is news."""
         news = decision.step > self._released or decision.kind != OK
-        self._released = max(decision.step, self._released)
-        self._confirmed = decision.matches
+        released, self._released = self._released, max(decision.step, self._released)
+        # What the board shows is delivered without a round: not before the first steps were seen to be the same.
+        compared = not self._same_data or self.outlook.read != 0
+        self._confirmed = decision.matches and decision.same and compared
+        if self._same_data and decision.kind == OK:
+            if self.outlook.read:  # what was read before `released` has been compared
+                self._compared = released
+                self._history.forget(released)
+            self.outlook.read = self._history.before(self._released) or self.outlook.read
         self._rounds_to_hear = max(0, self._rounds_to_hear - 1)
         if not self._rounds_to_hear:
             self._held = min((step for step, _ in self.unsent), default=NEVER)
         self._post()
         if decision.kind != OK:
+            if decision.kind == END and self._same_data and self._differing(outlooks) is not None:
+                decision = replace(decision, same=False)
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 
@@ -250,7 +294,8 @@ class Agreement:
             self._coordinator.board.post(self._number, step)
 
     def _may_deliver(self, step: int) -> bool:
-        if self._released > step or self._on_board > step:
+        known = not self._same_data or (self._verdict is not None and self._verdict.same)
+        if (self._released if known else self._compared) > step or self._on_board > step:
             return True
         board = self._board
         if board is None:
@@ -275,6 +320,14 @@ class Agreement:
             self.waited += time.monotonic() - start
         return self._may_deliver(step)
 
+    def _differing(self, outlooks: Sequence[Outlook]) -> tuple[int, list[int]] | None:
+        """Return the first step of which not all ranks have read the same, and what each has; None if there is none."""
+        found = first_difference([outlook.report for outlook in outlooks])
+        ends = [outlook.exhausted for outlook in outlooks]
+        if found is None and max(ends) < NEVER and max(ends) - min(ends) > 1:  # parts differ by less than two stripes
+            return min(ends), ends
+        return found
+
     def _ended_unequally(self) -> bool:
         return len({self._ends_here(outlook) for outlook in self._outlooks}) > 1
 
@@ -285,11 +338,16 @@ class Agreement:
         step, names = verdict.step, self._coordinator.group.names
         here = [(names[i], o) for i, o in enumerate(self._outlooks)]
         if not verdict.matches:
-            found = differences({rank: o.report.decode(errors="replace") for rank, o in here})
+            differ = differences({rank: o.report.decode(errors="replace") for rank, o in here})
             return ArgumentError(
-                f"The ranks differ where they must be the same, in pass {self._number} over a loader. {found}. Give "
+                f"The ranks differ where they must be the same, in pass {self._number} over a loader. {differ}. Give "
                 "all ranks the same arguments and data, and start every loop on all of them, in the same order."
             )
+        if not verdict.same:
+            found = self._differing(self._outlooks)
+            if found is None:  # so long ago that it is not told any more
+                return difference(self.name, f"Before step {step}", dict.fromkeys(names, 0))
+            return difference(self.name, f"At step {found[0]}", dict(zip(names, found[1], strict=True)))
         if verdict.kind == FAIL:
             failed = [(rank, o.report) for rank, o in here if o.kind == FAIL and o.step == step]
             failure = AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")

@@ -93,6 +93,7 @@ class Coordinator:
         label: str = "",
         name: str = "the data",
         timeout: float | None = None,
+        same_data: bool = False,
         exit_when_lost: bool = False,
     ) -> Agreement:
         """Start a pass; all ranks open theirs in the same order. Waits for nothing.
@@ -104,6 +105,7 @@ class Coordinator:
             label: What is iterated over, of `facts.described`. Must be equal on all ranks; what differs is named.
             name: Of the loader, for messages.
             timeout: Seconds for which a rank may be silent while another waits for it; None: the coordinator's.
+            same_data: Whether all ranks read the same, and say with each step what (`Agreement.note_read`).
             exit_when_lost: Whether the process ends when a rank is lost while the pass is open.
 
         Raises:
@@ -115,7 +117,7 @@ class Coordinator:
             if self._closed:
                 raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
             patience = self.timeout if timeout is None else timeout
-            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label, name, patience)
+            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label, name, patience, same_data)
             agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:
                 self._passes[self._opened] = agreement
@@ -317,6 +319,8 @@ class Coordinator:
                 with self.changed:
                     if not decision.matches:
                         agreement.outlook.report = agreement.label.encode()
+                    else:
+                        agreement.report_read()
                     payload = agreement.outlook.pack()
                 outlooks = [Outlook.unpack(said) for said in self.group.gather(payload)]
             with self.changed:

@@ -12,7 +12,7 @@ FAIL, END, OK, CLOSED = range(4)
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
 _CUT = b"\n[cut: a report holds 64 KB]"
-_LAYOUT = struct.Struct("<qqqqq")
+_LAYOUT = struct.Struct("<qqqqqq")
 
 
 @dataclass(slots=True)
@@ -28,13 +28,15 @@ class Outlook:
     exhausted: int = NEVER
     """From this step on there are no real rows here; NEVER while there may be."""
     delivered: int = 0
+    read: int = 0
+    """What stands for all that was read before the last step that was agreed on; 0 where that need not be the same."""
     report: bytes = b""
     """Of the failure."""
 
     def vector(self) -> list[int]:
-        """Return five values whose minima over the ranks are what `decide` takes."""
+        """Return seven values whose minima over the ranks are what `decide` takes."""
         known = self.step if self.kind == OK else NEVER
-        return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag]
+        return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
 
     def pack(self) -> bytes:
         """Return everything, with a long report cut, for a gather."""
@@ -43,13 +45,13 @@ class Outlook:
 
     def pack_numbers(self) -> bytes:
         """Return everything but the report, in `SIZE` bytes that `unpack` takes."""
-        return _LAYOUT.pack(self.tag, self.step, self.kind, self.exhausted, self.delivered)
+        return _LAYOUT.pack(self.tag, self.step, self.kind, self.exhausted, self.delivered, self.read)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Outlook:
         """Return what `pack` was given."""
-        tag, step, kind, exhausted, delivered = _LAYOUT.unpack_from(payload)
-        return cls(tag, step, kind, exhausted, delivered, payload[SIZE:])
+        tag, step, kind, exhausted, delivered, read = _LAYOUT.unpack_from(payload)
+        return cls(tag, step, kind, exhausted, delivered, read, payload[SIZE:])
 
 
 WIDTH, SIZE = len(Outlook().vector()), _LAYOUT.size
@@ -65,6 +67,8 @@ class Decision:
     """What happens at `step`, for good; OK: that is not decided yet."""
     matches: bool = True
     """Whether all ranks mean the same pass."""
+    same: bool = True
+    """Whether they have read the same, as far as they should."""
 
 
 def decide(least: Sequence[int]) -> Decision:
@@ -78,17 +82,19 @@ def decide(least: Sequence[int]) -> Decision:
         >>> def decided(*outlooks):
         ...     return decide([min(column) for column in zip(*(o.vector() for o in outlooks))])
         >>> decided(ahead, ends)
-        Decision(step=5, kind=1, matches=True)
+        Decision(step=5, kind=1, matches=True, same=True)
         >>> decided(ahead, ends, fails)
-        Decision(step=5, kind=0, matches=True)
+        Decision(step=5, kind=0, matches=True, same=True)
         >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
-        Decision(step=5, kind=2, matches=True)
+        Decision(step=5, kind=2, matches=True, same=True)
         >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
-        Decision(step=6, kind=1, matches=True)
+        Decision(step=6, kind=1, matches=True, same=True)
     """
-    first, negated, known, tag, negated_tag = least
+    first, negated, known, tag, negated_tag, read, negated_read = least
     if tag != -negated_tag:
         return Decision(0, CLOSED, matches=False)
+    if read != -negated_read:
+        return Decision(0, CLOSED, same=False)
     if -negated < NEVER:
         first = min(first, 4 * -negated + END)
     step, kind = divmod(first, 4)

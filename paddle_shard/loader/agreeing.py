@@ -61,6 +61,7 @@ def open_agreement(
     name: str,
     timeout: float,
     on_lost: str,
+    same_data: bool = False,
 ) -> Agreement:
     """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
 
@@ -72,6 +73,7 @@ def open_agreement(
         name: Of the loader, for messages.
         timeout: Seconds for which a rank may be silent.
         on_lost: "raise" or "exit".
+        same_data: Whether each of them reads all, to keep its own rows.
     """
     found = ranks, os.getpid()  # a forked process has coordinators of its own
     if found not in _coordinators:
@@ -82,6 +84,7 @@ def open_agreement(
         label=described(facts),
         name=name,
         timeout=timeout,
+        same_data=same_data,
         exit_when_lost=on_lost == "exit",
     )
 

@@ -7,7 +7,7 @@ import pytest
 from paddle_shard.agree import Agreement, Board, Coordinator, TwoLevelGroup
 from paddle_shard.agree.board import PASSES
 from paddle_shard.agree.outlook import NEVER, OK, REPORT_LIMIT, Outlook
-from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
+from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError, PeerLostError
 from tests.agree.simulated_group import SimulatedGroup, World
 from tests.agree.trial import Script, outcome, random_script, run_job
 from tests.deadlines import HANG
@@ -474,3 +474,63 @@ def test_a_rank_that_dies_on_one_host_is_named_on_all(victim):
     told = together(*(lambda g=g: [g.minimum([1]) for _ in range(2)] for g in groups if g.rank != victim))
 
     assert [error.ranks for error in told] == [(victim,)] * 5
+
+
+# What all should have read
+
+
+def reads(coordinator, digests, *, prefetch, exhausted=False):
+    """Steps delivered, and how a pass ends in which each step is announced with what was read."""
+    agreement, step = coordinator.open(prefetch, same_data=True, name="words"), 0
+    try:
+        while True:
+            while agreement.announced < agreement.wanted(step):
+                at = agreement.announced
+                if at < len(digests):
+                    agreement.note_read(digests[at])
+                    agreement.announce_ok()
+                elif exhausted:
+                    agreement.note_read(digests[-1])
+                    agreement.announce_exhausted()
+                else:
+                    agreement.announce_end()
+            if not agreement.deliver(step):
+                return step, "ended"
+            step += 1
+    except DifferentDataError as error:
+        return step, str(error)
+    finally:
+        agreement.close()
+
+
+@pytest.mark.parametrize("board", [False, True])
+@pytest.mark.parametrize("exhausted", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 7, 39, None])
+def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others_are_not(at, exhausted, board):
+    for prefetch in (1, 4, 9):
+        same = [number * 7 for number in range(40)]
+        others = [*same[:at], *(digest + 1 for digest in same[at:])] if at is not None else same
+        coordinators = pair(size=3, board=board)
+        told = together(
+            *(
+                lambda c=c, d=digests, p=prefetch: reads(c, d, prefetch=p, exhausted=exhausted)
+                for c, digests in zip(coordinators, (same, others, same), strict=True)
+            )
+        )
+        if at is None:
+            assert told == [(40, "ended")] * 3
+            continue
+        assert len({text for _, text in told}) == 1
+        for steps, text in told:
+            assert f"At step {at} of words, global ranks 0, 2 and global rank 1 have read different data" in text
+            assert at > 0 or steps == 0, "what differs from the first on is never delivered"
+
+
+def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_data():
+    coordinators = pair(size=2)
+    same = [number * 7 for number in range(40)]
+    told = together(
+        lambda: reads(coordinators[0], same, prefetch=4, exhausted=True),
+        lambda: reads(coordinators[1], same[:20], prefetch=4, exhausted=True),
+    )
+    assert all("have read different data" in text for _, text in told)
