@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -43,6 +43,9 @@ class Opening:
 
     skip_errors: bool = False
     """Whether a sample that the user's code fails on is an `Unreadable`, not the end."""
+
+    dealt: Mapping[int, Iterator[Any]] = field(default_factory=dict)
+    """What each part is dealt, where another has read it (`RoundRobin`)."""
 
     def uncut(self, skip: int) -> Opening:
         """Return the opening of the whole stream, which is part 0 of 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, repeat
@@ -16,7 +17,6 @@ from paddle_shard.reading.local_batch import filled, num_rows_of
 from paddle_shard.reading.reader import collate_rows
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.repeat import in_rounds
-from paddle_shard.stages.round_robin import RoundRobin
 from paddle_shard.stages.stripe import FAILED_AT
 
 
@@ -32,7 +32,6 @@ class ChunkReader:
         dataset: Any,
         collate_fn: Callable[[Any], Any] | None,
         generators: Sequence[Generator],
-        dealt: RoundRobin | None = None,
     ) -> None:
         """Set up the reader.
 
@@ -41,13 +40,13 @@ class ChunkReader:
             dataset: What the user's functions see as their data set.
             collate_fn: The user's, or None to stack the samples with `collate`.
             generators: Global generators to seed before each piece of the user's code.
-            dealt: The stage that is fed with what the main process has read.
         """
-        self._stage, self.dataset, self._dealt = stage, dataset, dealt
+        self._stage, self.dataset = stage, dataset
         self._collate_fn, self._generators = collate_fn, generators
         self._number: int | None = None
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
+        self._dealt: dict[int, deque[Any]] = {}
         self._filler: list[Any] = []  # at most one sample: what missing rows are made of
         self._state: Any = None
         self._local_rows = 0
@@ -63,9 +62,8 @@ class ChunkReader:
             if request.number != self._number:
                 self._begin(request)
             if isinstance(request.fed, Mapping):
-                assert self._dealt is not None
                 for part, pairs in request.fed.items():
-                    self._dealt.feed(part, [sample for _, sample in pairs])
+                    self._dealt[part].extend(sample for _, sample in pairs)
             if request.step != self._next_step:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
@@ -90,7 +88,7 @@ class ChunkReader:
 
     def close(self) -> None:
         """Let go of the open parts."""
-        self._number, self._parts, self._filler = None, [], []
+        self._number, self._parts, self._dealt, self._filler = None, [], {}, []
 
     def _seed(self, seed: int) -> None:
         for generator in self._generators:
@@ -101,6 +99,8 @@ class ChunkReader:
         self._number, self._next_step, self._parts, self._filler = request.number, request.first_step, [], []
         self._state, self._local_rows = request.opening.state, request.local_rows or 0
         if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
+            self._dealt = {part: deque() for part in opening.parts}
+            opening = replace(opening, dealt={part: _taken(queue) for part, queue in self._dealt.items()})
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
         else:
             self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
@@ -192,3 +192,9 @@ class ChunkReader:
         if request.whole_items:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
         return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+
+
+def _taken(queue: deque[Any]) -> Iterator[Any]:
+    """Yield what a part is dealt; it has ended where it is dealt less than is asked for."""
+    while queue:
+        yield queue.popleft()

@@ -77,7 +77,7 @@ class StreamLoader:
 
     def _reader(self) -> ChunkReader:
         loader = self._dataloader
-        return ChunkReader(self._stage, loader.dataset, loader.collate_fn, self._generators, self._dealt)
+        return ChunkReader(self._stage, loader.dataset, loader.collate_fn, self._generators)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""

@@ -92,6 +92,35 @@ def test_round_robin_reads_once_and_maps_in_the_workers(workers):
     assert found == real_rows(sharded(Stream.of(range(45)).shuffle(16).map(lambda i: -i)))
 
 
+PASSES_AT_ONCE = {
+    "a list": lambda: Stream.of(range(45)),
+    "a function": lambda: Stream.of(lambda: iter(range(45))).map(lambda i: i),
+    "shuffled": lambda: Stream.of(range(45)).shuffle(7).batch(3).unbatch(),
+    "round robin": lambda: Stream.of(range(45)).round_robin(),
+    "round robin, mapped": lambda: Stream.of(lambda: iter(range(45))).shuffle(4).round_robin().map(lambda i: i),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", PASSES_AT_ONCE)
+def test_passes_at_once_each_deliver_all_data(name, workers):
+    def loader():
+        return sharded(PASSES_AT_ONCE[name](), workers=workers)
+
+    alone, shared = real_rows(loader()), loader()
+    one, two, found = iter(shared), iter(shared), ([], [])
+    peeked = real_rows(shared, 1)
+    for number in range(len(alone)):  # the second lags a step behind the first, and a third is left in the middle
+        for batches, rows in zip((one, two), found, strict=True):
+            if batches is one or number:
+                batch = next(batches)
+                rows.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+    found[1].extend(real_rows(two))
+
+    assert found == (alone, alone)
+    assert peeked == alone[:1]
+
+
 def test_round_robin_reports_what_cannot_be_sent_to_a_worker():
     loader = sharded(Stream.of([lambda: 1] * 8).round_robin(), workers=2)
 
