@@ -279,6 +279,92 @@ def test_an_endless_part_of_which_a_filter_keeps_nothing_is_an_error_and_no_hang
         next(iter(loader))
 
 
+class _Uneven(Stage):
+    """Parts of given lengths, which it knows."""
+
+    cuts = True
+
+    def __init__(self, lengths):
+        self.given = lengths
+
+    def open(self, opening):
+        return [iter(range(100 * part + opening.skip, 100 * part + self.given[part])) for part in opening.parts]
+
+    def lengths(self, opening):
+        return [self.given[part] for part in opening.parts]
+
+    def fingerprint(self):
+        return ["uneven", self.given]
+
+
+def rolled(i):
+    return np.array([i, np.random.randint(1 << 30)])
+
+
+FOUR = dist.ProcessMesh([0, 1, 2, 3], dim_names=["dp"])
+PADDED = {
+    "uneven parts": lambda: Stream(_Uneven([9, 2, 5, 4])).map(rolled),
+    "shuffled": lambda: Stream(_Uneven([1, 7, 3, 12])).map(rolled).shuffle(4),
+    "empty parts": lambda: Stream(_Uneven([0, 0, 5, 0])).map(rolled),
+    "striped": lambda: Stream.of(list(range(21))).map(rolled),
+    "fewer samples than parts": lambda: Stream.of(list(range(3))).map(rolled),
+    "round robin": lambda: Stream(_Uneven([3, 0, 6, 1])).shuffle(2).round_robin().map(rolled),
+    "round robin of fewer than parts": lambda: Stream.of([1, 2, 3]).round_robin().map(rolled),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", PADDED)
+def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_and_resume(name, workers):
+    def rows(mesh, workers, state=None):
+        def as_rank():
+            loader = sharded(PADDED[name](), mesh=mesh, workers=workers, num_parts=4)
+            if state is not None:
+                loader.load_state_dict(state)
+            batches, found, states = iter(loader), [], [loader.state_dict()]
+            for batch in batches:
+                found.append((batch._local_value().numpy(), batches.valid._local_value().numpy()))
+                states.append(loader.state_dict())
+            return found, states
+
+        per_rank = on_each_rank(mesh.process_ids, as_rank)
+        steps = zip(*(found for found, _ in per_rank.values()), strict=True)
+        joined = [[np.concatenate(field).tolist() for field in zip(*ranks, strict=True)] for ranks in steps]
+        return joined, per_rank[0][1]
+
+    alone, states = rows(ONE, 0)
+    assert any(not all(valid) for _, valid in alone)
+    for mesh in (ONE, TWO, FOUR):
+        assert rows(mesh, workers)[0] == alone, mesh
+    for step, state in enumerate(states[:-1]):
+        assert rows((ONE, TWO, FOUR)[step % 3], workers, state)[0] == alone[step:], step
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 4, 2], [4, 2], [4], [4, 4, 1]])
+def test_a_ranks_own_short_batch_is_filled_alike_for_any_workers_and_resume(sizes):
+    def items():
+        return (np.arange(size) + 10 * number for number, size in enumerate(sizes))
+
+    def rows(workers, state=None):
+        loader = sharded(Stream.of(items), size=None, workers=workers, mesh=ONE, is_dataset_splitted=True, tail="pad")
+        if state is not None:
+            loader.load_state_dict(state)
+        batches, found, states = iter(loader), [], [loader.state_dict()]
+        for batch in batches:
+            valid = batches.valid._local_value().numpy().tolist()
+            found.append((batch._local_value().numpy().tolist(), valid))
+            states.append(loader.state_dict())
+        return found, states
+
+    alone, states = rows(0)
+    assert [sum(valid) for _, valid in alone] == sizes
+    assert all(len(valid) == 4 for _, valid in alone)
+    for workers in (1, 2, 3):
+        assert rows(workers)[0] == alone
+        for step, state in enumerate(states[:-1]):
+            assert rows(workers, state)[0] == alone[step:]
+
+
 class _Shrunk(Stage):
     """Says that its parts are longer than they are, as a stale index does."""
 
