@@ -15,7 +15,7 @@ import numpy.typing as npt
 import paddle
 
 from paddle_shard.agree import Agreement
-from paddle_shard.errors import BatchStructureError, DataReadError, SplitError, UnequalEndsError
+from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import PlacedPass
@@ -128,11 +128,6 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
     requests = _requests(loader, start, islice(batches, 1) if look else batches, pending)
 
     def place(batch: Any) -> tuple[Any, Pending]:
-        if not pending:
-            raise BatchStructureError(
-                "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
-                "super().__iter__() once, and yield one batch for each of that."
-            )
         found = pending.popleft()
         skipped = [row for row, _ in reading.skipped.popleft()] if loader._on_error == "skip" else ()
         if skipped:

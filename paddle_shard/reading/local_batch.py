@@ -15,7 +15,7 @@ from paddle_shard.reading.chunk import ChunkRequest, Gather, Slice
 
 def num_rows_of(batch: Any) -> int:
     """Return the rows of a batch: the first dim of its first array or tensor."""
-    for leaf in _arrays(batch):
+    for leaf in arrays_of(batch):
         if len(leaf.shape):
             return int(leaf.shape[0])
     raise BatchStructureError(f"a batch has no array or tensor with rows: {type(batch).__name__}.")
@@ -58,17 +58,18 @@ def _taken(value: Any, num_rows: int, rows: Rows, gather: Gather) -> Any:
         return value[rows] if isinstance(value, np.ndarray) else gather([value], rows)
     if not is_sequence(value):
         return value
-    if len(value) == num_rows and not any(True for _ in _arrays(value)):
+    if len(value) == num_rows and not any(True for _ in arrays_of(value)):
         return [value[row] for row in rows.tolist()]
     return rebuild(value, [_taken(child, num_rows, rows, gather) for child in value])
 
 
-def _arrays(value: Any) -> Iterator[Any]:
+def arrays_of(value: Any) -> Iterator[Any]:
+    """Yield the arrays and tensors of a batch."""
     if isinstance(value, Mapping):
         for child in value.values():
-            yield from _arrays(child)
+            yield from arrays_of(child)
     elif hasattr(value, "shape"):
         yield value
     elif is_sequence(value):
         for child in value:
-            yield from _arrays(child)
+            yield from arrays_of(child)
