@@ -15,7 +15,7 @@ import numpy.typing as npt
 import paddle
 
 from paddle_shard.agree import Agreement
-from paddle_shard.errors import BatchStructureError, DataReadError, SplitError, UnequalEndsError
+from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import PlacedPass
@@ -25,7 +25,7 @@ from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows, tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.reading.chunk import Slice, take_rows
+from paddle_shard.reading.chunk import NO_STAND_IN, Slice
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.replicas.split_check import first_batch
@@ -133,11 +133,6 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
     requests = _requests(loader, start, islice(batches, 1) if look else batches, pending)
 
     def place(batch: Any) -> tuple[Any, Pending]:
-        if not pending:
-            raise BatchStructureError(
-                "the DataLoader's own __iter__ yields more batches than it was asked for: it must go on to "
-                "super().__iter__() once, and yield one batch for each of that."
-            )
         found = pending.popleft()
         skipped = [row for row, _ in reading.skipped.popleft()] if loader._on_error == "skip" else ()
         if skipped:
@@ -204,30 +199,32 @@ class _StreamSteps:
         source = loader._source
         assert source.stream is not None
         self._loader, self._stream, self._size = loader, source.stream, source.batch_size
-        self._new = start.samples == 0
+        self._start, self._pads = start, source.tail == "pad"
         self._local_rows = (start.sampler or {}).get("rows", 0)
         plan = source.stream.batches.plan
         self._micro_size = 0 if plan is None else plan.micro_rows
         self._rows = None if plan is None else loader._stream_rows()
-        self._last: Any = None
         self._begun = False
+        self._first: Any = None
+        """Of a rank that has batches of its own."""
 
     def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
-        if found.batch is None and not found.empty:  # only where the lengths, and so the end, were known
+        if found.batch is None and not (self._pads and found.empty):  # only where the end was known
             raise DataReadError(
                 "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
                 "make rows up. Count the source again (its index may be of older files)."
             )
-        if found.batch is not None:
-            self._last = found.batch
-        elif self._last is None:  # this rank has nothing, though others may have
-            try:
-                self._last = _stand_in(self._loader, self._stream, len(found.real), self._local_rows)
-            except DataReadError:
-                if self._new:
-                    raise
-                return None  # gone on from behind the end, most likely, where there is nothing to deliver
-        batch = StreamBatch(
+        batch = found.batch
+        try:
+            if self._rows is None and self._pads:
+                batch = self._own(batch)
+            elif batch is None:
+                raise DataReadError(NO_STAND_IN.format(found.why or "every part is empty"))
+        except DataReadError:
+            if self._start.samples == 0:
+                raise
+            return None  # gone on from behind the end, most likely, where there is nothing to deliver
+        made = StreamBatch(
             num_rows=self._size or 0,
             micro_size=self._micro_size,
             num_real=1 if self._size is None else self._size,
@@ -235,39 +232,30 @@ class _StreamSteps:
             sampler_state=found.state,
         )
         first, self._begun = not self._begun, True
-        return _placed(
-            self._loader, self._last, Pending(batch, self._rows, True, [], is_first=first, skipped=found.skipped)
-        )
+        return _placed(self._loader, batch, Pending(made, self._rows, True, [], is_first=first, skipped=found.skipped))
 
+    def _own(self, batch: Any) -> Any:
+        """Return a rank's own batch; where its data has ended, its first one of the epoch again."""
+        if batch is None:
+            if self._first is None:
+                self._first = self._read_first()
+            return self._first
+        if self._first is None and self._start.steps == 0:
+            self._first = batch
+        return batch
 
-def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int, local_rows: int) -> Any:
-    """Return rows of a batch for a rank that has not read any: copies of the first sample of any part.
-
-    Where a rank has batches of its own: its first batch, with as many rows as the run's batches have.
-    """
-    plan, why = stream.batches.plan, "every part is empty"
-    size = 1 if plan is None else plan.samples_per_part
-    for part in range(1 if plan is None else plan.num_parts):
-        request = stream.first_of(part, local_rows)
-        reading = loader._reading.start(iter([[request]]), [np.arange(size)], 0)
+    def _read_first(self) -> Any:
+        request, why = self._stream.first_item(self._start.epoch, self._local_rows), "it has none"
+        reading = self._loader._reading.start(iter([[request]]), [np.arange(1)], 0)
         try:
-            found = next(reading)
+            found = next(reading).batch
         except (DataReadError, StopIteration) as error:
-            why = str(error)
-            break
+            found, why = None, str(error)
         finally:
             reading.close()
-        if found.batch is not None and plan is None:
-            return found.batch
-        if found.batch is not None:
-            return take_rows([found.batch], [size], np.zeros(num_rows, np.int64), loader._reading.gather)
-    raise DataReadError(NO_STAND_IN.format(why))
-
-
-NO_STAND_IN = (
-    "this rank has read no sample of the stream, so it has none that could stand in for its missing rows (tail='pad'), "
-    "and none could be found ({}). Use tail='drop', or more samples than parts."
-)
+        if found is None:
+            raise DataReadError(NO_STAND_IN.format(why))
+        return found
 
 
 def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any, Pending]:

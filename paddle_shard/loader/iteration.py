@@ -16,10 +16,11 @@ from paddle_shard.errors import (
     PaddleShardError,
     UnequalEndsError,
 )
-from paddle_shard.loader.begin import NO_STAND_IN, Pending, index_pass, stream_pass, unequal_ends
+from paddle_shard.loader.begin import Pending, index_pass, stream_pass, unequal_ends
 from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.progress_bar import ProgressBar
 from paddle_shard.loader.stats import PassClock
+from paddle_shard.reading.chunk import NO_STAND_IN
 
 if TYPE_CHECKING:
     from paddle_shard.loader.loader import ShardDataloader

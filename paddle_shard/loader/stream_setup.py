@@ -67,34 +67,23 @@ class StreamSetup:
         number = next(_numbers)
         return self._items(number, start) if self.batches.plan is None else self._rows(number, start)
 
-    def first_of(self, part: int, local_rows: int) -> ChunkRequest:
-        """Return the request for the first samples of a part, or for the first whole batch."""
-        plan, batches = self.batches.plan, self.batches
-        if plan is None:
-            own = Opening(
+    def first_item(self, epoch: int, local_rows: int) -> ChunkRequest:
+        """Return the request for the first whole batch of an epoch."""
+        batches = self.batches
+        return ChunkRequest(
+            number=next(_numbers),
+            opening=Opening(
                 parts=self.parts if self.foreign else (0,),
                 num_parts=batches.split_over or 1 if self.foreign else 1,
                 seed=batches.seed,
-            )
-            return ChunkRequest(
-                number=next(_numbers),
-                opening=own,
-                step=0,
-                first_step=0,
-                stripe=1,
-                pad=True,
-                whole_items=True,
-                local_rows=None if batches.split_over is None else local_rows,
-            )
-        opening = Opening(parts=(part,), num_parts=plan.num_parts, stripe=plan.stripe, seed=batches.seed)
-        return ChunkRequest(
-            number=next(_numbers),
-            opening=opening,
+                epoch=epoch,
+            ),
             step=0,
             first_step=0,
-            stripe=plan.stripe,
-            accumulation=plan.accumulation,
+            stripe=1,
             pad=True,
+            whole_items=True,
+            local_rows=None if batches.split_over is None else local_rows,
         )
 
     def _rows(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:

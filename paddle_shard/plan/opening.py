@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -44,9 +45,17 @@ class Opening:
     skip_errors: bool = False
     """Whether a sample that the user's code fails on is an `Unreadable`, not the end."""
 
+    dealt: Mapping[int, Iterator[Any]] = field(default_factory=dict)
+    """What each part is dealt, where another has read it (`RoundRobin`)."""
+
+    rounds: Counter[int] = field(default_factory=Counter)
+    """For each part, the whole rounds of an endless source that it had seen before the sample that was delivered last.
+
+    The stages on the way keep it; it belongs to this opening, and is 0 where a part has an end."""
+
     def uncut(self, skip: int) -> Opening:
         """Return the opening of the whole stream, which is part 0 of 1."""
-        return replace(self, parts=(0,), num_parts=1, skip=skip)
+        return replace(self, parts=(0,), num_parts=1, skip=skip, rounds=Counter())
 
     def key(self, part: int, *purpose: Any) -> int:
         """Return a seed for something that is done in a part."""

@@ -41,7 +41,8 @@ class PartsPlan:
     accumulation: int = 1
     """Micro-batches in a global batch."""
     tail: str = "pad"
-    """Where the parts end at different times. "pad": go on to the end of the longest, missing rows invalid;
+    """Where the parts end at different times. "pad": go on to the end of the longest, missing rows, copies of the
+    part's first sample (of one without any: of the lowest part's that has one), invalid;
     "drop": stop at the first batch that is not whole; "repeat": open a part that has ended again, until the
     longest has ended; "error": refuse, unless all end together with a whole batch."""
     num_batches: int | None = None

@@ -14,6 +14,17 @@ from paddle_shard.plan.opening import Opening
 from paddle_shard.plan.partition import Rows
 
 
+class Fed(NamedTuple):
+    """What the main process has read for a reader."""
+
+    samples: Mapping[int, Sequence[tuple[int, Any]]]
+    """For each part (round, sample)."""
+    spare: Mapping[int, Sequence[Any]]
+    """For some parts, their first samples, which missing rows are made of."""
+    why: str = ""
+    """Why there are none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRequest:
     """What one reader delivers of a step: some rows of each part that it holds."""
@@ -44,8 +55,8 @@ class ChunkRequest:
     """Whether a sample that the user's code fails on is a row that is not valid."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
-    fed: Mapping[int, Sequence[tuple[int, Any]]] | bytes | None = None
-    """For each part (round, sample), pickled or not, where the main process has read them; else the reader does."""
+    fed: Fed | bytes | None = None
+    """The samples, pickled or not, where the main process has read them; else the reader does."""
     failure: Any = None
     """Of reading them."""
 
@@ -83,6 +94,8 @@ class Chunk(NamedTuple):
     """What the pass can be gone on with behind this step, where the source has a state of its own."""
     skipped: Sequence[tuple[int, str]] = ()
     """(row, why) of samples that could not be read; the row holds another sample's data."""
+    why: str = ""
+    """Why missing rows could not be made up."""
 
 
 class Slice(NamedTuple):
@@ -94,6 +107,8 @@ class Slice(NamedTuple):
     state: Any = None
     skipped: npt.NDArray[np.bool_] | None = None
     """Which rows are of samples that could not be read; None: there are none."""
+    why: str = ""
+    """Why missing rows could not be made up."""
 
     @property
     def whole(self) -> bool:
@@ -105,6 +120,10 @@ class Slice(NamedTuple):
         """Whether every row is missing."""
         return not self.real.any()
 
+
+NO_STAND_IN = (
+    "tail='pad': no sample can stand in for this rank's missing rows ({}). Use tail='drop', or more samples than parts."
+)
 
 Gather = Callable[[Sequence[Any], Rows], Any]
 """Joins tensors by their first dim and takes rows of them."""
@@ -143,23 +162,15 @@ class Joiner:
         real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])
         real = real[self._order] if len(real) == len(self._order) else real  # a local batch has rows of its own
         there = [chunk.batch is not None for chunk in chunks]
-        if not any(there) or any(chunk.batch is None and any(chunk.real) for chunk in chunks):
-            return Slice(None, real, fresh)
-        if not all(there):  # a reader that has never had a sample: another's row stands in
-            return Slice(self._with_made_up_rows(chunks), real, fresh)
+        if not all(there):
+            why = next((chunk.why for chunk in chunks if chunk.why), "")
+            if why and real.any():
+                raise LookupError(NO_STAND_IN.format(why))
+            return Slice(None, real, fresh, chunks[0].state, why=why)
         if len(chunks) == 1 and self._in_order:
             return Slice(chunks[0].batch, real, fresh, chunks[0].state)
         sizes = [len(place) for place in self.places]
         return Slice(take_rows([chunk.batch for chunk in chunks], sizes, self._order, self.gather), real, fresh)
-
-    def _with_made_up_rows(self, chunks: Sequence[Chunk]) -> Any:
-        present = [number for number, chunk in enumerate(chunks) if chunk.batch is not None]
-        sizes, first, rows = [len(self.places[number]) for number in present], 0, []
-        for chunk, place in zip(chunks, self.places, strict=True):
-            rows.append(np.zeros(len(place), np.int64) if chunk.batch is None else first + np.arange(len(place)))
-            first += 0 if chunk.batch is None else len(place)
-        order = np.concatenate(rows)[self._order]
-        return take_rows([chunks[number].batch for number in present], sizes, order, self.gather)
 
 
 def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: Gather, path: str = "") -> Any:

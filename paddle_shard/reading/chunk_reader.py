@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any
 
-from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.opening import Stage, Stated, Unreadable
-from paddle_shard.reading.chunk import Chunk, ChunkRequest
+from paddle_shard.reading.chunk import Chunk, ChunkRequest, Fed
 from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
-from paddle_shard.reading.local_batch import filled, num_rows_of
+from paddle_shard.reading.local_batch import num_rows_of
+from paddle_shard.reading.padding import Padding
 from paddle_shard.reading.reader import collate_rows
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.repeat import in_rounds
-from paddle_shard.stages.round_robin import RoundRobin
 from paddle_shard.stages.stripe import FAILED_AT
 
 
@@ -32,7 +32,6 @@ class ChunkReader:
         dataset: Any,
         collate_fn: Callable[[Any], Any] | None,
         generators: Sequence[Generator],
-        dealt: RoundRobin | None = None,
     ) -> None:
         """Set up the reader.
 
@@ -41,16 +40,17 @@ class ChunkReader:
             dataset: What the user's functions see as their data set.
             collate_fn: The user's, or None to stack the samples with `collate`.
             generators: Global generators to seed before each piece of the user's code.
-            dealt: The stage that is fed with what the main process has read.
         """
-        self._stage, self.dataset, self._dealt = stage, dataset, dealt
+        self._stage, self.dataset = stage, dataset
         self._collate_fn, self._generators = collate_fn, generators
         self._number: int | None = None
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
-        self._filler: list[Any] = []  # at most one sample: what missing rows are made of
+        self._dealt: dict[int, deque[Any]] = {}
+        self._filler: list[Any] = []  # at most one sample: what rows are made of whose own could not be read
+        self._padding: Padding | None = None
+        self._why = ""  # why missing rows could not be made up
         self._state: Any = None
-        self._local_rows = 0
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """Return the rows of a request, or its failure."""
@@ -62,22 +62,24 @@ class ChunkReader:
                 request = replace(request, fed=pickle.loads(request.fed))
             if request.number != self._number:
                 self._begin(request)
-            if isinstance(request.fed, Mapping):
-                assert self._dealt is not None
-                for part, pairs in request.fed.items():
-                    self._dealt.feed(part, [sample for _, sample in pairs])
+            if isinstance(request.fed, Fed):
+                assert self._padding is not None
+                self._padding.give(request.fed.spare)
+                for part, pairs in request.fed.samples.items():
+                    self._dealt[part].extend(sample for _, sample in pairs)
             if request.step != self._next_step:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
             samples, real, fresh = self._rows(request, at)
+            if not samples:
+                return Chunk(None, bytes(real), fresh, self._state_behind(request), why=self._why)
             skipped = self._without_unreadable(samples, request, at) if request.skip_errors else []
-            if not (all(real) or request.pad) or not samples:
-                return Chunk(None, bytes(real), fresh)
             at.update(what=f"collating {len(samples)} samples", index=None)
             self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
+            batch = self._collated(samples, request)
             if request.local_rows is not None:
-                return self._local(self._collated(samples, request), request, fresh, there=real[0])
-            return Chunk(self._collated(samples, request), bytes(real), fresh, None, skipped)
+                real = [True] * num_rows_of(batch)
+            return Chunk(batch, bytes(real), fresh, self._state_behind(request), skipped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
@@ -90,7 +92,8 @@ class ChunkReader:
 
     def close(self) -> None:
         """Let go of the open parts."""
-        self._number, self._parts, self._filler = None, [], []
+        self._padding = None
+        self._number, self._parts, self._dealt, self._filler = None, [], {}, []
 
     def _seed(self, seed: int) -> None:
         for generator in self._generators:
@@ -99,17 +102,22 @@ class ChunkReader:
     def _begin(self, request: ChunkRequest) -> None:
         opening = replace(request.opening, seed_generators=self._seed, skip_errors=request.skip_errors)
         self._number, self._next_step, self._parts, self._filler = request.number, request.first_step, [], []
-        self._state, self._local_rows = request.opening.state, request.local_rows or 0
+        self._state = request.opening.state
         if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
+            self._padding = Padding(self._stage, opening, dealt=True)
+            self._dealt = {part: deque() for part in opening.parts}
+            opening = replace(opening, dealt={part: _taken(queue) for part, queue in self._dealt.items()})
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
         else:
+            self._padding = Padding(self._stage, opening)
             self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
 
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
         """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
-        size, fresh = request.samples_per_part, False
-        if isinstance(request.fed, Mapping):
-            fresh = any(number == 0 for pairs in request.fed.values() for number, _ in pairs)
+        size, fresh, padding = request.samples_per_part, False, self._padding
+        assert padding is not None
+        if isinstance(request.fed, Fed):
+            fresh = any(number == 0 for pairs in request.fed.samples.values() for number, _ in pairs)
         # [part][row of it]
         columns: list[list[Any]] = []
         for part, items in zip(request.opening.parts, self._parts, strict=True):
@@ -126,23 +134,45 @@ class ChunkReader:
                     sample, self._state = sample
                 column.append(sample)
             columns.append(column)
-        real = [len(column) > row for column in columns for row in range(size)]
-        readable = (s for column in reversed(columns) for s in reversed(column) if not isinstance(s, Unreadable))
-        self._filler = list(islice(readable, 1)) or self._filler
-        if request.pad and not all(real):
-            if not self._filler:  # nothing was read yet: somebody else's rows stand in
-                return [], real, fresh
-            columns = [column + self._filler * (size - len(column)) for column in columns]
+            if request.pad and not request.whole_items:
+                padding.note(part, column, ended=len(column) < size)
         order = [
             (part, micro * request.stripe + row)
             for micro in range(request.accumulation)
             for part in range(len(columns))
             for row in range(request.stripe)
         ]
-        real = [real[p * size + r] for p, r in order]
-        if not (all(real) or request.pad):
+        real = [len(columns[part]) > row for part, row in order]
+        readable = (s for column in reversed(columns) for s in reversed(column) if not isinstance(s, Unreadable))
+        self._filler = list(islice(readable, 1)) or self._filler
+        if not all(real) and not self._padded(columns, request, at):
             return [], real, fresh
-        return [columns[p][r] for p, r in order], real, fresh
+        return [columns[part][row] for part, row in order], real, fresh
+
+    def _padded(self, columns: list[list[Any]], request: ChunkRequest, at: dict[str, Any]) -> bool:
+        """Make missing rows up; return whether that is to be, and can be."""
+        if not request.pad or request.whole_items:
+            return False
+        assert self._padding is not None
+        delivers = any(columns)
+        for part, column in zip(request.opening.parts, columns, strict=True):
+            missing = request.samples_per_part - len(column)
+            if not missing:
+                continue
+            at.update(what=f"finding what stands in the missing rows of part {part}", index=None)
+            try:
+                column += [self._padding.of(part)] * missing
+            except Exception as error:
+                if delivers or raised_by_a_handler(error):
+                    raise
+                self._why = (isinstance(request.fed, Fed) and request.fed.why) or str(error)
+                return False
+        return True
+
+    def _state_behind(self, request: ChunkRequest) -> Any:
+        if request.local_rows is None:
+            return None
+        return {"shard": request.opening.parts[0], "rows": request.local_rows, "library": self._state}
 
     def _without_unreadable(
         self, samples: list[Any], request: ChunkRequest, at: dict[str, Any]
@@ -171,24 +201,13 @@ class ChunkReader:
         part, row = divmod(row, request.stripe)
         return parts[part], request.position + micro * request.stripe + row
 
-    def _local(self, batch: Any, request: ChunkRequest, fresh: bool, *, there: bool) -> Chunk:
-        """Return a rank's own batch, with as many rows as the ones before it."""
-        found = num_rows_of(batch)
-        wanted = self._local_rows = self._local_rows or found
-        if found > wanted:
-            raise BatchStructureError(
-                f"a batch of {found} rows came after batches of {wanted}: every rank's batches must have as many rows, "
-                "and only its last may have fewer."
-            )
-        real = bytes([there] * found + [False] * (wanted - found))
-        state = {"shard": request.opening.parts[0], "rows": wanted, "library": self._state}
-        if found < wanted:
-            if not (request.pad or request.repeat):
-                return Chunk(None, real, fresh, state)
-            batch = filled(batch, found, wanted)
-        return Chunk(batch, real, fresh, state)
-
     def _collated(self, samples: list[Any], request: ChunkRequest) -> Any:
         if request.whole_items:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
         return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+
+
+def _taken(queue: deque[Any]) -> Iterator[Any]:
+    """Yield what a part is dealt; it has ended where it is dealt less than is asked for."""
+    while queue:
+        yield queue.popleft()

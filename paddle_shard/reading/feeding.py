@@ -9,14 +9,15 @@ from itertools import islice
 from typing import Any
 
 from paddle_shard.plan.opening import Stage
-from paddle_shard.reading.chunk import ChunkRequest
-from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.chunk import ChunkRequest, Fed
+from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
+from paddle_shard.reading.padding import Padding
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.repeat import in_rounds
 from paddle_shard.stages.stripe import FAILED_AT
 
-Fed = dict[int, list[tuple[int, Any]]]
-"""For each part: (round, sample)."""
+_SPARE = 64
+"""Samples that are sent for the rows that are missing, where the workers may be unable to make something of one."""
 
 
 def fed(
@@ -37,11 +38,14 @@ def fed(
             generator.seed(number)
 
     parts: dict[int, Iterator[tuple[int, Any]]] | None = None
+    padding: Padding | None = None
+    told: set[int] = set()  # parts of which the first samples were sent
     failure: ReadFailure | None = None
     for step in requests:
         asked = []
         for request in step:
-            samples: Fed = {}
+            samples: dict[int, list[tuple[int, Any]]] = {}
+            found = Fed(samples, {})
             part = at = 0
             if failure is None:
                 try:
@@ -51,23 +55,47 @@ def fed(
                             opening = replace(
                                 request.opening, parts=mine, seed_generators=seed, skip_errors=request.skip_errors
                             )
+                            padding = Padding(stage, opening)
                             opened = in_rounds(stage, opening, None if request.repeat else 1)
                             parts = dict(zip(mine, opened, strict=True))
                         for part in request.opening.parts:
-                            samples[part], at = [], request.position
-                            for found in islice(parts[part], request.samples_per_part):
-                                samples[part].append(found)
-                                at = request.position + len(samples[part])
+                            own: list[tuple[int, Any]] = []
+                            samples[part], at = own, request.position
+                            for pair in islice(parts[part], request.samples_per_part):
+                                own.append(pair)
+                                at = request.position + len(own)
+                            if request.pad:
+                                ended = len(own) < request.samples_per_part
+                                assert padding is not None
+                                padding.note(part, [sample for _, sample in own], ended=ended)
+                                if ended and part not in told:
+                                    told.add(part)
+                                    found = _with_spare(found, part, padding, _SPARE if request.skip_errors else 1)
                 except Exception as error:
+                    if raised_by_a_handler(error):
+                        raise
                     part, at = getattr(error, FAILED_AT, (part, at))
                     what = f"reading sample {at} of part {part}"
                     failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
-            sent: Any = samples
+            sent: Any = found
             if to_workers and failure is None:
                 try:
-                    sent = pickle.dumps(samples)
+                    sent = pickle.dumps(sent)
                 except Exception as error:
                     what = f"sending samples of parts {list(request.opening.parts)} to a worker"
                     failure = ReadFailure.of(error, what=what, index=None, worker=None)
             asked.append(replace(request, fed=None if failure else sent, failure=failure))
         yield asked
+
+
+def _with_spare(found: Fed, part: int, padding: Padding, count: int) -> Fed:
+    """Return what is fed with the first samples that can stand in a part's missing rows, as far as they can be had."""
+    spare, why = {number: list(samples) for number, samples in found.spare.items()}, "every part is empty"
+    try:
+        for number, sample in islice(padding.candidates(part), count):
+            spare.setdefault(number, []).append(sample)
+    except Exception as error:  # it cannot be opened again, which matters only if a row is missing that is delivered
+        if raised_by_a_handler(error):
+            raise
+        why = str(error)
+    return found._replace(spare=spare, why=why)

@@ -9,40 +9,67 @@ import numpy as np
 
 from paddle_shard.collate import is_sequence, rebuild
 from paddle_shard.errors import BatchStructureError
+from paddle_shard.plan.partition import Rows
+from paddle_shard.reading.chunk import ChunkRequest, Gather, Slice
 
 
 def num_rows_of(batch: Any) -> int:
     """Return the rows of a batch: the first dim of its first array or tensor."""
-    for leaf in _arrays(batch):
+    for leaf in arrays_of(batch):
         if len(leaf.shape):
             return int(leaf.shape[0])
     raise BatchStructureError(f"a batch has no array or tensor with rows: {type(batch).__name__}.")
 
 
-def filled(batch: Any, num_rows: int, wanted: int) -> Any:
-    """Return a batch with its last row repeated in every array, tensor and list that has an item for each row."""
-    rows = np.minimum(np.arange(wanted), num_rows - 1)
-    return _taken(batch, num_rows, rows)
+class OwnRows:
+    """Gives each of a rank's own batches as many rows as its first; whichever worker has read it."""
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather, self._wanted = gather, 0
+
+    def of(self, found: Slice, request: ChunkRequest) -> Slice:
+        """Return a batch with its last row repeated in every array, tensor and list that has an item for each row.
+
+        Raises:
+            BatchStructureError: It has more rows than the first.
+        """
+        rows = 0 if found.batch is None else len(found.real)
+        wanted = self._wanted = self._wanted or request.local_rows or rows
+        if rows > wanted:
+            raise BatchStructureError(
+                f"a batch of {rows} rows came after batches of {wanted}: every rank's batches must have as many rows, "
+                "and only its last may have fewer."
+            )
+        found = found._replace(state={**found.state, "rows": wanted})
+        if found.batch is None or rows == wanted:
+            return found
+        filled = None
+        if request.pad or request.repeat:
+            filled = _taken(found.batch, rows, np.minimum(np.arange(wanted), rows - 1), self._gather)
+        return found._replace(batch=filled, real=np.arange(wanted) < rows)
 
 
-def _taken(value: Any, num_rows: int, rows: np.ndarray[Any, Any]) -> Any:
+def _taken(value: Any, num_rows: int, rows: Rows, gather: Gather) -> Any:
     if isinstance(value, Mapping):
-        return rebuild(value, {key: _taken(child, num_rows, rows) for key, child in value.items()})
+        return rebuild(value, {key: _taken(child, num_rows, rows, gather) for key, child in value.items()})
     if hasattr(value, "shape"):
-        return value[rows] if len(value.shape) and value.shape[0] == num_rows else value
+        if not len(value.shape) or value.shape[0] != num_rows:
+            return value
+        return value[rows] if isinstance(value, np.ndarray) else gather([value], rows)
     if not is_sequence(value):
         return value
-    if len(value) == num_rows and not any(True for _ in _arrays(value)):
+    if len(value) == num_rows and not any(True for _ in arrays_of(value)):
         return [value[row] for row in rows.tolist()]
-    return rebuild(value, [_taken(child, num_rows, rows) for child in value])
+    return rebuild(value, [_taken(child, num_rows, rows, gather) for child in value])
 
 
-def _arrays(value: Any) -> Iterator[Any]:
+def arrays_of(value: Any) -> Iterator[Any]:
+    """Yield the arrays and tensors of a batch."""
     if isinstance(value, Mapping):
         for child in value.values():
-            yield from _arrays(child)
+            yield from arrays_of(child)
     elif hasattr(value, "shape"):
         yield value
     elif is_sequence(value):
         for child in value:
-            yield from _arrays(child)
+            yield from arrays_of(child)

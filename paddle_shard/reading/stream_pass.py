@@ -13,6 +13,7 @@ from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slic
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.feeding import fed
+from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass
 from paddle_shard.reading.worker_pass import WorkerPass
@@ -77,7 +78,7 @@ class StreamLoader:
 
     def _reader(self) -> ChunkReader:
         loader = self._dataloader
-        return ChunkReader(self._stage, loader.dataset, loader.collate_fn, self._generators, self._dealt)
+        return ChunkReader(self._stage, loader.dataset, loader.collate_fn, self._generators)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""
@@ -93,6 +94,7 @@ class StreamPass:
 
     def __init__(self, core: Pass, joiner: Joiner, asked: deque[ChunkRequest]) -> None:
         self._core, self._joiner, self._asked = core, joiner, asked
+        self._own_rows = OwnRows(joiner.gather)
 
     def __iter__(self) -> StreamPass:
         return self
@@ -109,7 +111,8 @@ class StreamPass:
             log_skipped(why for _, why in chunks[-1].skipped)
             request = self._asked.popleft()
         try:
-            return self._joiner.join(chunks)
+            found = self._joiner.join(chunks)
+            return found if request.local_rows is None else self._own_rows.of(found, request)
         except Exception as error:
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None

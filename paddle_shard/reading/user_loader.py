@@ -9,6 +9,7 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import BatchStructureError
+from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass, shallow_copy
 from paddle_shard.reading.reader import BatchReader
@@ -16,6 +17,8 @@ from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.worker_pass import WorkerPass
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
+
+_END = object()
 
 
 class _ReadsRequests(paddle.io.DataLoader):
@@ -25,9 +28,9 @@ class _ReadsRequests(paddle.io.DataLoader):
     `super().__iter__()` and sees ordinary batches.
     """
 
-    _start_pass: Callable[[], Pass]
+    _start_pass: Callable[[], Iterator[Any]]
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> Iterator[Any]:
         return self._start_pass()
 
 
@@ -93,20 +96,27 @@ class UserLoader:
 
 
 class UserPass:
-    """One pass through the `__iter__` of the user's DataLoader subclass."""
+    """One pass through the `__iter__` of the user's DataLoader subclass, which may change batches and read ahead.
+
+    What is known of a batch (its rows, which of them are valid, where the run stands) goes by its number, so one that
+    is not yielded in its turn is refused.
+    """
 
     def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
         self._cores = cores = []  # type: list[Any]
+        self._name = name = f"{type(loader.dataloader).__name__}.__iter__"
+        self._taken = taken = deque[Any]()  # by the user's code, and not yielded yet
+        self._over = False
 
-        def start_pass() -> Pass:  # does not refer to self, so that abandoning it ends its workers at once
+        def start_pass() -> Iterator[Any]:  # does not refer to self, so that abandoning it ends its workers at once
             if cores:
                 raise BatchStructureError(
-                    f"{type(loader.dataloader).__name__}.__iter__ goes through its batches more than once; a "
-                    "sharded pass can read them once only."
+                    f"{name} goes through its batches more than once; a sharded pass can read them once only."
                 )
             cores.append(loader.core_pass(requests))
-            return cores[-1]
+            return _noted(cores[0], taken)
 
+        self._start = start_pass
         # A copy each, so that passes that are open at once stay apart.
         dataloader = shallow_copy(loader.dataloader, loader._class)
         dataloader._start_pass = start_pass
@@ -116,7 +126,50 @@ class UserPass:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._check_end()
+            raise
+        if not self._taken:
+            raise BatchStructureError(
+                f"{self._name} yields more batches than it was asked for: it must go on to super().__iter__() once, "
+                "and yield one batch for each of that."
+            )
+        if len(self._taken) > 1:
+            self._check_turn(batch)
+        self._taken.popleft()
+        return batch
+
+    def _check_turn(self, batch: Any) -> None:
+        """Refuse a batch that is not the next of those that were taken; it is known by its tensors."""
+        own = {id(leaf) for leaf in arrays_of(batch)}
+        shared = [sum(id(leaf) in own for leaf in arrays_of(other)) for other in self._taken]
+        if max(shared) == 0 or shared.count(max(shared)) > 1:
+            raise BatchStructureError(
+                f"{self._name} has taken {len(shared)} batches of super().__iter__(), and it cannot be told which of "
+                "them it yields. Yield what is made of each batch before the next is taken. What drops, joins or "
+                "reorders batches belongs into a batch_sampler."
+            )
+        if shared[0] < max(shared):
+            raise BatchStructureError(
+                f"{self._name} drops or reorders batches: it yields another than the next of super().__iter__(), "
+                f"{shared.index(max(shared))} behind it. Which batches there are, and their order, belongs into a "
+                "batch_sampler."
+            )
+
+    def _check_end(self) -> None:
+        """Refuse an end before that of the batches."""
+        if self._over:
+            return
+        self._over = True
+        if not self._cores:
+            self._start()
+        if self._taken or next(self._cores[0], _END) is not _END:
+            raise BatchStructureError(
+                f"{self._name} ends before super().__iter__() does, and drops the batches that are left. For shorter "
+                "epochs give a sampler, or leave the loop with break."
+            )
 
     @property
     def runs_free(self) -> bool:
@@ -140,7 +193,14 @@ class UserPass:
         """End its workers."""
         for core in self._cores:
             core.close()
-        self._batches = iter(())
+        self._batches, self._over = iter(()), True
+        self._taken.clear()
+
+
+def _noted(core: Pass, taken: deque[Any]) -> Iterator[Any]:
+    for batch in core:
+        taken.append(batch)
+        yield batch
 
 
 def _reading_class(cls: type) -> type:

@@ -141,10 +141,10 @@ class ShardSource(Stage):
             opening.seed_generators(mix(key, number))
 
         if self._counts is None:
-            segments = self._drawn(opening, part) if self._resample else self._dealt(opening, part)
+            segments = self._in_rounds(opening, part, 0) if self._resample else self._dealt(opening, part)
             yield from islice(self._samples(segments, 0, seed), skip, None)
             return
-        segments = self._drawn(opening, part, skip) if self._resample else self._cut_out(opening, part, skip)
+        segments = self._in_rounds(opening, part, skip) if self._resample else self._cut_out(opening, part, skip)
         yield from self._samples(segments, skip, seed)
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
@@ -178,7 +178,18 @@ class ShardSource(Stage):
                 start = end
             at += 1
 
-    def _drawn(self, opening: Opening, part: int, skip: int = 0) -> Iterator[Segment]:
+    def _in_rounds(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
+        """Yield drawn shards; a round has ended whenever each that has a sample has been read again."""
+        num_shards = len(self._names) if self._counts is None else np.count_nonzero(self._counts)
+        read: set[int] = set()
+        for segment in self._drawn(opening, part, skip):
+            yield segment
+            read.add(segment[0])
+            if len(read) == num_shards:
+                opening.rounds[part] += 1
+                read.clear()
+
+    def _drawn(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
         """Yield shards drawn with replacement, without an end; whole ones that are skipped are not yielded."""
         key, shards = opening.key(part, "draw"), len(self._names)
         for draw in count():

@@ -10,6 +10,7 @@ from typing import Any
 from paddle_shard.plan.opening import Opening, Stage, Unreadable
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import mix
+from paddle_shard.stages.search import Search
 
 
 class Batch(Stage):
@@ -63,20 +64,38 @@ class Unbatch(Stage):
         return [*self._upstream.fingerprint(), ["unbatch"]]
 
     def _items(self, groups: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
-        key, seed = opening.key(part, "unbatch", self.depth), opening.seed_generators
-        number = count()
-        for group in groups:
-            if isinstance(group, Unreadable):
-                yield group
-                continue
-            if isinstance(group, Sequence):
-                yield from group
-                continue
-            items = iter(group)  # may be a generator, which runs the user's code for each item
-            while True:
-                seed(mix(key, next(number)))
-                try:
-                    item = next(items)
-                except StopIteration:
-                    break
+        rounds, search = opening.rounds, Search(opening, part, "unbatch")
+        numbers = count()
+        while True:
+            before = rounds[part]
+            try:
+                group = next(groups)
+            except StopIteration:
+                return
+            rounds[part], behind = before, rounds[part]  # reading ahead is no progress yet
+            found = False
+            for item in self._of(group, part, opening, numbers):
+                found = True
                 yield item
+            rounds[part] = behind
+            if found:
+                search.kept()
+            else:
+                search.dropped()
+
+    def _of(self, group: Any, part: int, opening: Opening, numbers: Iterator[int]) -> Iterator[Any]:
+        if isinstance(group, Unreadable):
+            yield group
+            return
+        if isinstance(group, Sequence):
+            yield from group
+            return
+        key = opening.key(part, "unbatch", self.depth)
+        items = iter(group)  # may be a generator, which runs the user's code for each item
+        while True:
+            opening.seed_generators(mix(key, next(numbers)))
+            try:
+                item = next(items)
+            except StopIteration:
+                break
+            yield item

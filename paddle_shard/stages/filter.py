@@ -9,6 +9,7 @@ from typing import Any
 
 from paddle_shard.plan.opening import Opening, Stage, Unreadable
 from paddle_shard.plan.seeding import mix
+from paddle_shard.stages.search import Search
 
 
 class Filter(Stage):
@@ -36,6 +37,7 @@ class Filter(Stage):
 
     def _kept(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         key, predicate, seed = opening.key(part, "filter", self.depth), self._predicate, opening.seed_generators
+        search = Search(opening, part, "filter")
         for number in count():
             try:
                 item = next(items)
@@ -43,7 +45,8 @@ class Filter(Stage):
                 return
             seed(mix(key, number))
             keep = opening.tried(predicate, item)
-            if isinstance(keep, Unreadable):
-                yield keep
-            elif keep:
-                yield item
+            if not isinstance(keep, Unreadable) and not keep:
+                search.dropped()
+                continue
+            search.kept()
+            yield keep if isinstance(keep, Unreadable) else item

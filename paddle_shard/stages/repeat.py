@@ -95,7 +95,11 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterato
                     skip -= 1
                 else:
                     yield number, item
-            if not found and times is None:
+            if times is not None:
+                continue
+            # Files may go to other parts in each round: a part has seen the source after as many as there are parts.
+            opening.rounds[part] = (number + 1) // opening.num_parts
+            if not found:
                 raise ArgumentError(
                     f"part {part} of {opening.num_parts} has no sample that could be repeated. Use fewer parts "
                     "(num_parts=), or tail='pad' or 'drop'."

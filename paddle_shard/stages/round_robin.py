@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from paddle_shard.plan.opening import Opening, Stage
@@ -13,14 +12,13 @@ class RoundRobin(Stage):
     """Where the main process of a data rank, which reads what stands before, deals the samples to its workers.
 
     For sources that cannot be opened several times, or are too dear to be. Only stages that change each sample
-    by itself may follow; they run in the workers. It delivers what it is fed with.
+    by itself may follow; they run in the workers. It delivers what the opening's parts are dealt.
     """
 
     def __init__(self, upstream: Stage) -> None:
         self.upstream, self.depth = upstream, upstream.depth + 1
         self.read = upstream
         """What the main process opens."""
-        self._fed: dict[int, deque[Any]] = {}
 
     @property
     def cuts(self) -> bool:
@@ -28,15 +26,5 @@ class RoundRobin(Stage):
         return True
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return what the parts are fed with; `skip` is left out by the one who feeds."""
-        self._fed = {part: deque() for part in opening.parts}
-        return [self._items(queue) for queue in self._fed.values()]
-
-    def feed(self, part: int, samples: Sequence[Any]) -> None:
-        """Give a part its next samples; fewer than are asked for are its last."""
-        self._fed[part].extend(samples)
-
-    @staticmethod
-    def _items(queue: deque[Any]) -> Iterator[Any]:
-        while queue:
-            yield queue.popleft()
+        """Return what the parts are dealt; `skip` is left out by the one who deals."""
+        return [opening.dealt[part] for part in opening.parts]

@@ -55,8 +55,11 @@ class Shuffle(Stage):
         return [*self._upstream.fingerprint(), ["shuffle", self._window]]
 
     def _mixed(self, items: Iterator[Any], part: int, opening: Opening, first: int) -> Iterator[Any]:
+        rounds = opening.rounds
         for window in count(first):
+            before = rounds[part]
             held: list[Any] = list(islice(items, self._window))
+            rounds[part], behind = before, rounds[part]  # reading ahead is no progress yet
             if not held:
                 return
             key = derive_key(opening.key(part, "window", self.number), window, size=64)
@@ -64,3 +67,4 @@ class Shuffle(Stage):
             for number in order:
                 item, held[number] = held[number], None  # let go of what is delivered
                 yield item
+            rounds[part] = behind

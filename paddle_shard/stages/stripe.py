@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -34,8 +34,9 @@ class Stripe(Stage):
         """Return the parts, over one reading of the stream."""
         stripes, within = divmod(opening.skip, opening.stripe)
         at = stripes * opening.num_parts * opening.stripe
-        items = self._upstream.open(opening.uncut(at))[0]
-        turns = _Turns(items, at, opening)
+        uncut = opening.uncut(at)
+        items = self._upstream.open(uncut)[0]
+        turns = _Turns(items, at, opening, uncut.rounds if self._upstream.endless else None)
         return [islice(turns.of(part), within, None) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
@@ -56,10 +57,12 @@ class Stripe(Stage):
 class _Turns:
     """One reading of a stream, from which the parts take their samples; what is another's waits for it."""
 
-    def __init__(self, items: Iterator[Any], at: int, opening: Opening) -> None:
+    def __init__(self, items: Iterator[Any], at: int, opening: Opening, ended: Mapping[int, int] | None) -> None:
         self._items, self._at = items, at
+        self._rounds, self._ended = opening.rounds, ended
         self._stripe, self._num_parts = opening.stripe, opening.num_parts
-        self._waiting: dict[int, deque[Any]] = {part: deque() for part in opening.parts}
+        # [part] -> (rounds of the stream before it, sample)
+        self._waiting: dict[int, deque[tuple[int, Any]]] = {part: deque() for part in opening.parts}
 
     def _owner(self) -> tuple[int, int]:
         """(part, position in it) of the next sample."""
@@ -82,5 +85,8 @@ class _Turns:
                 owner, _ = self._owner()
                 self._at += 1
                 if owner in self._waiting:
-                    self._waiting[owner].append(item)
-            yield mine.popleft()
+                    self._waiting[owner].append((self._ended[0] if self._ended is not None else 0, item))
+            rounds, item = mine.popleft()
+            if self._ended is not None:
+                self._rounds[part] = rounds
+            yield item

@@ -1,6 +1,7 @@
 """Uses that a demanding user makes, each of which once went wrong."""
 
 import sys
+from itertools import islice
 
 import numpy as np
 import paddle
@@ -333,6 +334,99 @@ class Own(DataLoader):
 def test_a_subclass_that_cannot_be_followed_says_so(cls, text):
     with pytest.raises(BatchStructureError, match=text):
         ids(sharded(cls(Make(length=4), batch_size=4)))
+
+
+def every_other(batches):
+    return (batch for number, batch in enumerate(batches) if number % 2 == 0)
+
+
+def in_pairs(batches):
+    for one in batches:
+        two = next(batches, None)
+        if two is not None:
+            yield two
+        yield one
+
+
+def joined(batches):
+    return (paddle.concat([one, next(batches)]) for one in batches)
+
+
+def twice_each(batches):
+    return (again for batch in batches for again in (batch, batch))
+
+
+def read_ahead(batches):
+    ahead = next(batches)
+    for batch in batches:
+        yield ahead
+        ahead = batch
+    yield ahead
+
+
+def changed(batches):
+    return (batch * 1 for batch in batches)
+
+
+def but_the_last(batches):
+    last = next(batches)
+    for batch in batches:
+        yield last
+        last = batch
+
+
+# What the subclass does to its batches, and how many come before it is refused.
+REFUSED = {
+    "drops each second": (every_other, 1),
+    "drops the first": (lambda batches: islice(batches, 1, None), 0),
+    "drops the last": (but_the_last, 5),
+    "stops early": (lambda batches: islice(batches, 3), 3),
+    "asks for nothing": (lambda batches: iter(()), 0),
+    "reorders": (in_pairs, 0),
+    "joins": (joined, 0),
+    "repeats each": (twice_each, 1),
+    "drops and changes": (lambda batches: changed(every_other(batches)), 1),
+    "reorders and changes": (lambda batches: changed(in_pairs(batches)), 0),
+    "reads ahead and changes": (lambda batches: changed(read_ahead(batches)), 0),
+}
+FOLLOWED = {
+    "hands them on": lambda batches: batches,
+    "changes": changed,
+    "reads ahead": read_ahead,
+    "takes as many as there are": lambda batches: (next(batches) for _ in range(6)),
+}
+
+
+def with_own_iter(way, workers):
+    class OfTheirOwn(DataLoader):
+        def __iter__(self):
+            return way(super().__iter__())
+
+    return sharded(OfTheirOwn(Make(length=24), batch_size=4, num_workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_subclass_that_drops_or_reorders_batches_is_refused_where_it_does(name, workers):
+    way, come = REFUSED[name]
+    loader = with_own_iter(way, workers)
+    batches, found = iter(loader), []
+    with pytest.raises(BatchStructureError, match=r"__iter__ .*(super|each batch|drops)"):
+        for batch in batches:
+            found.append(batch._local_value().numpy().tolist())
+
+    assert found == ids(sharded(DataLoader(Make(length=24), batch_size=4)))[:come]
+    assert loader.state_dict()["steps"] == come
+    assert loader.epoch == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_subclass_that_keeps_its_batches_and_their_order_is_followed(name, workers):
+    expected = ids(sharded(DataLoader(Make(length=24), batch_size=4)))
+    loader = with_own_iter(FOLLOWED[name], workers)
+
+    assert [ids(loader) for _ in range(2)] == [expected, expected]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -92,6 +92,35 @@ def test_round_robin_reads_once_and_maps_in_the_workers(workers):
     assert found == real_rows(sharded(Stream.of(range(45)).shuffle(16).map(lambda i: -i)))
 
 
+PASSES_AT_ONCE = {
+    "a list": lambda: Stream.of(range(45)),
+    "a function": lambda: Stream.of(lambda: iter(range(45))).map(lambda i: i),
+    "shuffled": lambda: Stream.of(range(45)).shuffle(7).batch(3).unbatch(),
+    "round robin": lambda: Stream.of(range(45)).round_robin(),
+    "round robin, mapped": lambda: Stream.of(lambda: iter(range(45))).shuffle(4).round_robin().map(lambda i: i),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", PASSES_AT_ONCE)
+def test_passes_at_once_each_deliver_all_data(name, workers):
+    def loader():
+        return sharded(PASSES_AT_ONCE[name](), workers=workers)
+
+    alone, shared = real_rows(loader()), loader()
+    one, two, found = iter(shared), iter(shared), ([], [])
+    peeked = real_rows(shared, 1)
+    for number in range(len(alone)):  # the second lags a step behind the first, and a third is left in the middle
+        for batches, rows in zip((one, two), found, strict=True):
+            if batches is one or number:
+                batch = next(batches)
+                rows.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+    found[1].extend(real_rows(two))
+
+    assert found == (alone, alone)
+    assert peeked == alone[:1]
+
+
 def test_round_robin_reports_what_cannot_be_sent_to_a_worker():
     loader = sharded(Stream.of([lambda: 1] * 8).round_robin(), workers=2)
 
@@ -233,6 +262,107 @@ def test_parts_belong_to_the_run_not_to_the_mesh():
     alone = real_rows(sharded(Stream.of(range(64)).shuffle(8), num_parts=4))
 
     assert [one + two for one, two in zip(slices[0], slices[1], strict=True)] == alone
+
+
+@pytest.mark.parametrize("resample", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_endless_part_of_which_a_filter_keeps_nothing_is_an_error_and_no_hang(resample, workers, tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"{number}\n" * 5)
+    lines = Stream.lines(sorted(tmp_path.iterdir()), resample=resample, shuffle_shards=False)
+    endless = lines if resample else lines.repeat()
+    # Of one part all samples, where each has a file.
+    kept = endless.filter(lambda line: not resample and line != "2")
+    loader = sharded(kept.map(int), num_parts=4, num_batches=9, workers=workers)
+
+    with pytest.raises(DataReadError, match=r"filter: nothing came of \d+ samples in a row of part \d of 4"):
+        next(iter(loader))
+
+
+class _Uneven(Stage):
+    """Parts of given lengths, which it knows."""
+
+    cuts = True
+
+    def __init__(self, lengths):
+        self.given = lengths
+
+    def open(self, opening):
+        return [iter(range(100 * part + opening.skip, 100 * part + self.given[part])) for part in opening.parts]
+
+    def lengths(self, opening):
+        return [self.given[part] for part in opening.parts]
+
+    def fingerprint(self):
+        return ["uneven", self.given]
+
+
+def rolled(i):
+    return np.array([i, np.random.randint(1 << 30)])
+
+
+FOUR = dist.ProcessMesh([0, 1, 2, 3], dim_names=["dp"])
+PADDED = {
+    "uneven parts": lambda: Stream(_Uneven([9, 2, 5, 4])).map(rolled),
+    "shuffled": lambda: Stream(_Uneven([1, 7, 3, 12])).map(rolled).shuffle(4),
+    "empty parts": lambda: Stream(_Uneven([0, 0, 5, 0])).map(rolled),
+    "striped": lambda: Stream.of(list(range(21))).map(rolled),
+    "fewer samples than parts": lambda: Stream.of(list(range(3))).map(rolled),
+    "round robin": lambda: Stream(_Uneven([3, 0, 6, 1])).shuffle(2).round_robin().map(rolled),
+    "round robin of fewer than parts": lambda: Stream.of([1, 2, 3]).round_robin().map(rolled),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", PADDED)
+def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_and_resume(name, workers):
+    def rows(mesh, workers, state=None):
+        def as_rank():
+            loader = sharded(PADDED[name](), mesh=mesh, workers=workers, num_parts=4)
+            if state is not None:
+                loader.load_state_dict(state)
+            batches, found, states = iter(loader), [], [loader.state_dict()]
+            for batch in batches:
+                found.append((batch._local_value().numpy(), batches.valid._local_value().numpy()))
+                states.append(loader.state_dict())
+            return found, states
+
+        per_rank = on_each_rank(mesh.process_ids, as_rank)
+        steps = zip(*(found for found, _ in per_rank.values()), strict=True)
+        joined = [[np.concatenate(field).tolist() for field in zip(*ranks, strict=True)] for ranks in steps]
+        return joined, per_rank[0][1]
+
+    alone, states = rows(ONE, 0)
+    assert any(not all(valid) for _, valid in alone)
+    for mesh in (ONE, TWO, FOUR):
+        assert rows(mesh, workers)[0] == alone, mesh
+    for step, state in enumerate(states[:-1]):
+        assert rows((ONE, TWO, FOUR)[step % 3], workers, state)[0] == alone[step:], step
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 4, 2], [4, 2], [4], [4, 4, 1]])
+def test_a_ranks_own_short_batch_is_filled_alike_for_any_workers_and_resume(sizes):
+    def items():
+        return (np.arange(size) + 10 * number for number, size in enumerate(sizes))
+
+    def rows(workers, state=None):
+        loader = sharded(Stream.of(items), size=None, workers=workers, mesh=ONE, is_dataset_splitted=True, tail="pad")
+        if state is not None:
+            loader.load_state_dict(state)
+        batches, found, states = iter(loader), [], [loader.state_dict()]
+        for batch in batches:
+            valid = batches.valid._local_value().numpy().tolist()
+            found.append((batch._local_value().numpy().tolist(), valid))
+            states.append(loader.state_dict())
+        return found, states
+
+    alone, states = rows(0)
+    assert [sum(valid) for _, valid in alone] == sizes
+    assert all(len(valid) == 4 for _, valid in alone)
+    for workers in (1, 2, 3):
+        assert rows(workers)[0] == alone
+        for step, state in enumerate(states[:-1]):
+            assert rows(workers, state)[0] == alone[step:]
 
 
 class _Shrunk(Stage):

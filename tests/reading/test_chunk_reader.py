@@ -168,6 +168,19 @@ def put_together(plan, slices):
     return batches
 
 
+def all_rows(plan, slices):
+    """Every row of the global batches as it stands there, invalid ones, too; None where nothing stands."""
+    batches = []
+    for of_ranks in zip(*slices, strict=True):
+        rows = [None] * plan.batch_size
+        for rank, one in enumerate(of_ranks):
+            if one.batch is not None:
+                for place, name in zip(plan.rows_of(plan.parts_of(rank, len(slices))), one.batch["names"], strict=True):
+                    rows[place] = name
+        batches.append(rows)
+    return batches
+
+
 def named(batches):
     return [[sample if sample is MISSING else repr(sample) for sample in rows] for rows in batches]
 
@@ -274,6 +287,24 @@ def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would
         ranks, workers = turns.choice(divisors(num_parts)), turns.choice(WORKERS)
         slices = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
         assert put_together(plan, slices) == expected[start:], (start, ranks, workers)
+
+
+@P
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1 << 30))
+def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num_parts, data, seed):
+    plan = data.draw(plans_of(num_parts, tails=["pad"]))
+    stage, contents = stages_of(data.draw, plan)
+    lengths, turns = [len(contents(part, 0)) for part in range(num_parts)], random.Random(seed)
+    upto = -(-max(lengths) // plan.samples_per_part) + 2
+    alone = all_rows(plan, served(stage, plan, 1, 0, turns, upto=upto))
+
+    assert all(None not in rows for rows in alone) or not any(lengths)
+    for ranks in divisors(num_parts):
+        for workers in range(4):
+            start = turns.choice([0, *range(upto)])
+            slices = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
+            assert all_rows(plan, slices) == alone[start:], (start, ranks, workers)
 
 
 @settings(max_examples=150, deadline=None)
