@@ -20,16 +20,18 @@ from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreemen
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import PlacedPass
 from paddle_shard.loader.prefetch import DrawnAhead
+from paddle_shard.loader.source import Source
 from paddle_shard.loader.stream_pass import AgreedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows, tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import NO_STAND_IN, Slice
+from paddle_shard.reading.digest import digest
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.replicas.split_check import first_batch
-from paddle_shard.samplers import IndexBatch
+from paddle_shard.samplers import IndexBatch, UserBatches
 from paddle_shard.samplers.stream_batches import StreamBatch
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class Pending:
     """Of the batch's last field."""
     row_shapes: Sequence[Any] = ()
     """(dtype, *shape of a row) of each tensor."""
+    digest: int = 0
+    """Of the batches that a sampler of the user's own has drawn so far."""
     is_first: bool = False
     """Of its pass."""
     first: dict[str, Any] | None = None
@@ -110,7 +114,7 @@ def _requests(
     source = loader._source
     key = derive_seed("sample", loader.seed, start.epoch)
     step = start.steps
-    several = loader._own_layout.num_data_ranks > 1
+    several, own, drawn = loader._own_layout.num_data_ranks > 1, _draws_for_all(source), 0
     for batch in batches:
         if source.item_is_batch:
             rows, indices = None, batch.take(range(1))
@@ -119,7 +123,9 @@ def _requests(
         else:
             rows = loader._rows(batch.num_rows, batch.micro_size)
             indices = batch.take(rows.asked)
-        pending.append(Pending(batch, rows, source.split, indices, is_first=step == start.steps))
+            if own:
+                drawn = digest(batch.take(range(batch.num_rows)), drawn)
+        pending.append(Pending(batch, rows, source.split, indices, digest=drawn, is_first=step == start.steps))
         split = several and (len(indices) < batch.num_rows or source.split)
         yield ReadRequest(start.epoch, step, indices, source.item_is_batch, key, split)
         step += 1
@@ -152,7 +158,13 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
 
     if look or len(loader._agreeing_ranks) == 1:
         return PlacedPass(reading, place, prefetch, loader._worth, draw)
-    return _agreed(loader, start, reading, place, ends_must_agree=True, worth=loader._worth, draw=draw)
+    read = (lambda found, made: made[1].digest) if _draws_for_all(loader._source) else None
+    return _agreed(loader, start, reading, place, ends_must_agree=True, worth=loader._worth, draw=draw, digest=read)
+
+
+def _draws_for_all(source: Source) -> bool:
+    """Return whether each rank draws the global batches from a sampler of the user's own."""
+    return isinstance(source.batches, UserBatches) and not source.split
 
 
 def _draw_nothing(count: int) -> None:
@@ -172,6 +184,7 @@ def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
         ends_must_agree=source.tail == "error",
         outlook=stream_outlook(source.tail, num_steps),
         num_steps=num_steps,
+        digest=(lambda found, made: found.digest) if source.stream.read_by_all else None,
     )
 
 
@@ -181,7 +194,7 @@ def _agreed(
     """Return a pass that keeps in step with the other ranks; `how` it is read is for `AgreedPass`."""
     return AgreedPass(
         reading,
-        _agreement(loader, start, ends_must_agree=ends_must_agree),
+        _agreement(loader, start, ends_must_agree=ends_must_agree, same_data=how.get("digest") is not None),
         prepare=prepare,
         notes=StepNotes(
             holds_rows=loader._own_layout.on_mesh or not loader._source.split, split_check=loader._split_check
@@ -303,7 +316,7 @@ def _least_ahead(loader: ShardDataloader) -> int:
     return PREFETCH if loader._given.num_workers else PREFETCH_ALONE
 
 
-def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: bool) -> Agreement:
+def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: bool, same_data: bool) -> Agreement:
     return open_agreement(
         loader._agreeing_ranks,
         prefetch=_least_ahead(loader),
@@ -312,6 +325,7 @@ def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: 
         name=f"{type(loader.dataset).__name__}, epoch {start.epoch}",
         timeout=loader.timeout,
         on_lost=loader._on_lost,
+        same_data=same_data,
     )
 
 

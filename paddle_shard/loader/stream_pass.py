@@ -60,6 +60,7 @@ class AgreedPass:
         prefetch: int = 0,
         worth: float = 0.0,
         draw: Callable[[int], None] = lambda count: None,
+        digest: Callable[[Any, Any], int] | None = None,
     ) -> None:
         """Start the pass.
 
@@ -76,10 +77,11 @@ class AgreedPass:
             prefetch: Steps that a thread of its own keeps ready; 0: there is none.
             worth: Seconds that reading a step must take for that.
             draw: Draws the requests of so many steps, on the caller's thread.
+            digest: Of (what was read, what it was made), where all ranks read the same: what stands for it.
         """
         self._reading, self._agreement = reading, agreement
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
-        self._prefetch, self._draw, self._notes = prefetch, draw, notes
+        self._prefetch, self._draw, self._notes, self._digest = prefetch, draw, notes, digest
         self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
         self._in_bursts = in_bursts
         self._least_ahead, self._step_seconds = agreement.prefetch, math.inf
@@ -246,6 +248,8 @@ class AgreedPass:
                 )
             with in_use:
                 self._ready.append(self._prepare(found))
+            if self._digest is not None:
+                say.note_read(self._digest(found, self._ready[-1]))
             if self._notes is not None and (note := self._notes.say(self._ready[-1])) is not None:
                 self._say()
                 say.note(note)

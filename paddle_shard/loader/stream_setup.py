@@ -15,6 +15,7 @@ from paddle_shard.plan.parts import chunks_of
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.samplers.stream_batches import StreamBatches
+from paddle_shard.stages import Stripe
 
 _UNREAD = {"shard": None, "rows": 0, "library": None}
 
@@ -44,6 +45,14 @@ class StreamSetup:
     def stage(self) -> Stage:
         """What opens the parts."""
         return self.batches.stage
+
+    @property
+    def read_by_all(self) -> bool:
+        """Whether each reader reads the whole stream, and keeps its own samples of it."""
+        stage: Stage | None = self.stage
+        while stage is not None and not isinstance(stage, Stripe):
+            stage = stage.upstream
+        return stage is not None and not self.dealt and self.batches.split_over is None
 
     @property
     def chunks(self) -> list[tuple[int, ...]]:

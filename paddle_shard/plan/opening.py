@@ -15,6 +15,10 @@ def _leave_generators(seed: int) -> None:
     """Seed nothing."""
 
 
+def _leave_sample(number: int, sample: Any) -> None:
+    """Look at nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     """Some parts of a stream, to be read from a position on.
@@ -41,6 +45,9 @@ class Opening:
     """Of the library that reads, as of the last sample that was delivered; `skip` counts from there."""
     seed_generators: Callable[[int], None] = _leave_generators
     """Seeds the global random generators with a number in [0, 2^64); called before each piece of the user's code."""
+
+    seen: Callable[[int, Any], None] = _leave_sample
+    """Told (number, sample) of each sample of a stream that all readers read whole, where it is cut."""
 
     skip_errors: bool = False
     """Whether a sample that the user's code fails on is an `Unreadable`, not the end."""

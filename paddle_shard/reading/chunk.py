@@ -96,6 +96,8 @@ class Chunk(NamedTuple):
     """(row, why) of samples that could not be read; the row holds another sample's data."""
     why: str = ""
     """Why missing rows could not be made up."""
+    digest: int = 0
+    """Of what all readers of the stream have read up to here; 0 where each reads other data."""
 
 
 class Slice(NamedTuple):
@@ -109,6 +111,8 @@ class Slice(NamedTuple):
     """Which rows are of samples that could not be read; None: there are none."""
     why: str = ""
     """Why missing rows could not be made up."""
+    digest: int = 0
+    """As of a chunk."""
 
     @property
     def whole(self) -> bool:
@@ -149,7 +153,7 @@ class Joiner:
         Raises:
             ValueError: The chunks differ in structure or in the shape of a row; the text says where.
         """
-        found = self._joined(chunks)
+        found = self._joined(chunks)._replace(digest=chunks[0].digest)
         if not any(chunk.skipped for chunk in chunks):
             return found
         skipped = np.zeros(len(found.real), np.bool_)

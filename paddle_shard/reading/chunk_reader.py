@@ -11,6 +11,7 @@ from typing import Any
 
 from paddle_shard.plan.opening import Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Fed
+from paddle_shard.reading.digest import digest
 from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
 from paddle_shard.reading.local_batch import num_rows_of
 from paddle_shard.reading.padding import Padding
@@ -44,6 +45,7 @@ class ChunkReader:
         self._stage, self.dataset = stage, dataset
         self._collate_fn, self._generators = collate_fn, generators
         self._number: int | None = None
+        self._digest, self._see_every = 0, 1
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
         self._dealt: dict[int, deque[Any]] = {}
@@ -72,14 +74,14 @@ class ChunkReader:
             self._next_step += request.stride
             samples, real, fresh = self._rows(request, at)
             if not samples:
-                return Chunk(None, bytes(real), fresh, self._state_behind(request), why=self._why)
+                return Chunk(None, bytes(real), fresh, self._state_behind(request), why=self._why, digest=self._digest)
             skipped = self._without_unreadable(samples, request, at) if request.skip_errors else []
             at.update(what=f"collating {len(samples)} samples", index=None)
             self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
             batch = self._collated(samples, request)
             if request.local_rows is not None:
                 real = [True] * num_rows_of(batch)
-            return Chunk(batch, bytes(real), fresh, self._state_behind(request), skipped)
+            return Chunk(batch, bytes(real), fresh, self._state_behind(request), skipped, digest=self._digest)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
@@ -102,7 +104,7 @@ class ChunkReader:
     def _begin(self, request: ChunkRequest) -> None:
         opening = replace(request.opening, seed_generators=self._seed, skip_errors=request.skip_errors)
         self._number, self._next_step, self._parts, self._filler = request.number, request.first_step, [], []
-        self._state = request.opening.state
+        self._state, self._digest = request.opening.state, 0
         if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
             self._padding = Padding(self._stage, opening, dealt=True)
             self._dealt = {part: deque() for part in opening.parts}
@@ -110,7 +112,13 @@ class ChunkReader:
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
         else:
             self._padding = Padding(self._stage, opening)
-            self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
+            self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
+            self._parts = in_rounds(self._stage, replace(opening, seen=self._see), None if request.repeat else 1)
+
+    def _see(self, number: int, sample: Any) -> None:
+        """Look at a sample that all readers read; at one of each turn of the parts, so that it costs little."""
+        if number % self._see_every == 0:
+            self._digest = digest(sample, self._digest)
 
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
         """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""

@@ -116,4 +116,6 @@ class MixedPass:
             rows = order[end - size : end]
             batch = take_rows([one.batch for one in held], sizes, rows, self._gather)
             lost = skipped[rows] if skipped.any() else None
-            self._mixed.append(Slice(batch, real[rows], any(one.fresh for one in held), None, lost))
+            self._mixed.append(
+                Slice(batch, real[rows], any(one.fresh for one in held), None, lost, digest=held[-1].digest)
+            )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import paddle.io
 
+from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
@@ -110,6 +111,11 @@ class StreamPass:
             chunks.append(Chunk(*next(self._core)))
             log_skipped(why for _, why in chunks[-1].skipped)
             request = self._asked.popleft()
+        if any(chunk.digest != chunks[0].digest for chunk in chunks):
+            raise DifferentDataError(
+                f"step {request.step}: the workers of this rank have read different data, though each reads the same "
+                "stream and keeps its own rows. Seed what draws random numbers in it alike in all of them."
+            )
         try:
             found = self._joiner.join(chunks)
             return found if request.local_rows is None else self._own_rows.of(found, request)

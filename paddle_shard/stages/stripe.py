@@ -60,7 +60,9 @@ class _Turns:
     def __init__(self, items: Iterator[Any], at: int, opening: Opening, ended: Mapping[int, int] | None) -> None:
         self._items, self._at = items, at
         self._rounds, self._ended = opening.rounds, ended
-        self._stripe, self._num_parts = opening.stripe, opening.num_parts
+        self._stripe, self._num_parts, self._seen = opening.stripe, opening.num_parts, opening.seen
+        if opening.round:  # its readers may come to it at different steps
+            self._seen = lambda number, sample: None
         # [part] -> (rounds of the stream before it, sample)
         self._waiting: dict[int, deque[tuple[int, Any]]] = {part: deque() for part in opening.parts}
 
@@ -83,6 +85,7 @@ class _Turns:
                         setattr(error, FAILED_AT, self._owner())
                     raise
                 owner, _ = self._owner()
+                self._seen(self._at, item)
                 self._at += 1
                 if owner in self._waiting:
                     self._waiting[owner].append((self._ended[0] if self._ended is not None else 0, item))

@@ -161,6 +161,61 @@ def split_empty():
     return [found, time.monotonic() - start]
 
 
+class Unseeded(paddle.io.IterableDataset):
+    """The same numbers on each rank, in an order of its own from some number on."""
+
+    def __init__(self, generator, differs_from=0):
+        self.generator, self.differs_from = generator, differs_from
+
+    def __iter__(self):
+        numbers = np.arange(64)
+        yield from numbers[: self.differs_from]
+        yield from self.generator.permutation(numbers[self.differs_from :])
+
+
+class UnseededSampler(paddle.io.Sampler):
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __iter__(self):
+        return iter(self.generator.permutation(64).tolist())
+
+    def __len__(self):
+        return 64
+
+
+def batches_of(generator):
+    return [np.stack([row, row]) for row in generator.permutation(64).reshape(8, 8)]
+
+
+def sampled(generator):
+    sampler = paddle.io.BatchSampler(sampler=UnseededSampler(generator), batch_size=8)
+    return paddle_shard.shard_dataloader(
+        paddle.io.DataLoader(Numbers(64), batch_sampler=sampler), mesh(), shard_dims="dp"
+    )
+
+
+def different_data():
+    """What is read by all: with a generator of each rank's own, and with one that is seeded alike."""
+    found = {}
+    for seeded in (False, True):
+
+        def generator(seeded=seeded):
+            return np.random.default_rng(7 if seeded else None)
+
+        made = {
+            "stream": lambda g: sharded(Unseeded(g()), size=8),
+            "stream, late": lambda g: sharded(Unseeded(g(), 40), size=8),
+            "stream, workers": lambda g: sharded(Unseeded(g()), size=8, workers=2, num_parts=4),
+            "tail": lambda g: sharded(Unseeded(g()), size=8, tail="drop"),
+            "batches": lambda g: paddle_shard.shard_dataloader([b.T for b in batches_of(g())], mesh(), shard_dims="dp"),
+            "cut later": lambda g: sharded(Stream.of(Unseeded(g())).map(int).sharding_filter().map(np.array), size=8),
+            "sampler": lambda g: sampled(g()),
+        }
+        found |= {f"{name}, seeded" if seeded else name: steps_of(make(generator)) for name, make in made.items()}
+    return found
+
+
 def alone():
     """Rank 0 takes a batch before the others, which join when it has said that it waits."""
     coordinator.NOTICE = 0.5

@@ -15,7 +15,18 @@ pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
 ROWS = (101, 58)
 CASES = {
-    2: ["streams", "fails", "certificate", "too_large", "differ", "split_fails", "split_empty", "alone", "forked"],
+    2: [
+        "streams",
+        "fails",
+        "certificate",
+        "too_large",
+        "differ",
+        "split_fails",
+        "split_empty",
+        "different_data",
+        "alone",
+        "forked",
+    ],
     3: ["on_the_mesh_only", "on_no_mesh"],
 }
 
@@ -96,6 +107,30 @@ def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(c
     for (error,), seconds in of_ranks(2, case):
         assert text in error
         assert seconds < HANG
+
+
+@pytest.mark.parametrize(
+    ("kind", "delivered"),
+    [
+        ("stream", 0),
+        ("stream, late", 5),
+        ("stream, workers", 0),
+        ("tail", 0),
+        ("batches", 0),
+        ("cut later", 0),
+        ("sampler", 0),
+    ],
+)
+def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_are_not(kind, delivered, of_ranks):
+    reports = of_ranks(2, "different_data")
+    for found in reports:
+        *steps, text = found[kind]
+        assert text.startswith("DifferentDataError: "), text
+        assert "have read different data" in text
+        assert "Seed what draws random numbers" in text
+        assert len(steps) <= delivered or kind != "stream"
+    rows = [row for found in reports for step in found[f"{kind}, seeded"] for row in step]
+    assert sorted(rows) == list(range(64))
 
 
 def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they_come(of_ranks):
