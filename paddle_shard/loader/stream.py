@@ -182,6 +182,10 @@ class Stream(paddle.io.IterableDataset):
         counted = self._source.lengths(Opening(parts=(0,), num_parts=1)) is not None
         return None if counted else self._source.num_shards
 
+    def most_even_parts(self) -> int | None:
+        """Return the most parts that those files can be dealt to evenly, as far as their sizes tell."""
+        return None if self.num_shards() is None else self._source.most_even_parts
+
     def is_read_whole(self) -> bool:
         """Return whether every reader reads the whole stream, to keep its own parts of it."""
         return not self._source.cuts

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name is a URL of another kind than `file:`.
+    """Whether a name is a URL of another kind than `file:`, or a command, which only reading refuses.
 
     Examples:
         >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
         (True, False, False)
     """
-    return "://" in name and not name.startswith("file:")
+    return name.startswith("pipe:") or ("://" in name and not name.startswith("file:"))
 
 
 def local_path(name: str) -> str:

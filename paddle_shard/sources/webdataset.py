@@ -9,8 +9,9 @@ from typing import Any
 
 from paddle_shard.errors import ArgumentError, ShardReadError
 from paddle_shard.sources.cache import cached
+from paddle_shard.sources.counts import count_files
 from paddle_shard.sources.names import is_remote, shown
-from paddle_shard.sources.shard_index import ShardEntry, read_index
+from paddle_shard.sources.shard_index import MOST, ShardEntry, index_shard, read_index
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.tars import Sample, import_webdataset, read_tar
 
@@ -39,7 +40,10 @@ def webdataset_source(
             put a `Shuffle` behind it.
         resample: Make each part an endless stream of shards, drawn with replacement.
         index: An index file (path or URL), which `python -m paddle_shard.cli.index_shards` makes; True:
-            `index.json` beside the first shard. With it parts are equal, their lengths known, resuming cheap.
+            `index.json` beside the first shard. With it parts are equal, their lengths known, resuming cheap. None:
+            shards that are all local and not packed are counted by their headers now, if the stream has an end and
+            nothing is selected; the counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
+            other ranks and later runs. False: nothing is counted.
         cache_dir: Where remote shards are kept, downloaded once; nothing is ever removed from it.
         select: Which members are read, by their names. One that leaves out whole samples does not fit an index.
 
@@ -47,6 +51,7 @@ def webdataset_source(
         MissingDependencyError: webdataset is not installed.
         ArgumentError: There is no shard, or the index does not know one.
         StateError: The index file is no index of this version.
+        ShardReadError: A shard cannot be read to count it.
 
     Examples:
         >>> source = webdataset_source("https://host/train-{000..099}.tar", cache_dir="/data/cache")  # doctest: +SKIP
@@ -54,7 +59,9 @@ def webdataset_source(
     """
     names = expand(urls)
     entries = None
-    if index is not None and index is not False:
+    if index is None and select is None and not resample:
+        entries = count_files(names, "samples of tars", lambda name: index_shard(name, MOST), None)
+    elif index is not None and index is not False:
         entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
     folder = None if cache_dir is None else os.path.expanduser(os.fspath(cache_dir))
     return ShardSource(

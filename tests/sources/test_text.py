@@ -117,7 +117,7 @@ def test_a_damaged_table_is_an_error_that_names_file_and_row(text, match, offset
     path.write_bytes(text.encode("latin-1"))
 
     with pytest.raises(ShardReadError, match=match) as caught:
-        read_all(csv_source(path))
+        read_all(csv_source(path, counts=False))
     assert (caught.value.shard, caught.value.offset) == (str(path), offset)
     with pytest.raises(ShardReadError, match=rf"counting its samples failed: .*{match}"):
         csv_source(path, counts=True)
