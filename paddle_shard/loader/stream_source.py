@@ -12,6 +12,7 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.loader.other_library import check_is_paddles
 from paddle_shard.loader.say_once import say_once
 from paddle_shard.loader.source import Source
 from paddle_shard.loader.stream import Stream
@@ -34,7 +35,9 @@ def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
     if isinstance(given, ShardDataloader):
         return None  # which is refused
     if isinstance(given, paddle.io.DataLoader):
+        check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
+    check_is_paddles(given)
     if isinstance(given, Foreign):
         return paddle.io.DataLoader(Stream(ForeignSource(given)), batch_size=None)
     if isinstance(given, Stream):

@@ -5,22 +5,19 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, BinaryIO
 
 from paddle_shard.sources.counts import count_files
 from paddle_shard.sources.files import BUFFER, decompressed, open_file
-from paddle_shard.sources.names import is_remote
+from paddle_shard.sources.names import Paths, is_remote, matched
 from paddle_shard.sources.shard_index import MOST, ShardEntry, entry_of
 from paddle_shard.sources.shards import RECOUNT, ShardSource
 
 SPREAD = 0.1
 """Seconds over which readers spread the first opening of remote files."""
-
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def lines_source(
@@ -29,7 +26,8 @@ def lines_source(
     r"""Return the source of the lines of text files, without their ends ("\n" or "\r\n").
 
     Args:
-        paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, or URLs that fsspec opens.
+        paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, patterns such as `data/*.csv`, of
+            which the files are sorted, or URLs that fsspec opens.
         counts: Count the lines now, which reads the files once, so that parts are equal and their lengths known.
             None: if all files are local and none is packed, and the stream has an end. What was counted in local files
             is kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and later runs.
@@ -37,7 +35,8 @@ def lines_source(
         resample: Make each part an endless stream of files, drawn with replacement.
 
     Raises:
-        ArgumentError: There is no file.
+        ArgumentTypeError: That is no path.
+        ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
     return _source(paths, "lines", _lines, counts, shuffle_shards, resample)
@@ -63,7 +62,8 @@ def csv_source(
         resample: Make each part an endless stream of files, drawn with replacement.
 
     Raises:
-        ArgumentError: There is no file.
+        ArgumentTypeError: That is no path.
+        ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
     kind, samples = ("CSV rows below a header", _dicts) if header else ("CSV rows", _rows)
@@ -73,7 +73,7 @@ def csv_source(
 def _source(
     paths: Paths, kind: str, samples: _SamplesOf, counts: bool | None, shuffle_shards: bool, resample: bool
 ) -> ShardSource:
-    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    names = matched(paths)
     if resample and counts is None:
         counts = False
     entries = count_files(names, kind, lambda name: _count(name, samples), counts)
