@@ -24,6 +24,8 @@ def folder(tmp_path):
     found = files()
     for name, content in {**found, **{n.replace("txt", "csv"): c for n, c in found.items() if "txt" in n}}.items():
         (tmp_path / name).write_bytes(content)
+    for kind in KINDS:
+        (tmp_path / f"{kind}.{kind}").mkdir()  # no file
     return tmp_path
 
 
