@@ -49,7 +49,7 @@ def streams(files):
     # As torchdata's users know it: every worker parses all rows, shuffles them alike, and keeps its share.
     yield "sharding_filter", Stream.of(lambda: rows_of(files)).shuffle(512).sharding_filter().map(parse)
     # The files are counted and cut in the middle: every row is read by one worker only.
-    yield "files", Stream.csv(files, counts=True).shuffle(128).map(parse)
+    yield "files", Stream.csv(files).shuffle(128).map(parse)
 
 
 def make(stream, mesh):

@@ -15,6 +15,12 @@ OTHERS = {"adapters": "PADDLE_SHARD_ADAPTER", "demos": "PADDLE_SHARD_DEMOS"}
 collect_ignore = [folder for folder, asked in OTHERS.items() if asked not in os.environ]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory):
+    """Counts of files are kept here, by the ranks that tests start, too, and not where the user has them."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory):
     """`run_ranks`, by which a module's tests that ask for the same job share its reports, or its failure."""

@@ -25,7 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m paddle_shard.cli.index_shards",
         description="Count the samples of WebDataset tars, each read once to its end.",
     )
-    parser.add_argument("urls", nargs="+", metavar="URL", help="paths or URLs; braces expand: train-{000..099}.tar")
+    parser.add_argument(
+        "urls",
+        nargs="+",
+        metavar="URL",
+        help="paths or URLs; braces and patterns expand: {00..99}.tar, '*.tar'",
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the index file, such as index.json")
     options = parser.parse_args(arguments)
     try:

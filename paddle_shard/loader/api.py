@@ -71,7 +71,7 @@ def shard_dataloader(
         num_batches: For streams: exactly so many steps in an epoch; parts that end are read again.
         num_parts: For streams: P, the number of parts that the stream is cut into, and that is part of its order.
             It divides the rows of a micro-batch, and the data ranks divide it. None: the largest divisor of the
-            rows up to the number of files, if it is made of files, and up to 64.
+            rows up to 64, and for files that are not counted up to their number, or to what their sizes let be even.
         placements: For single fields, by key or position, the tensor dim that each axis splits, such as
             `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention.
         seed_paddle: Seed Paddle's random generator before each sample too, not only numpy's and Python's

@@ -82,10 +82,14 @@ class Pending:
             return np.ones(len(self.rows.read), bool)
         return self.batch.valid(self.rows.read)
 
+    def num_rows(self) -> int:
+        """Return how many rows this process reads."""
+        assert self.rows is not None
+        return len(self.rows.read)
+
     def num_real_rows(self) -> int:
         """Return how many of the rows that this process reads are real."""
-        assert self.rows is not None
-        return len(self.rows.read) if self.all_real else int(np.count_nonzero(self.valid()))
+        return self.num_rows() if self.all_real else int(np.count_nonzero(self.valid()))
 
     def num_skipped(self) -> int:
         """Return how many of the rows that this process reads stand for samples that could not be."""

@@ -20,6 +20,7 @@ from paddle_shard.loader.begin import Pending, index_pass, stream_pass, unequal_
 from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.progress_bar import ProgressBar
 from paddle_shard.loader.stats import PassClock
+from paddle_shard.loader.uneven import say_if_uneven
 from paddle_shard.reading.chunk import NO_STAND_IN
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class ShardIterator:
             self.close()
             self._clock.end(entered)
             self._loader._run.finished(self._progress)
+            say_if_uneven(self._loader, self.epoch)
             raise
         except UnequalEndsError as error:
             self.close()
@@ -96,7 +98,13 @@ class ShardIterator:
         ids = pending.own_ids(self._loader._own_layout)
         if self._bar is not None:
             self._bar.step(self._loader.stats.epoch.starved)
-        self._clock.leave(entered, pending.num_real_rows(), pending.num_bytes, pending.num_skipped())
+        self._clock.leave(
+            entered,
+            rows=pending.num_rows(),
+            samples=pending.num_real_rows(),
+            num_bytes=pending.num_bytes,
+            skipped=pending.num_skipped(),
+        )
         # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = pending
         self._loader._run.delivered(self._progress, pending.batch, ids)

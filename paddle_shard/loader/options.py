@@ -9,7 +9,7 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.prefetch import WORTH
-from paddle_shard.loader.stream_source import say_once
+from paddle_shard.loader.say_once import say_once
 from paddle_shard.place.local_tensor import is_cpu
 
 ON_LOST = ("raise", "exit")

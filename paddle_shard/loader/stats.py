@@ -13,6 +13,8 @@ class Counts:
     batches: int = 0
     samples: int = 0
     """Real rows of this rank's slices."""
+    padding: int = 0
+    """Rows of this rank's slices that make up a batch where the data, or a part of a stream, has ended."""
     skipped: int = 0
     """Rows of samples that could not be read (`on_error="skip"`); their ids are in the log."""
     bytes: int = 0
@@ -56,7 +58,8 @@ class LoaderStats:
 
     def __repr__(self) -> str:
         lines = [
-            f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped), {c.bytes / 1e6:.1f} MB, "
+            f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped, {c.padding} rows of padding), "
+            f"{c.bytes / 1e6:.1f} MB, "
             f"{c.wait_seconds:.2f} s waiting for data, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
@@ -79,7 +82,7 @@ class PassClock:
             self._stats.total.step_seconds += step
         return now
 
-    def leave(self, entered: float, samples: int, num_bytes: int, skipped: int) -> None:
+    def leave(self, entered: float, *, rows: int, samples: int, num_bytes: int, skipped: int) -> None:
         """Note that a batch is delivered."""
         self._left = time.perf_counter()
         waited = self._left - entered
@@ -87,6 +90,7 @@ class PassClock:
             counts.batches += 1
             counts.samples += samples
             counts.skipped += skipped
+            counts.padding += rows - samples - skipped
             counts.bytes += num_bytes
             counts.wait_seconds += waited
 

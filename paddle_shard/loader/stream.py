@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.loader.other_library import is_iterable_dataset
+from paddle_shard.loader.say_once import say_once
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.parts import check_count
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
@@ -37,8 +40,21 @@ class Stream(paddle.io.IterableDataset):
         [0, 4, 16, 36, 64]
     """
 
-    def __init__(self, source: Stage, steps: tuple[Step, ...] = ()) -> None:
+    def __init__(
+        self, source: Stage | Iterable[Any] | Callable[[], Iterable[Any]], steps: tuple[Step, ...] = ()
+    ) -> None:
+        """Set up the stream.
+
+        Args:
+            source: What opens it; anything else is taken as `of` does.
+            steps: Stages behind it.
+
+        Raises:
+            ArgumentTypeError: It cannot be iterated, or is a path, or a stream already.
+        """
         super().__init__()
+        if not isinstance(source, Stage):
+            source = _source_of(source)
         self._source, self._steps = source, steps
         self.batched: int | None = None
         """Size of the lists that the last stage makes, if it is `batch`."""
@@ -56,8 +72,7 @@ class Stream(paddle.io.IterableDataset):
         """
         if splits_itself:
             return cls(SelfSplit(iterable))
-        hidden = isinstance(iterable, paddle.io.IterableDataset)
-        return cls(IterableSource(AsOneReader(iterable) if hidden else iterable))  # type: ignore[arg-type]
+        return iterable if isinstance(iterable, Stream) else cls(iterable)
 
     @classmethod
     def csv(cls, paths: Any, **options: Any) -> Stream:
@@ -102,13 +117,15 @@ class Stream(paddle.io.IterableDataset):
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Return the stream with a function applied to each sample."""
+        _check_function("map", function)
         return self._with(lambda stage: Map(stage, function), one_by_one=self.batched is None)
 
     def filter(self, predicate: Callable[[Any], bool]) -> Stream:
         """Return the stream of the samples for which a function is true."""
+        _check_function("filter", predicate)
         return self._with(lambda stage: Filter(stage, predicate))
 
-    def shuffle(self, window: int) -> Stream:
+    def shuffle(self, window: int = 1000) -> Stream:
         """Return the stream with the samples of each part permuted in windows; see `stages.shuffle.Shuffle`."""
         return self._with(lambda stage: Shuffle(stage, window))
 
@@ -127,9 +144,13 @@ class Stream(paddle.io.IterableDataset):
         return self._with(lambda stage: Repeat(stage, times))
 
     def sharding_filter(self) -> Stream:
-        """Return the stream cut into parts here, by turns."""
+        """Return the stream cut into parts here, by turns; one that is cut already, as files are, is left as it is."""
         if self._cut_at() is not None:
-            raise ArgumentError("sharding_filter: the stream is cut already, by its source or an earlier stage.")
+            say_once(
+                "sharding_filter: the stream is cut into parts already, by its source (files are) or an earlier stage. "
+                "Nothing is left to filter, so it can be left out."
+            )
+            return self
         return self._with(Stripe)
 
     def round_robin(self) -> Stream:
@@ -182,6 +203,10 @@ class Stream(paddle.io.IterableDataset):
         counted = self._source.lengths(Opening(parts=(0,), num_parts=1)) is not None
         return None if counted else self._source.num_shards
 
+    def most_even_parts(self) -> int | None:
+        """Return the most parts that those files can be dealt to evenly, as far as their sizes tell."""
+        return None if self.num_shards() is None else self._source.most_even_parts
+
     def is_read_whole(self) -> bool:
         """Return whether every reader reads the whole stream, to keep its own parts of it."""
         return not self._source.cuts
@@ -209,6 +234,10 @@ class Stream(paddle.io.IterableDataset):
             stage = step(stage)
         return stage
 
+    def __bool__(self) -> bool:
+        """Return True; whether it has a sample shows when it is read."""
+        return True
+
     def __len__(self) -> int:
         # A TypeError, so that list(stream) works; Paddle's raises another.
         raise ArgumentTypeError("the length of a stream shows only at its end.")
@@ -219,3 +248,20 @@ class Stream(paddle.io.IterableDataset):
         part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
         alone = type(self)(self._source, tuple(step for step in self._steps if step is not RoundRobin))
         return alone.stage().open(Opening(parts=(part,), num_parts=num_parts))[0]
+
+
+def _source_of(given: Any) -> Stage:
+    """Return what opens anything that can be iterated, which every reader reads whole."""
+    if isinstance(given, Stream):
+        raise ArgumentTypeError(f"Stream: what is given is a {type(given).__name__} already. Use it as it is.")
+    if isinstance(given, str | bytes | os.PathLike):
+        raise ArgumentTypeError(
+            f"Stream: {given!r} is one path or text, and not read as a stream. For files: Stream.csv(paths), "
+            "Stream.lines(paths), Stream.parquet(paths), Stream.webdataset(urls)."
+        )
+    return IterableSource(AsOneReader(given) if is_iterable_dataset(given) else given)
+
+
+def _check_function(stage: str, function: object) -> None:
+    if not callable(function):
+        raise ArgumentTypeError(f"{stage}: give a function of a sample, got {function!r}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,8 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.loader.other_library import check_is_paddles
+from paddle_shard.loader.say_once import say_once
 from paddle_shard.loader.source import Source
 from paddle_shard.loader.stream import Stream
 from paddle_shard.loader.stream_setup import StreamSetup
@@ -24,8 +25,6 @@ from paddle_shard.samplers.stream_batches import StreamBatches
 from paddle_shard.sources.foreign import Foreign, ForeignSource
 from paddle_shard.stages import Repeat, Stripe
 
-_SAID: set[tuple[Any, ...]] = set()
-
 
 def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
     """Return the DataLoader over a stream that was given, or one that is made for a stream; None if it is none.
@@ -36,7 +35,9 @@ def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
     if isinstance(given, ShardDataloader):
         return None  # which is refused
     if isinstance(given, paddle.io.DataLoader):
+        check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
+    check_is_paddles(given)
     if isinstance(given, Foreign):
         return paddle.io.DataLoader(Stream(ForeignSource(given)), batch_size=None)
     if isinstance(given, Stream):
@@ -206,13 +207,6 @@ def _say_how_often_it_is_read(
         )
 
 
-def say_once(text: str, *values: Any) -> None:
-    """Log a line, unless this process has logged the same before."""
-    if (text, values) not in _SAID:
-        _SAID.add((text, values))
-        logging.getLogger("paddle_shard").warning(text, *values)
-
-
 def _plan(
     stream: Stream,
     size: int,
@@ -225,13 +219,21 @@ def _plan(
     shards = stream.num_shards()
     chosen = num_parts
     if chosen is None:
-        chosen = choose_num_parts(max(1, size // accumulation), shards)
+        chosen = choose_num_parts(max(1, size // accumulation), stream.most_even_parts())
         if shards is not None and num_data_ranks > shards:
             raise ArgumentError(
                 f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
                 "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
                 "middle; more and smaller shards; resampling with replacement; or a stream that every rank reads "
                 "whole (Stream.of(...), which is cut by turns)."
+            )
+        most = choose_num_parts(max(1, size // accumulation), shards)
+        if chosen % num_data_ranks and most % num_data_ranks == 0:
+            raise ArgumentError(
+                f"num_parts is missing: the stream's {shards} files are not counted and differ so much in size that "
+                f"they can be dealt evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not divide. "
+                "Ways that work: count the samples (counts=True; for tars an index file), so that files are cut in the "
+                f"middle; or num_parts={most}, where the tail pads or drops what the parts differ by."
             )
     return PartsPlan(
         batch_size=size,

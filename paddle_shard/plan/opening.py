@@ -129,6 +129,11 @@ class Stage:
         return None if self.upstream is None else self.upstream.num_shards
 
     @property
+    def most_even_parts(self) -> int | None:
+        """Most parts that whole files can be dealt to so that none is much longer, as far as that can be told."""
+        return self.num_shards if self.upstream is None else self.upstream.most_even_parts
+
+    @property
     def endless(self) -> bool:
         """Whether its parts have no end."""
         return self.upstream is not None and self.upstream.endless

@@ -37,7 +37,7 @@ def cached(name: str, cache_dir: str) -> str:
         return path
     with _room(name, cache_dir):
         lock = open(os.path.join(cache_dir, f".{kept}.lock"), "wb")  # noqa: SIM115
-    with lock, _held(lock) as alone:
+    with lock, held(lock) as alone:
         if os.path.exists(path):
             return path
         if alone:  # what a killed process has left
@@ -104,7 +104,7 @@ def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copi
 
 
 @contextmanager
-def _held(file: IO[bytes]) -> Iterator[bool]:
+def held(file: IO[bytes]) -> Iterator[bool]:
     """Hold a lock among processes and threads; False where there are none to be had."""
     try:
         import fcntl

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import re
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name is a URL of another kind than `file:`.
+    """Whether a name is a URL of another kind than `file:`, or a command, which only reading refuses.
 
     Examples:
         >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
         (True, False, False)
     """
-    return "://" in name and not name.startswith("file:")
+    return name.startswith("pipe:") or ("://" in name and not name.startswith("file:"))
 
 
 def local_path(name: str) -> str:
@@ -25,6 +30,31 @@ def local_path(name: str) -> str:
     if name.startswith("file:"):
         return urllib.request.url2pathname(urlsplit(name).path)
     return os.path.expanduser(name)
+
+
+def matched(paths: Paths) -> list[str]:
+    """Return the files that paths stand for: of each pattern, such as `data/*.csv`, the files that match, sorted.
+
+    Raises:
+        ArgumentTypeError: There is no path.
+        ArgumentError: A pattern matches nothing, or is one of remote files.
+    """
+    given: Sequence[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Iterable):
+        raise ArgumentTypeError(f"paths must be a path, or a list of them, got {paths!r}.")
+    found: list[str] = []
+    for name in [os.fspath(path) for path in given]:
+        path = "" if is_remote(name) else local_path(name)
+        if not path and "://" in name and "*" in name.partition("?")[0]:
+            raise ArgumentError(f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs.")
+        if not glob.has_magic(path) or os.path.exists(path):
+            found.append(name)
+            continue
+        files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+        if not files:
+            raise ArgumentError(f"{name}: this pattern matches no file (the current folder is {os.getcwd()}).")
+        found += files
+    return found
 
 
 def base_name(name: str) -> str:

@@ -13,9 +13,9 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
 from paddle_shard.sources.arrow import NullFound, samples_of
-from paddle_shard.sources.names import is_remote, local_path, shown
+from paddle_shard.sources.names import Paths, is_remote, local_path, matched, shown
 from paddle_shard.sources.shards import ShardSource
-from paddle_shard.sources.text import SPREAD, Paths
+from paddle_shard.sources.text import SPREAD
 
 BATCH_BYTES = 4 << 20
 """Uncompressed bytes that are decoded at once, about."""
@@ -43,8 +43,9 @@ def parquet_source(
     itself for a dictionary; for the rest (decimals, times, maps) what pyarrow's `as_py` returns.
 
     Args:
-        paths: One or more files, all with the same columns: paths, or URLs that fsspec opens (its settings, such as
-            keys and endpoints, are taken from fsspec's configuration or the environment).
+        paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, of which the
+            files are sorted, or URLs that fsspec opens (its settings, such as keys and endpoints, are taken from
+            fsspec's configuration or the environment).
         columns: Top-level columns to read, in this order; None: all.
         allow_nulls: A null is None in the sample, for a `map` or `filter` behind the source. False: it is an
             error that names the column and the row. One inside a list always is.
@@ -54,8 +55,9 @@ def parquet_source(
 
     Raises:
         MissingDependencyError: pyarrow, or what a URL needs, is not installed.
-        ArgumentTypeError: The columns are one string.
-        ArgumentError: There is no file or no row, or a column is not in a file, or not of the same type in all.
+        ArgumentTypeError: The columns are one string, or what is given is no path.
+        ArgumentError: There is no file, none that matches a pattern, or no row, or a column is not in a file, or not of
+            the same type in all.
         ShardReadError: A footer cannot be read.
     """
     _import_pyarrow()
@@ -64,7 +66,7 @@ def parquet_source(
     if columns is not None and (not columns or len(set(columns)) < len(columns)):
         raise ArgumentError(f"columns must be one or more names, each once, or None for all, got {columns!r}.")
     chosen = None if columns is None else list(columns)
-    files = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
     remote = any(map(is_remote, files))

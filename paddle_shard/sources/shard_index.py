@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.sources.files import decompressed, open_file
-from paddle_shard.sources.names import base_name, shown
+from paddle_shard.sources.names import base_name, is_remote, local_path, shown
 from paddle_shard.sources.shards import RECOUNT
-from paddle_shard.sources.tars import TarSamples
+from paddle_shard.sources.tars import TarHeaders, TarSamples
 
 VERSION = 1
 EVERY = 64
 """Of so many samples, the byte of the first is kept."""
+MOST = 128
+"""Bytes that are kept of a file that is counted without an index; more samples lie between two of a longer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +31,43 @@ class ShardEntry:
     size: int
     """Bytes; "bytes" in the file."""
     starts: tuple[int, ...] = ()
-    """Bytes at which samples 0, `EVERY`, 2 * `EVERY`, ... begin; none where it is packed as a whole."""
+    """Bytes at which samples 0, `every`, 2 * `every`, ... begin; none where it is packed as a whole."""
+    every: int = EVERY
 
     def before(self, sample: int) -> tuple[int, int]:
         """Return the last byte known to begin a sample at or before a sample, and how many lie between."""
         if not self.starts:
             return 0, sample
-        at = min(sample // EVERY, len(self.starts) - 1)
-        return self.starts[at], sample - at * EVERY
+        at = min(sample // self.every, len(self.starts) - 1)
+        return self.starts[at], sample - at * self.every
 
 
-def index_shard(name: str) -> ShardEntry:
-    """Read a tar to its end and count.
+def entry_of(starts: Iterable[int], size: Callable[[], int], *, packed: bool, most: int | None = None) -> ShardEntry:
+    """Count the samples of a file.
+
+    Args:
+        starts: The byte at which each begins.
+        size: Called at the end, it returns the file's bytes.
+        packed: No sample can be found by its byte.
+        most: Bytes to keep, an even number; None: any number.
+    """
+    kept: list[int] = []
+    number, every = 0, EVERY
+    for number, start in enumerate(starts, 1):
+        if (number - 1) % every:
+            continue
+        if len(kept) == most:
+            kept, every = kept[::2], 2 * every
+        kept.append(start)
+    return ShardEntry(samples=number, size=size(), starts=() if packed else tuple(kept), every=every)
+
+
+def index_shard(name: str, most: int | None = None) -> ShardEntry:
+    """Count the samples of a tar: a local one that is not packed by its headers, any other by reading it to its end.
+
+    Args:
+        name: Of the tar.
+        most: As of `entry_of`.
 
     Raises:
         Exception: Whatever reading it raises, if it cannot be read whole.
@@ -48,16 +75,18 @@ def index_shard(name: str) -> ShardEntry:
     opened, size = open_file(name)
     with opened, decompressed(opened) as file:
         packed = file is not opened
+        if not packed and not is_remote(name):
+            with open(local_path(name), "rb", buffering=0) as headers:  # else each would fetch a whole buffer
+                return entry_of(_starts(TarHeaders(headers, name)), lambda: size or 0, packed=False, most=most)
         samples = TarSamples(file, name, 0, None)
-        number, starts = 0, []
-        start = 0
-        for number, _ in enumerate(samples, 1):
-            if number % EVERY == 1:
-                starts.append(start)
-            start = samples.next_start
-        if size is None:
-            size = opened.tell()
-    return ShardEntry(samples=number, size=size, starts=() if packed else tuple(starts))
+        return entry_of(_starts(samples), lambda: opened.tell() if size is None else size, packed=packed, most=most)
+
+
+def _starts(samples: TarSamples) -> Iterator[int]:
+    start = 0
+    for _ in samples:
+        yield start
+        start = samples.next_start
 
 
 def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:

@@ -16,7 +16,10 @@ from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.sources.names import local_size, shown, within_their_folder
 
-RECOUNT = "count again (for an index file: `python -m paddle_shard.cli.index_shards URL... -o index.json`)"
+RECOUNT = (
+    "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "
+    "-o index.json`)"
+)
 _SEED_RANGE = 1 << 64
 
 Segment = tuple[int, int, int | None]
@@ -88,6 +91,15 @@ class ShardSource(Stage):
         return len(self._names)
 
     @property
+    def most_even_parts(self) -> int:
+        """So many that a part with the largest file is at most a third longer than the mean, as far as sizes tell."""
+        sizes = self.sizes()
+        known = [size for size in sizes if size is not None]
+        if self._resample or len(known) < len(sizes) or not any(known):
+            return self.num_shards
+        return max(1, min(self.num_shards, 4 * sum(known) // (3 * max(known))))
+
+    @property
     def cuts(self) -> bool:
         """It opens a part without reading the others."""
         return True
@@ -115,12 +127,23 @@ class ShardSource(Stage):
         cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
         return [stop - start for start, stop in cuts]
 
+    def sizes(self) -> list[int | None]:
+        """Return the bytes of each shard's file; None where asking for them would cost a request."""
+        return [local_size(file) for file in self._files]
+
+    def part_sizes(self, opening: Opening) -> list[int] | None:
+        """Return the bytes of the whole files that each part is dealt; None if that is not known."""
+        sizes = self.sizes()
+        if self._counts is not None or self._resample or None in sizes:
+            return None
+        return [sum(sizes[shard] or 0 for shard, _, _ in self._dealt(opening, part)) for part in opening.parts]
+
     def fingerprint(self) -> list[Any]:
         """Return a digest of names within their common folder and counts, and what the order depends on."""
         if self._digest is None:
             # Files that are not counted are known by their sizes, where those cost nothing to ask for.
-            known = map(local_size, self._files) if self._counts is None else self._counts.tolist()
-            self._digest = derive_key(within_their_folder(self._files), list(known), size=16).hex()
+            known = ["sizes", *self.sizes()] if self._counts is None else self._counts.tolist()
+            self._digest = derive_key(within_their_folder(self._files), known, size=16).hex()
         return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
 
     def _check(self, opening: Opening) -> None:
@@ -128,8 +151,8 @@ class ShardSource(Stage):
         if self._counts is None and not self._resample and shards < parts:
             raise ArgumentError(
                 f"num_parts={parts}: {shards} shards cannot be dealt to {parts} parts, which need one each. Ways that "
-                f"work: num_parts at most {shards}; an index file with the samples of each shard (index=; made by "
-                "`python -m paddle_shard.cli.index_shards`), so that shards are cut in mid-file; resample=True; or "
+                f"work: num_parts at most {shards}; counted samples, so that shards are cut in mid-file (counts=True; "
+                "for tars an index file, index=, made by `python -m paddle_shard.cli.index_shards`); resample=True; or "
                 "an uncut stream, dealt by turns (round_robin), of which each reader reads all."
             )
 

@@ -43,7 +43,9 @@ class TarSamples:
     for the end of the tar, and what is behind its end marker for nothing. Here each is an error.
     """
 
-    def __init__(self, file: BinaryIO, name: str, start: int, select: Callable[[str], bool] | None) -> None:
+    _mode: Any = "r|"
+
+    def __init__(self, file: BinaryIO, name: str, start: int = 0, select: Callable[[str], bool] | None = None) -> None:
         """Set up the reading.
 
         Args:
@@ -61,17 +63,16 @@ class TarSamples:
         yield from import_webdataset().tariterators.group_by_keys(self._members(), handler=_raised)
 
     def _members(self) -> Iterator[dict[str, Any]]:
-        with tarfile.open(fileobj=self._file, mode="r|", tarinfo=_StrictInfo) as archive:
+        with tarfile.open(fileobj=self._file, mode=self._mode, tarinfo=_StrictInfo) as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # or all that were read would be kept
                 if not member.isreg() or _META.match(member.name):
                     continue
                 if self._select is not None and not self._select(member.name):
                     continue
-                content = archive.extractfile(member)
-                assert content is not None
+                content = self._content(archive, member)
                 self.next_start = self._start + member.offset
-                yield {"fname": member.name, "data": content.read(), "__url__": self._name}
+                yield {"fname": member.name, "data": content, "__url__": self._name}
             rest: Any = archive.fileobj
             while block := rest.read(BUFFER):
                 if block.count(0) != len(block):
@@ -79,6 +80,20 @@ class TarSamples:
                         "there is data behind the end of the tar. Was it joined from several (cat)? They need "
                         "`tar --concatenate`"
                     )
+
+    def _content(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        file = archive.extractfile(member)
+        assert file is not None
+        return file.read()
+
+
+class TarHeaders(TarSamples):
+    """The samples of a tar that is not packed, from its beginning, without what their files hold: it is not read."""
+
+    _mode = "r:"
+
+    def _content(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        return b""
 
 
 def _raised(error: Exception) -> None:

@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO
 
-from paddle_shard.errors import ShardReadError
-from paddle_shard.sources.files import decompressed, open_file
-from paddle_shard.sources.names import is_remote, shown
-from paddle_shard.sources.shards import ShardSource
+from paddle_shard.sources.counts import count_files
+from paddle_shard.sources.files import BUFFER, decompressed, open_file
+from paddle_shard.sources.names import Paths, is_remote, matched
+from paddle_shard.sources.shard_index import MOST, ShardEntry, entry_of
+from paddle_shard.sources.shards import RECOUNT, ShardSource
 
-_ENCODING = "utf-8-sig"  # UTF-8, with or without a mark at its beginning
 SPREAD = 0.1
 """Seconds over which readers spread the first opening of remote files."""
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
 
 def lines_source(
-    paths: Paths, *, counts: bool = False, shuffle_shards: bool = True, resample: bool = False
+    paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
 ) -> ShardSource:
     r"""Return the source of the lines of text files, without their ends ("\n" or "\r\n").
 
     Args:
-        paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, or URLs that fsspec opens.
-        counts: Count the lines now, which reads all files once. So parts are equal, their lengths known.
+        paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, patterns such as `data/*.csv`, of
+            which the files are sorted, or URLs that fsspec opens.
+        counts: Count the lines now, which reads the files once, so that parts are equal and their lengths known.
+            None: if all files are local and none is packed, and the stream has an end. What was counted in local files
+            is kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and later runs.
         shuffle_shards: Permute the files, in each epoch in another order.
         resample: Make each part an endless stream of files, drawn with replacement.
 
     Raises:
-        ArgumentError: There is no file.
+        ArgumentTypeError: That is no path.
+        ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
-    return _source(paths, _read_lines, _count_lines if counts else None, shuffle_shards, resample)
+    return _source(paths, "lines", _lines, counts, shuffle_shards, resample)
 
 
 def csv_source(
-    paths: Paths, header: bool = True, *, counts: bool = False, shuffle_shards: bool = True, resample: bool = False
+    paths: Paths,
+    header: bool = True,
+    *,
+    counts: bool | None = None,
+    shuffle_shards: bool = True,
+    resample: bool = False,
 ) -> ShardSource:
     """Return the source of the rows of CSV files (Python's `csv`, dialect "excel", strict); empty lines are no rows.
 
@@ -49,86 +57,173 @@ def csv_source(
     Args:
         paths: As of `lines_source`.
         header: The first row of each file names the fields: samples are dicts. False: samples are lists.
-        counts: Count the rows now, which reads all files once. So parts are equal, their lengths known.
+        counts: As of `lines_source`.
         shuffle_shards: Permute the files, in each epoch in another order.
         resample: Make each part an endless stream of files, drawn with replacement.
 
     Raises:
-        ArgumentError: There is no file.
+        ArgumentTypeError: That is no path.
+        ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
-    read = _read_dicts if header else _read_rows
-    return _source(
-        paths, read, (lambda name: sum(1 for _ in read(name, 0))) if counts else None, shuffle_shards, resample
-    )
+    kind, samples = ("CSV rows below a header", _dicts) if header else ("CSV rows", _rows)
+    return _source(paths, kind, samples, counts, shuffle_shards, resample)
 
 
 def _source(
-    paths: Paths,
-    read: Callable[[str, int], Iterator[Any]],
-    count: Callable[[str], int] | None,
-    shuffle_shards: bool,
-    resample: bool,
+    paths: Paths, kind: str, samples: _SamplesOf, counts: bool | None, shuffle_shards: bool, resample: bool
 ) -> ShardSource:
-    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    names = matched(paths)
+    if resample and counts is None:
+        counts = False
+    entries = count_files(names, kind, lambda name: _count(name, samples), counts)
     return ShardSource(
         names,
-        read,
-        counts=None if count is None else [_counted(name, count) for name in names],
+        _Reader(samples, entries),
+        counts=None if entries is None else [entries[name].samples for name in names],
         shuffle_shards=shuffle_shards,
         resample=resample,
         spread=SPREAD if any(map(is_remote, names)) else 0.0,
     )
 
 
-def _counted(name: str, count: Callable[[str], int]) -> int:
-    try:
-        return count(name)
-    except Exception as error:
-        raise ShardReadError.of(
-            f"{shown(name)}: counting its samples failed: {type(error).__name__}: {error}", shown(name)
-        ) from error
-
-
-def _count_lines(name: str) -> int:
-    opened, _ = open_file(name)
-    lines, last = 0, b"\n"
+def _count(name: str, samples: _SamplesOf) -> ShardEntry:
+    opened, size = open_file(name)
     with opened, decompressed(opened) as file:
-        while block := file.read(1 << 20):
-            lines, last = lines + block.count(b"\n"), block[-1:]
-    return lines + (last != b"\n")  # a last line may lack its end
+        starts = (start for start, _ in samples(_Text(file, name, 0)))
+        return entry_of(starts, lambda: opened.tell() if size is None else size, packed=file is not opened, most=MOST)
 
 
-def _read_lines(name: str, skip: int) -> Iterator[str]:
-    opened, _ = open_file(name)
-    with opened, decompressed(opened) as file, io.TextIOWrapper(file, _ENCODING, newline="\n") as text:
-        for line in islice(text, skip, None):
-            yield line.removesuffix("\n").removesuffix("\r")
+class _Reader:
+    """Reads a file from a sample on; opens nothing before it is called."""
 
+    def __init__(self, samples: _SamplesOf, entries: Mapping[str, ShardEntry] | None) -> None:
+        self._samples, self._entries = samples, entries
 
-def _read_rows(name: str, skip: int) -> Iterator[list[str]]:
-    yield from islice(_rows(name), skip, None)
-
-
-def _read_dicts(name: str, skip: int) -> Iterator[dict[str, str]]:
-    rows = _rows(name)
-    names = next(rows, [])
-    if len(set(names)) < len(names):
-        raise ValueError(f"the header {names} names a field twice")
-    for row in islice(rows, skip, None):
-        yield dict(zip(names, row, strict=True))
-
-
-def _rows(name: str) -> Iterator[list[str]]:
-    opened, _ = open_file(name)
-    with opened, decompressed(opened) as file, io.TextIOWrapper(file, _ENCODING, newline="") as text:
-        reader, width = csv.reader(text, strict=True), None
-        for row in reader:
-            if not row:
-                continue
-            width = len(row) if width is None else width
-            if len(row) != width:
+    def __call__(self, name: str, skip: int) -> Iterator[Any]:
+        start = 0
+        if self._entries is not None:
+            start, skip = self._entries[name].before(skip)
+        opened, size = open_file(name, start)
+        with opened, opened if start else decompressed(opened) as file:
+            if self._entries is not None and size not in (None, self._entries[name].size):
                 raise ValueError(
-                    f"the row that ends in line {reader.line_num} has {len(row)} fields, the first {width}"
+                    f"the file has {size} bytes, and had {self._entries[name].size} when it was counted: {RECOUNT}"
                 )
-            yield row
+            for _, sample in islice(self._samples(_Text(file, name, start)), skip, None):
+                yield sample
+
+
+class _Text:
+    """The lines of an open file, each with the byte where it begins; iterate it once."""
+
+    def __init__(self, file: BinaryIO, name: str, start: int) -> None:
+        """Set up the reading.
+
+        Args:
+            file: Stands at `start`.
+            name: Of the file.
+            start: A byte where a line begins.
+        """
+        self._file, self._name, self.start = file, name, start
+        self._number = 0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        at = self.start
+        for line in self._file:
+            if at == 0 and line.startswith(codecs.BOM_UTF8):
+                at, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
+                if not line:  # there is nothing else in the file
+                    return
+            self._number += 1
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                error.reason += f" (line {self.number()})"
+                raise
+            yield at, text
+            at += len(line)
+
+    def number(self) -> int:
+        """Return the number of the line that was read last, from 1."""
+        left, before = self.start, 0
+        if left:  # an error is to be told; only then is it worth reading what was not
+            opened, _ = open_file(self._name)
+            with opened:
+                while left and (block := opened.read(min(left, BUFFER))):
+                    before, left = before + block.count(b"\n"), left - len(block)
+        return before + self._number
+
+    @contextmanager
+    def from_its_beginning(self) -> Iterator[_Text]:
+        """Open the same file once more, at its beginning."""
+        opened, _ = open_file(self._name)
+        with opened:
+            yield _Text(opened, self._name, 0)
+
+
+_SamplesOf = Callable[[_Text], Iterator[tuple[int, Any]]]
+"""Yields the samples of a file's text, each with the byte where it begins."""
+
+
+def _lines(text: _Text) -> Iterator[tuple[int, str]]:
+    for at, line in text:
+        yield at, line.removesuffix("\n").removesuffix("\r")
+
+
+def _dicts(text: _Text) -> Iterator[tuple[int, dict[str, str]]]:
+    if text.start:
+        with text.from_its_beginning() as beginning:
+            names = next(_rows(beginning))[1]
+        rows = _rows(text)
+    else:
+        rows = _rows(text)
+        names = next(rows, (0, []))[1]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the header {names}, which ends in line {text.number()}, names a field twice")
+    for at, row in rows:
+        yield at, dict(zip(names, row, strict=True))
+
+
+def _rows(text: _Text) -> Iterator[tuple[int, list[str]]]:
+    width = None
+    if text.start:
+        with text.from_its_beginning() as beginning:
+            width = len(next(_rows(beginning))[1])
+    begins: list[int] = []  # [line of the row]: the byte where it begins
+    reader = csv.reader(_lines_of_csv(text, begins), strict=True)
+    while True:
+        begins.clear()
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(_explained(error, text.number(), len(begins))) from error
+        if not row:
+            continue
+        width = len(row) if width is None else width
+        if len(row) != width:
+            raise ValueError(f"the row that ends in line {text.number()} has {len(row)} fields, the first {width}")
+        yield begins[0], row
+
+
+def _lines_of_csv(text: _Text, begins: list[int]) -> Iterator[str]:
+    """Yield lines, which a carriage return alone ends, too; note where each begins."""
+    for at, line in text:
+        if line.count("\r") == line.endswith("\r\n"):
+            begins.append(at)
+            yield line
+            continue
+        for piece in io.StringIO(line, newline=""):
+            begins.append(at)
+            yield piece
+            at += len(piece.encode())
+
+
+def _explained(error: csv.Error, line: int, num_lines: int) -> str:
+    where = f"line {line}" if num_lines < 2 else f"the row in lines {line - num_lines + 1} to {line}"
+    text = f"{where}: {error}"
+    if "field limit" in text:
+        text += ". To allow longer fields, call csv.field_size_limit(bytes) before the loader is made"
+    return text

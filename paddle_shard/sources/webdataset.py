@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ShardReadError
 from paddle_shard.sources.cache import cached
-from paddle_shard.sources.names import is_remote, shown
-from paddle_shard.sources.shard_index import ShardEntry, read_index
+from paddle_shard.sources.counts import count_files
+from paddle_shard.sources.names import Paths, is_remote, matched, shown
+from paddle_shard.sources.shard_index import MOST, ShardEntry, index_shard, read_index
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.tars import Sample, import_webdataset, read_tar
 
@@ -19,7 +20,7 @@ SPREAD = 0.1
 
 
 def webdataset_source(
-    urls: str | Sequence[str],
+    urls: Paths,
     *,
     shuffle_shards: bool = True,
     resample: bool = False,
@@ -34,12 +35,16 @@ def webdataset_source(
 
     Args:
         urls: Paths, `http(s)://` URLs, or anything that fsspec opens (`s3://`, ...), packed or not. Braces are
-            expanded as WebDataset does (`{000..009}`), in each string of a list, too.
+            expanded as WebDataset does (`{000..009}`), in each string of a list, too, and so are patterns of local
+            files (`data/*.tar`, sorted).
         shuffle_shards: Permute the shards, in each epoch in another order. Samples keep their order in a shard:
             put a `Shuffle` behind it.
         resample: Make each part an endless stream of shards, drawn with replacement.
         index: An index file (path or URL), which `python -m paddle_shard.cli.index_shards` makes; True:
-            `index.json` beside the first shard. With it parts are equal, their lengths known, resuming cheap.
+            `index.json` beside the first shard. With it parts are equal, their lengths known, resuming cheap. None:
+            shards that are all local and not packed are counted by their headers now, if the stream has an end and
+            nothing is selected; the counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
+            other ranks and later runs. False: nothing is counted.
         cache_dir: Where remote shards are kept, downloaded once; nothing is ever removed from it.
         select: Which members are read, by their names. One that leaves out whole samples does not fit an index.
 
@@ -47,6 +52,7 @@ def webdataset_source(
         MissingDependencyError: webdataset is not installed.
         ArgumentError: There is no shard, or the index does not know one.
         StateError: The index file is no index of this version.
+        ShardReadError: A shard cannot be read to count it.
 
     Examples:
         >>> source = webdataset_source("https://host/train-{000..099}.tar", cache_dir="/data/cache")  # doctest: +SKIP
@@ -54,7 +60,9 @@ def webdataset_source(
     """
     names = expand(urls)
     entries = None
-    if index is not None and index is not False:
+    if index is None and select is None and not resample:
+        entries = count_files(names, "samples of tars", lambda name: index_shard(name, MOST), None)
+    elif index is not None and index is not False:
         entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
     folder = None if cache_dir is None else os.path.expanduser(os.fspath(cache_dir))
     return ShardSource(
@@ -117,15 +125,19 @@ class Decode:
             ) from cause
 
 
-def expand(urls: str | Sequence[str]) -> list[str]:
-    """Return the shards that a string, or each of a list of them, stands for.
+def expand(urls: Paths) -> list[str]:
+    """Return the shards that a path or URL, or each of a list of them, stands for: braces first, then patterns.
 
     Raises:
         MissingDependencyError: webdataset is not installed.
-        ArgumentError: There is none.
+        ArgumentTypeError: That is no path.
+        ArgumentError: There is none, or none that matches a pattern.
     """
     expand_urls = import_webdataset().shardlists.expand_urls
-    found = [name for url in ([urls] if isinstance(urls, str) else urls) for name in expand_urls(os.fspath(url))]
+    if isinstance(urls, str | os.PathLike):
+        urls = [urls]
+    braces = isinstance(urls, Iterable)
+    found = matched([name for url in urls for name in expand_urls(os.fspath(url))] if braces else urls)
     if not found:
         raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
     return found

@@ -98,8 +98,10 @@ SOURCES = {
     "cut, then filtered": lambda workers: loader_of(
         Stream.of(range(70)).sharding_filter().map(noisy).filter(lambda s: s[0] % 3 != 0), workers
     ),
-    "tars": lambda workers: loader_of(Stream.webdataset(f"{folder()}/{{0..8}}.tar").shuffle(4).map(number_of), workers),
-    "files": lambda workers: loader_of(lines(), workers),
+    "tars": lambda workers: loader_of(
+        Stream.webdataset(f"{folder()}/{{0..8}}.tar", index=False).shuffle(4).map(number_of), workers
+    ),
+    "files": lambda workers: loader_of(lines(counts=False), workers),
     "counted files": lambda workers: loader_of(lines(counts=True), workers),
     "items": lambda workers: loader_of(Stream.of(whole_batches), workers, None),
 }

@@ -119,8 +119,8 @@ def _grain():
 
 SOURCES = {
     "parquet": lambda folder: Stream.parquet(names(folder, "parquet"), columns=["id"]).shuffle(4).map(noisy),
-    "lines": lambda folder: Stream.lines(names(folder, "txt")).map(noisy_line),
-    "webdataset": lambda folder: Stream.webdataset(names(folder, "tar")).map(noisy_tar),
+    "lines": lambda folder: Stream.lines(names(folder, "txt"), counts=False).map(noisy_line),
+    "webdataset": lambda folder: Stream.webdataset(names(folder, "tar"), index=False).map(noisy_tar),
     "huggingface": lambda folder: Stream.huggingface(_huggingface()).shuffle(4).map(noisy),
     "huggingface shuffled": lambda folder: Stream.huggingface(_huggingface_shuffled()).map(noisy),
     "huggingface indexed": lambda folder: _huggingface_indexed(),
@@ -138,7 +138,9 @@ def make(source, folder, workers, ids=(0,), axes=("dp",), seed=3):
     loader = paddle.io.DataLoader(data, batch_size=BATCH, num_workers=workers)
     shuffle = None if isinstance(data, Stream) else True
     mesh = dist.ProcessMesh(list(ids), dim_names=list(axes))
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed)
+    # Of files that are not counted, which are compared with those of a server, that tells no size.
+    num_parts = 8 if source in ("lines", "webdataset") else None
+    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed, num_parts=num_parts)
 
 
 def steps_of(loader, limit=None, *, collective=False):

@@ -16,14 +16,15 @@ from paddle_shard.errors import StateError
 from tests.sources.library_laws import files, parquet_bytes, tar_bytes
 
 KINDS = {
-    "lines": ("txt", Stream.lines),
+    "lines": ("txt", lambda paths: Stream.lines(paths, counts=False)),
     "counted lines": ("txt", lambda paths: Stream.lines(paths, counts=True)),
-    "csv": ("txt", lambda paths: Stream.csv(paths, header=False)),
+    "csv": ("txt", lambda paths: Stream.csv(paths, header=False, counts=False)),
     "counted csv": ("txt", lambda paths: Stream.csv(paths, header=False, counts=True)),
-    "webdataset": ("tar", Stream.webdataset),
+    "webdataset": ("tar", lambda paths: Stream.webdataset(paths, index=False)),
+    "counted webdataset": ("tar", Stream.webdataset),
     "parquet": ("parquet", lambda paths: Stream.parquet(paths, columns=["id"])),
 }
-NEEDS = {"webdataset": "webdataset", "parquet": "pyarrow"}
+NEEDS = {"webdataset": "webdataset", "counted webdataset": "webdataset", "parquet": "pyarrow"}
 LAYOUTS = {
     "one file": ["7"],
     "one folder": list("01234567"),

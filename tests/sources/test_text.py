@@ -61,6 +61,8 @@ def test_opening_after_s_lines_equals_dropping_s(texts, counts):
         (b"a\r\nb\r\n", ["a", "b"]),
         (b"a\rb\x0c\xe2\x80\xa8c\n", ["a\rb\x0c\u2028c"]),  # only \n ends a line, in counting as in reading
         (b"\xef\xbb\xbfa\n", ["a"]),
+        (b"\xef\xbb\xbf", []),
+        (b"\xef\xbb\xbf\n", [""]),
     ],
 )
 def test_lines_are_counted_as_they_are_read(content, lines, tmp_path):
@@ -69,6 +71,8 @@ def test_lines_are_counted_as_they_are_read(content, lines, tmp_path):
 
     for counts in (True, False):
         assert read_all(lines_source(path, counts=counts)) == [lines]
+        if not lines:
+            assert read_all(csv_source(path, counts=counts)) == [[]]
 
 
 @pytest.fixture
@@ -107,9 +111,14 @@ def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
     [
         ("a,b\n1,2\n3\n", "ends in line 3 has 1 fields, the first 2", 1),
         ("a,b\n1,2,3\n", "ends in line 2 has 3 fields", 0),
-        ("a,a\n1,2\n", "names a field twice", 0),
-        ('a,b\n1,2\n1,"2\n', "unexpected end of data", 1),
-        ("a\n\xff\n", "UnicodeDecodeError", 0),
+        ("a,a\n1,2\n", "ends in line 1, names a field twice", 0),
+        ('a,b\n1,2\n1,"2\n', "line 3: unexpected end of data", 1),
+        ('a,b\n1,2\n1,"2\n\n2,3\n', "the row in lines 3 to 5: unexpected end of data", 1),
+        ('a\n"1"1\n', "line 2: ',' expected after '\"'", 0),
+        ("a\n\xff\n", r"UnicodeDecodeError: .*\(line 2\)", 0),
+        ("a\n" + 900 * "1\n" + "\xff\n", r"UnicodeDecodeError: .*\(line 902\)", 900),
+        ('a\n\n\n"1\n\n"\n1,2\n', "ends in line 7 has 2 fields", 1),
+        (f"a\n{'1' * (1 << 18)}\n", r"line 2: field larger .*call csv\.field_size_limit\(bytes\) before the loader", 0),
     ],
 )
 def test_a_damaged_table_is_an_error_that_names_file_and_row(text, match, offset, tmp_path):
@@ -117,10 +126,47 @@ def test_a_damaged_table_is_an_error_that_names_file_and_row(text, match, offset
     path.write_bytes(text.encode("latin-1"))
 
     with pytest.raises(ShardReadError, match=match) as caught:
-        read_all(csv_source(path))
+        read_all(csv_source(path, counts=False))
     assert (caught.value.shard, caught.value.offset) == (str(path), offset)
     with pytest.raises(ShardReadError, match=rf"counting its samples failed: .*{match}"):
         csv_source(path, counts=True)
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("at", [0, 1, 700, 1999])
+def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(at, ending, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(ending.join(b"\xff" if n == at else b"%d" % n for n in range(2000)))
+    found = []
+
+    with pytest.raises(ShardReadError, match=rf"reading sample {at} failed: .*\(line {at + 1}\)"):
+        found.extend(lines_source(path, counts=False).open(opening())[0])
+    with pytest.raises(ShardReadError, match=rf"counting its samples failed: .*\(line {at + 1}\)"):
+        lines_source(path)
+
+
+@pytest.mark.parametrize("skip", [0, 500, 999])
+def test_an_error_names_the_line_wherever_reading_began(skip, tmp_path):
+    path = tmp_path / "a.csv"
+    good = "n\n" + "".join(f'"{n}\n"\n' for n in range(1000))
+    path.write_text(good)
+    source = csv_source(path)
+    path.write_text(good[:-7] + '"1"2\n\n\n')  # as many bytes
+
+    with pytest.raises(ShardReadError, match=r"reading sample 999 failed: .*line 2000: ',' expected"):
+        read_all(source, skip=skip)
+
+
+def test_a_longer_field_is_read_where_it_is_allowed(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(f"a\n{'1' * (1 << 18)}\n")
+    before = csv.field_size_limit(1 << 20)
+    try:
+        [[row]] = read_all(csv_source(path))
+    finally:
+        csv.field_size_limit(before)
+
+    assert len(row["a"]) == 1 << 18
 
 
 def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path):

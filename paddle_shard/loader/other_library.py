@@ -1,0 +1,51 @@
+"""Is what was given another library's stream, which Paddle or this library would read as something else?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle.io
+
+from paddle_shard.errors import ArgumentTypeError
+
+_LIBRARIES = {"torch.utils.data": "torch", "webdataset": "webdataset"}
+_STREAMS = {"DataLoader", "WebLoader", "IterableDataset"}
+
+
+def is_iterable_dataset(given: object) -> bool:
+    """Whether something is only iterated, though it may have a `__getitem__` that raises, as torch's do."""
+    return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
+
+
+def check_is_paddles(given: Any, loader: paddle.io.DataLoader | None = None) -> None:
+    """Refuse another library's loader or stream.
+
+    Args:
+        given: A data set, or what was given in place of a loader.
+        loader: Of the data set.
+
+    Raises:
+        ArgumentTypeError: Paddle would take it for data with an index, or this library for whole batches; the text
+            names the way that works.
+    """
+    bases = [(base.__module__, base.__name__) for base in type(given).__mro__]
+    of = {name for module, _ in bases for start, name in _LIBRARIES.items() if f"{module}.".startswith(f"{start}.")}
+    kind = {name for _, name in bases} & _STREAMS
+    if not of or not kind or isinstance(given, paddle.io.DataLoader | paddle.io.IterableDataset):
+        return
+    if "IterableDataset" in kind:
+        size = "..." if loader is None else loader.batch_size
+        way = (
+            f"Give paddle.io.DataLoader(paddle_shard.Stream.of(dataset), batch_size={size}), or batch_size=None if its "
+            "items are whole global batches"
+        )
+    else:
+        way = (
+            "Give its data set to Paddle's: paddle.io.DataLoader(dataset, batch_size=...), with "
+            "paddle_shard.Stream.of(dataset) if it has no index; or, if its batches are global ones and the same on "
+            "all ranks, a function: lambda: loader"
+        )
+    if "webdataset" in of:
+        way += ". Of tars: paddle_shard.Stream.webdataset(urls), of which each is read by one reader only"
+    where = "dataloader is" if loader is None else "the DataLoader's data set is"
+    raise ArgumentTypeError(f"{where} a {type(given).__name__}, which is {' and '.join(sorted(of))}'s. {way}.")

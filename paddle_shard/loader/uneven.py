@@ -1,0 +1,60 @@
+"""Did the parts of a stream end so far apart that much was padding, or dropped?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paddle_shard.loader.say_once import say_once
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.sources.shards import ShardSource
+
+if TYPE_CHECKING:
+    from paddle_shard.loader.loader import ShardDataloader
+
+_REMEDY = (
+    "Files that are counted (counts=True; for tars index=, made by `python -m paddle_shard.cli.index_shards`) are cut "
+    "into equal parts. Else fewer parts (num_parts=), or many files of one size, make them more alike; with "
+    "tail='repeat' or num_batches= parts that have ended are read again."
+)
+
+
+def say_if_uneven(loader: ShardDataloader, epoch: int) -> None:
+    """Log, at the end of a loader's first pass, how many of this rank's rows were padding, or what was dropped."""
+    stream, stats = loader._source.stream, loader.stats
+    plan = None if stream is None else stream.batches.plan
+    if stream is None or plan is None or plan.repeats or stats.total.batches != stats.epoch.batches:
+        return
+    counts, rank = stats.epoch, loader._own_layout.global_rank
+    rows = counts.samples + counts.padding + counts.skipped
+    if plan.tail == "pad" and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
+        say_once(
+            "tail='pad': %d of the %d rows that rank %d was given in this epoch are padding, because the stream's %d "
+            "parts end at different times. %s",
+            counts.padding,
+            rows,
+            rank,
+            plan.num_parts,
+            _REMEDY,
+        )
+    stage = stream.stage
+    if plan.tail == "drop" and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
+        parts = tuple(range(plan.num_parts))
+        share = _dropped(stage, Opening(parts=parts, num_parts=len(parts), seed=loader.seed, epoch=epoch))
+        if share is None or share > 0.01:
+            say_once(
+                "tail='drop': the epoch had %d batches, %d rows, and ended with the shortest of the stream's %d parts; "
+                "the rest of the others was dropped: %s. %s",
+                counts.batches,
+                counts.batches * plan.batch_size,
+                plan.num_parts,
+                "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes",
+                _REMEDY,
+            )
+
+
+def _dropped(stage: Stage, opening: Opening) -> float | None:
+    """Return which share of the bytes lies behind the end of the shortest part; None if that is not known."""
+    while stage.upstream is not None:
+        stage = stage.upstream
+    sizes = stage.part_sizes(opening) if isinstance(stage, ShardSource) else None
+    return 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None

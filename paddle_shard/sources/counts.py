@@ -1,0 +1,180 @@
+"""How many samples does each local file have, without counting them again in every run and rank?"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from paddle_shard.errors import PaddleShardError, ShardReadError
+from paddle_shard.plan.seeding import derive_key
+from paddle_shard.sources.cache import held
+from paddle_shard.sources.files import decompressed, open_file
+from paddle_shard.sources.names import is_remote, local_path, shown
+from paddle_shard.sources.shard_index import ShardEntry
+
+VERSION = 1
+KEPT = 64
+"""Lists of files whose counts are kept: those that were used last."""
+RECENT = 2.0
+"""Seconds for which a file that has changed is not kept, since it could change again within one tick of its clock."""
+SLOW = 5.0
+"""Seconds after which a line says what takes so long."""
+
+_Stamp = tuple[int, int, int]
+"""Bytes, and when content and inode changed, in ns."""
+
+
+def count_files(
+    names: Sequence[str], kind: str, count: Callable[[str], ShardEntry], counts: bool | None
+) -> dict[str, ShardEntry] | None:
+    """Count the samples of files. The counts of local ones are kept in the user's cache directory.
+
+    Args:
+        names: Of the files.
+        kind: What is counted in them, a name for it.
+        count: Counts the samples of a file.
+        counts: True: count all; False: none. None: all, if counting is cheap next to reading: where each is local and
+            not packed. So whether they are counted is the same on all ranks that see the same files.
+
+    Returns:
+        What is known of each file; None if they are not counted.
+
+    Raises:
+        ShardReadError: A file cannot be read.
+    """
+    if counts is False or (counts is None and any(map(is_remote, names))):
+        return None
+    found: dict[str, ShardEntry] = {}
+    with _said_if_slow(len(names)), _kept(kind, names) as kept:
+        for name in names:
+            try:
+                stamp = None if is_remote(name) else _stamp(name)
+                entry = kept.get(name, stamp)
+                if counts is None and (entry is None or not entry.starts) and _is_packed(name):
+                    return None
+                found[name] = count(name) if entry is None else entry
+            except PaddleShardError:
+                raise
+            except Exception as error:
+                raise ShardReadError.of(
+                    f"{shown(name)}: counting its samples failed: {type(error).__name__}: {error}", shown(name)
+                ) from error
+            kept.keep(name, stamp, found[name])
+    return found
+
+
+def _stamp(name: str) -> _Stamp:
+    status = os.stat(local_path(name))
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _is_packed(name: str) -> bool:
+    opened, _ = open_file(name)
+    with opened:
+        return decompressed(opened) is not opened
+
+
+@contextmanager
+def _said_if_slow(num_files: int) -> Iterator[None]:
+    timer = threading.Timer(
+        SLOW,
+        logging.getLogger("paddle_shard").warning,
+        (
+            "counting the samples of %d files, so that the parts of the stream are equal. The counts of local files "
+            "are kept in %s; counts=False (index=False for tars) does without.",
+            num_files,
+            _folder(),
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+# What is kept
+
+
+def _folder() -> Path:
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "paddle_shard" / "counts"
+
+
+@contextmanager
+def _kept(kind: str, names: Sequence[str]) -> Iterator[_Kept]:
+    """Open what is kept of a list of files; one process at a time counts them. Without a place for it nothing is."""
+    path = _folder() / f"{derive_key(VERSION, kind, [_path(name) for name in names], size=16).hex()}.json"
+    with ExitStack() as stack:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(stack.enter_context(path.open("ab"))))
+        kept = _Kept(path)
+        try:
+            yield kept
+        finally:
+            with suppress(OSError):
+                kept.close()
+
+
+class _Kept:
+    """What a file of the cache says of a list of files."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._changed = path, False
+        self._known: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            self._known = dict(json.loads(path.read_bytes()))
+
+    def get(self, name: str, stamp: _Stamp | None) -> ShardEntry | None:
+        """Return what is known of a file, unless it has changed."""
+        try:
+            *known, samples, every, starts = self._known[_path(name)]
+            if stamp is not None and tuple(known) == stamp:
+                return ShardEntry(samples=samples, size=stamp[0], starts=tuple(starts), every=every)
+        except (KeyError, ValueError, TypeError):
+            pass
+        return None
+
+    def keep(self, name: str, stamp: _Stamp | None, entry: ShardEntry) -> None:
+        """Note what was counted."""
+        if stamp is None or entry.size != stamp[0] or time.time() - max(stamp[1:]) / 1e9 < RECENT:
+            return
+        line = [*stamp, entry.samples, entry.every, list(entry.starts)]
+        if self._known.get(_path(name)) != line:
+            self._known[_path(name)], self._changed = line, True
+
+    def close(self) -> None:
+        """Write what is new, and remove the lists that were not used for longest."""
+        if self._changed:
+            self._write()
+        else:
+            os.utime(self._file)
+        files = sorted(self._file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for path in files[:-KEPT]:
+            path.unlink()
+
+    def _write(self) -> None:
+        """Replace the file at once or not at all."""
+        handle, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=self._file.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(self._known, file, separators=(",", ":"))
+            os.replace(part, self._file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
+
+
+def _path(name: str) -> str:
+    return name if is_remote(name) else os.path.abspath(local_path(name))

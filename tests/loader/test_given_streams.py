@@ -1,0 +1,147 @@
+"""What users give for a stream does what is meant, or is refused at once with the way that works."""
+
+import logging
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import ArgumentTypeError
+from paddle_shard.loader import say_once
+
+MESH = dist.ProcessMesh([0], dim_names=["dp"])
+
+
+def sharded(given):
+    return paddle_shard.shard_dataloader(given, MESH, shard_dims="dp")
+
+
+def rows(stream):
+    batches, found = iter(sharded(paddle.io.DataLoader(stream, batch_size=4))), []
+    for batch in batches:
+        found += batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+    return found
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    monkeypatch.setattr(say_once, "_SAID", set())
+    with caplog.at_level(logging.WARNING, "paddle_shard"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("cut", ["files", "sharding_filter"])
+def test_a_sharding_filter_leaves_a_stream_that_is_cut_as_it_is_and_says_so(cut, said, tmp_path):
+    """The order of torchdata's tutorial: `shuffle().sharding_filter()`."""
+    (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(40)))
+    stream = Stream.csv(tmp_path / "a.csv").map(lambda row: int(row["n"]))
+    stream = stream if cut == "files" else Stream.of(range(40)).sharding_filter()
+
+    found = rows(stream.shuffle().sharding_filter())
+
+    assert sorted(found) == list(range(40))
+    assert found != sorted(found)
+    assert found == rows(stream.shuffle())
+    [line] = said()
+    assert line.startswith("sharding_filter: the stream is cut into parts already")
+
+
+def test_a_stream_of_something_that_can_be_iterated_needs_no_of(said):
+    for given in ([1, 2, 3], range(1, 4), lambda: iter([1, 2, 3]), np.arange(1, 4)):
+        assert list(Stream(given)) == list(Stream.of(given)) == [1, 2, 3]
+        assert sorted(rows(Stream(given).map(int))) == [1, 2, 3]
+
+
+def test_a_stream_is_true_and_of_a_stream_is_itself():
+    stream = Stream.of([]).map(int)
+
+    assert stream
+    assert Stream.of(stream) is stream
+    with pytest.raises(ArgumentTypeError, match="a Stream already"):
+        Stream(stream)
+
+
+@pytest.mark.parametrize("make", [Stream, Stream.of])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (3, "must be iterable, or a function .* got int: 3"),
+        (None, "must be iterable, or a function .* got NoneType"),
+        ("data.csv", r"'data\.csv'.*Stream\.csv"),
+        (b"data.csv", r"b'data\.csv'.*Stream\.csv"),
+    ],
+)
+def test_what_cannot_be_a_stream_is_refused_at_once(make, given, text):
+    with pytest.raises(ArgumentTypeError, match=text):
+        make(given)
+
+
+def test_a_path_is_no_stream(tmp_path):
+    with pytest.raises(ArgumentTypeError, match=r"Stream\.csv"):
+        Stream.of(tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["map", "filter"])
+@pytest.mark.parametrize("function", [3, None, "int"])
+def test_a_stage_refuses_at_once_what_is_no_function(stage, function):
+    with pytest.raises(ArgumentTypeError, match=f"{stage}: .* a function of a sample, got {function!r}"):
+        getattr(Stream.of(range(3)), stage)(function)
+
+
+@pytest.mark.parametrize("source", [Stream.csv, Stream.lines, Stream.parquet, Stream.webdataset])
+@pytest.mark.parametrize("paths", [3, None])
+def test_what_is_no_path_is_refused_at_once(source, paths):
+    with pytest.raises(ArgumentTypeError, match=f"a path, or a list of them, got {paths}"):
+        source(paths)
+
+
+# Other libraries'
+
+
+def of_torch(name, **members):
+    """A class that is derived as torch's are, without torch."""
+    base = type(name, (), {"__module__": "torch.utils.data.x", "__getitem__": None, **members})
+    return type(f"My{name}", (base,), {"__module__": "mine"})
+
+
+def batches_of_torch(self):
+    return iter([np.arange(4)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("DataLoader", ["paddle.io.DataLoader(dataset", "Stream.of(dataset)", "lambda: loader"]),
+        ("IterableDataset", ["paddle.io.DataLoader(paddle_shard.Stream.of(dataset), batch_size="]),
+    ],
+)
+def test_torchs_loaders_and_streams_are_refused_with_the_way_that_works(name, ways):
+    given = of_torch(name, __iter__=batches_of_torch)()
+
+    with pytest.raises(ArgumentTypeError, match=f"a My{name}, which is torch's") as caught:
+        sharded(given)
+    assert all(way in str(caught.value) for way in ways)
+    assert len(list(sharded(lambda: given))) == 3
+
+
+@pytest.mark.parametrize("length", [None, 8])
+def test_a_stream_of_another_library_in_a_dataloader_is_refused_with_the_way_that_works(length):
+    members = {} if length is None else {"__len__": lambda self: length}
+    dataset = of_torch("IterableDataset", __iter__=lambda self: iter(range(8)), **members)()
+
+    with pytest.raises(ArgumentTypeError, match=r"DataLoader\(paddle_shard\.Stream\.of\(dataset\), batch_size=4"):
+        sharded(paddle.io.DataLoader(dataset, batch_size=4))
+    assert rows(Stream.of(dataset)) == list(range(8))
+
+
+def test_webdatasets_pipelines_are_refused_with_the_way_that_works():
+    wds = pytest.importorskip("webdataset")
+    dataset = wds.WebDataset("a.tar", shardshuffle=False)
+
+    for given in (paddle.io.DataLoader(dataset, batch_size=4), dataset):
+        with pytest.raises(ArgumentTypeError, match=r"Stream\.webdataset\(urls\)") as caught:
+            sharded(given)
+        assert "Stream.of(dataset)" in str(caught.value)
