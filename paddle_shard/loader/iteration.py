@@ -44,7 +44,7 @@ class ShardIterator:
         self.start = start = loader._run.start()
         self.epoch = start.epoch
         self._progress = loader._run.begin(start)
-        self._closed = False
+        self._closed, self._look = False, look
         self._current: Pending | None = None
         self._clock = PassClock(loader.stats)
         self._bar = None
@@ -78,10 +78,13 @@ class ShardIterator:
             if found is None:
                 raise DataReadError(NO_STAND_IN.format("it was gone on from behind the end of its parts"))
             placed, pending = found
+            if self._look:  # nothing is delivered
+                return placed
         except StopIteration:
             self.close()
             self._clock.end(entered)
-            self._loader._run.finished(self._progress)
+            if not self._look:
+                self._loader._run.finished(self._progress)
             raise
         except UnequalEndsError as error:
             self.close()

@@ -219,6 +219,9 @@ class ShardDataloader(PaddleShardDataloader):
     def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
         """Go on from a saved position: iterators of its epoch begin with the next sample.
 
+        The position serves until one of them has come to its end; later ones over the same epoch serve all of it.
+        Iterators that were made before do not move the run any more.
+
         Args:
             state: What `state_dict` returned, in this run or another.
             override: Names of fields of the state's fingerprint that may differ from this loader's.

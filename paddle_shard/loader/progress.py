@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.coverage import Leg, Tally
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 
-_numbers = count()
+numbers = count()
+"""Of passes and of what divides them, in the order in which they are made."""
 
 
 class PassProgress:
@@ -25,6 +27,7 @@ class PassProgress:
         data_rank: int | None,
         num_data_ranks: int,
         num_steps: int | None,
+        plan: ShardPlan | None = None,
     ) -> None:
         """Begin at a position.
 
@@ -34,10 +37,12 @@ class PassProgress:
             data_rank: Of this process; None where it holds none of the data.
             num_data_ranks: How many there are.
             num_steps: Of the whole epoch; None if it shows only at its end.
+            plan: The order of the epoch with this pass in it; None where a sampler or a stream has it.
         """
+        self.start, self.plan = start, plan
         self.epoch = start.epoch
         self.segments = start.continued(batch_size) if batch_size is not None else start.segments
-        self.number = next(_numbers)
+        self.number = next(numbers)
         self.num_steps = num_steps
         self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
         self._legs: list[Leg] = list(start.certificate)

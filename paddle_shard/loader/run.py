@@ -12,7 +12,7 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.loader.progress import PassProgress
+from paddle_shard.loader.progress import PassProgress, numbers
 from paddle_shard.loader.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.coverage import Certificate, certify, expected_of_plan
@@ -37,9 +37,13 @@ class Run:
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
         self._seen = self._epoch = self._samplers_epoch() or 0
-        self._resumed = LoaderState()
+        self._resumed: LoaderState | None = None
+        self._first_pass = 0
+        """Number of the first pass since a state was loaded: earlier ones are not of this run any more."""
         self._newest: PassProgress | None = None
-        self._complete: PassProgress | None = None
+        """Where the run stands; None: where a pass that is made now begins."""
+        self._latest: PassProgress | None = None
+        """The pass that was delivered from last, or came to its end."""
         self._num_steps: int | None = None
 
     @property
@@ -78,29 +82,41 @@ class Run:
 
     def finished(self, progress: PassProgress) -> None:
         """Move on to the next epoch, when a pass over this one has come to its end."""
+        if progress.number < self._first_pass:
+            return
+        self._latest = progress
+        if progress.start is self._resumed:
+            self._resumed = None
         if progress.epoch == self.epoch:
             self._epoch = progress.epoch + 1
             if self._shared:
                 self._sampler.epoch = self._seen = self._epoch
-            self._complete, self._newest = progress, None
+            self._newest = None
+        elif progress is self._newest:
+            self._newest = None
 
     # The position
 
     def start(self) -> LoaderState:
         """Return where a pass that is made now begins."""
-        epoch = self.epoch
-        return self._resumed if self._resumed.epoch == epoch else LoaderState(epoch=epoch)
+        return self._start_of(self.epoch)
+
+    def _start_of(self, epoch: int) -> LoaderState:
+        """Return the loaded position, until a pass from it has come to its end, or the beginning of an epoch."""
+        if self._resumed is not None and self._resumed.epoch == epoch:
+            return self._resumed
+        return LoaderState(epoch=epoch)
 
     def begin(self, start: LoaderState) -> PassProgress:
         """Return the progress of a pass that begins at a position."""
         layout = self._layout
         data_rank = layout.data_rank if layout.on_mesh else None
-        plan = self._plan_of(start.epoch)
+        plan = self._plan_from(start)
         num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
         if self._source.stream is not None:
             left = self._source.stream.batches.steps_left(start)
             num_steps = None if left is None else start.steps + left
-        return PassProgress(start, self._source.batch_size, data_rank, layout.num_data_ranks, num_steps)
+        return PassProgress(start, self._source.batch_size, data_rank, layout.num_data_ranks, num_steps, plan)
 
     def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
         """Note that a pass has delivered a batch.
@@ -110,8 +126,8 @@ class Run:
             batch: The global batch.
             ids: The samples in this process's slice of it.
         """
-        if self._newest is None or progress.number > self._newest.number:
-            self._newest = progress
+        if progress.number >= self._first_pass and (self._newest is None or progress.number > self._newest.number):
+            self._newest = self._latest = progress
         progress.deliver(batch.num_real, ids, batch.sampler_state)
 
     def num_steps(self) -> int:
@@ -139,17 +155,22 @@ class Run:
     def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Stand where a saved state says."""
         self._resumed = LoaderState.from_dict(state, self._source.batches.fingerprint(), override)
-        self._newest = None
+        self._newest = self._latest = None
+        self._first_pass = next(numbers)
         self.set_epoch(self._resumed.epoch, {})
 
     # What is delivered
 
-    def _plan_of(self, epoch: int) -> ShardPlan | None:
+    def _plan_from(self, start: LoaderState) -> ShardPlan | None:
         plan = self.plan
-        return plan if plan is None or self._resumed.epoch != epoch else resumed_plan(plan, self._resumed)
+        return None if plan is None else resumed_plan(plan, start)
 
-    def _asked_plan(self, epoch: int, what: str) -> ShardPlan:
-        plan = self._plan_of(epoch)
+    def _plan_of(self, epoch: int) -> ShardPlan | None:
+        """Return the order in which an epoch was, is or would be served, in this order."""
+        done = self._newest or (self._latest if epoch != self.epoch else None)
+        return done.plan if done is not None and done.epoch == epoch else self._plan_from(self._start_of(epoch))
+
+    def _asked(self, plan: ShardPlan | None, what: str) -> ShardPlan:
         if plan is None:
             own = "a stream, which has no index"
             if self._source.stream is None:
@@ -160,12 +181,12 @@ class Run:
     def where(self, sample: int, epoch: int | None) -> Where | None:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
-        return self._asked_plan(epoch, "where() cannot be asked").where(epoch=epoch, sample=sample)
+        return self._asked(self._plan_of(epoch), "where() cannot be asked").where(epoch=epoch, sample=sample)
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the current epoch, or of a complete one before it; collective."""
-        progress = self._newest or self._complete or self.begin(self.start())
-        plan = self._asked_plan(progress.epoch, "certificate() cannot tell how often a sample should be delivered")
+        progress = self._latest or self.begin(self.start())
+        plan = self._asked(progress.plan, "certificate() cannot tell how often a sample should be delivered")
         legs = progress.legs()
         if dist.is_initialized() and dist.get_world_size() > 1:
             gathered: list[Any] = []

@@ -197,7 +197,78 @@ def test_breaking_off_repeats_the_epoch_and_after_a_load_its_rest():
     other.set_epoch(0)
     assert [content(batch) for batch in other] == whole[2:]
     other.set_epoch(0)
-    assert len(rest(other)) == 4, "the loaded epoch keeps the position"
+    assert other.state_dict()["samples"] == 0
+    assert rest(other) == whole, "the position serves one pass"
+    other.set_epoch(0)
+    assert rest(other) == whole
+
+
+def test_the_position_serves_the_first_pass_over_its_epoch_that_comes_to_its_end():
+    straight = make(24, 4)
+    epochs = [rest(straight), rest(straight)]
+    first = make(24, 4)
+    batches = iter(first)
+    next(batches)
+    state = first.state_dict()
+    loader = make(24, 4)
+    before = iter(loader)  # of the run that the load puts an end to
+    next(before)
+    loader.load_state_dict(state)
+
+    assert [content(batch) for batch in before] == epochs[0][1:]
+    assert (loader.epoch, loader.state_dict()["samples"]) == (0, 4), "passes of before the load do not move the run"
+    loader.set_epoch(1)
+    assert rest(loader) == epochs[1]
+    loader.set_epoch(0)
+    for _ in range(2):
+        assert content(next(iter(loader))) == epochs[0][1], "a pass over another epoch, or a look, has not used it up"
+    one, other = iter(loader), iter(loader)
+    assert [content(batch) for batch in other] == epochs[0][1:]
+    assert [content(batch) for batch in one] == epochs[0][1:]
+    assert loader.epoch == 1
+    loader.set_epoch(0)
+    assert rest(loader) == epochs[0]
+
+
+def test_a_pass_that_ends_behind_another_does_not_hold_the_state_back():
+    loader = make(24, 4)
+    old, new = iter(loader), iter(loader)
+    next(new)
+    assert len([*old]) == 6
+    assert len([*new]) == 5
+
+    assert (loader.epoch, loader.state_dict()["epoch"], loader.state_dict()["samples"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("tail", ["pad", "fill", "drop"])
+@pytest.mark.parametrize("shuffle", [False, True, BLOCKS])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 11])
+def test_what_an_epoch_that_has_ended_delivered_is_the_same_on_both_sides_of_a_load(tail, shuffle, size):
+    """A smaller batch size would have served what "drop" has dropped; it comes too late."""
+    one = make(11, 4, tail=tail, shuffle=shuffle)
+    for batch in (batches := iter(one)):
+        last = batches.step - 1, int(content(batch)[0][0])
+        if one.state_dict()["ended"]:
+            break
+    state, told = one.state_dict(), one.certificate()
+    places = [one.where(sample=sample, epoch=0) for sample in range(11)]
+
+    other = make(11, size, tail=tail, shuffle=shuffle)
+    other.load_state_dict(state)
+    assert rest(other) == []
+    assert str(other.certificate()) == str(told) == f"epoch 0: each of {told.num_samples} samples exactly once"
+    assert told.num_samples == (8 if tail == "drop" else 11)
+    assert [other.where(sample=sample, epoch=0) for sample in range(11)] == places
+    assert other.where(sample=last[1], epoch=0).step == last[0]
+
+
+def test_a_look_at_the_first_batch_delivers_nothing():
+    loader = make(24, 4)
+    loader._first_batch()
+
+    assert loader.state_dict() == make(24, 4).state_dict()
+    assert loader.stats.total.batches == 0
+    assert run_epoch(loader).exact
 
 
 def test_the_state_follows_the_newest_iterator_that_has_delivered():
