@@ -122,7 +122,7 @@ class ShardIterator:
 
     def close(self) -> None:
         """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
-        self._closed = True
+        self._closed = self._progress.closed = True
         if self._bar is not None:
             self._bar.close()
         self._pass.close()
