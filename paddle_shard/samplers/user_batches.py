@@ -94,6 +94,11 @@ class UserBatches:
         return self.num_steps is not None or (self._says_length and hasattr(self.batch_sampler, "__len__"))
 
     @property
+    def _drops_itself(self) -> bool:
+        """Whether what the sampler yields is what it wants to be served, smaller batches too."""
+        return bool(getattr(self.batch_sampler, "drop_last", False)) and not self.consecutive
+
+    @property
     def _says_length(self) -> bool:
         """Whether the sampler's own length is that of its batches here: its last is not dropped by the tail."""
         return self.tail != "drop" or bool(getattr(self.batch_sampler, "drop_last", False))
@@ -148,6 +153,9 @@ class UserBatches:
             sampler = copy.copy(sampler)  # now, so that this pass keeps its epoch whatever is set meanwhile
             if self.takes_epoch:
                 sampler.epoch = epoch
+        if self.consecutive and sampler.drop_last:  # by the tail, as the batches are when they are cut anew
+            sampler = copy.copy(sampler)
+            sampler.drop_last = False
         drawn = self._draw(sampler, epoch, resumed.sampler if resumed is not None else None)
         return self._seen_to_end(self._batches(drawn, resumed), resumed or LoaderState())
 
@@ -288,7 +296,9 @@ class UserBatches:
         self, batch: list[Any], head: list[Any], step: int, state: Mapping[str, Any] | None
     ) -> Iterator[UserBatch]:
         if self.tail == "drop":
-            return
+            if not self._drops_itself:
+                return
+            self._check_size(batch, step)
         if self.tail == "error":
             raise ArgumentError(
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
