@@ -66,7 +66,8 @@ def shard_dataloader(
         tail: Where the data does not fill the last global batch. "pad": fill it up to the padding unit with
             the first samples of the same epoch's order, marked in the iterator's `valid`; "fill": up to a
             full batch; "drop": do not serve it; "error": refuse. None: "drop" if the loader has `drop_last`,
-            else "pad". For streams, whose parts end at different times: "pad", "drop", "error", or "repeat": a
+            else "pad". A batch sampler of your own that has `drop_last` drops batches itself: all that it yields is
+            served. For streams, whose parts end at different times: "pad", "drop", "error", or "repeat": a
             part that has ended is read again until the longest has.
         num_batches: For streams: exactly so many steps in an epoch; parts that end are read again.
         num_parts: For streams: P, the number of parts that the stream is cut into, and that is part of its order.

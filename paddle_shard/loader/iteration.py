@@ -46,7 +46,7 @@ class ShardIterator:
         self.start = start = loader._run.start()
         self.epoch = start.epoch
         self._progress = loader._run.begin(start)
-        self._closed = False
+        self._closed, self._look = False, look
         self._current: Pending | None = None
         self._clock = PassClock(loader.stats)
         self._bar = None
@@ -80,11 +80,14 @@ class ShardIterator:
             if found is None:
                 raise DataReadError(NO_STAND_IN.format("it was gone on from behind the end of its parts"))
             placed, pending = found
+            if self._look:  # nothing is delivered
+                return placed
         except StopIteration:
             self.close()
             self._clock.end(entered)
-            self._loader._run.finished(self._progress)
-            say_if_uneven(self._loader, self.epoch)
+            if not self._look:
+                self._loader._run.finished(self._progress)
+                say_if_uneven(self._loader, self.epoch)
             raise
         except UnequalEndsError as error:
             self.close()
@@ -128,7 +131,7 @@ class ShardIterator:
 
     def close(self) -> None:
         """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
-        self._closed = True
+        self._closed = self._progress.closed = True
         if self._bar is not None:
             self._bar.close()
         self._pass.close()

@@ -28,7 +28,7 @@ from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer, BatchRows
-from paddle_shard.plan.coverage import Certificate
+from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.order import Shuffle
 from paddle_shard.plan.partition import nearest_multiples
 from paddle_shard.plan.shard_plan import ShardPlan, Where
@@ -215,6 +215,9 @@ class ShardDataloader(PaddleShardDataloader):
     def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
         """Go on from a saved position: iterators of its epoch begin with the next sample.
 
+        The position serves until one of them has come to its end; later ones over the same epoch serve all of it.
+        Iterators that were made before do not move the run any more.
+
         Args:
             state: What `state_dict` returned, in this run or another.
             override: Names of fields of the state's fingerprint that may differ from this loader's.
@@ -229,11 +232,22 @@ class ShardDataloader(PaddleShardDataloader):
         return self._run.where(sample, epoch)
 
     def certificate(self) -> Certificate:
-        """Return what the run has delivered of the current epoch, or of the last one if that is complete.
+        """Return what the run has delivered of the epoch of its last batch; of the loaded one right after a load.
 
-        Collective: every rank calls it, at the same step. It covers what was delivered before a stop, on
-        another mesh, with another batch size, too; call it before each `state_dict` that may be loaded by other
-        ranks, so that the state holds what all of them have delivered.
+        Collective: every rank calls it, at the same step. What counts is every batch of the epoch that any iterator
+        of this loader has delivered since it was made or has loaded a state, and what that state holds of the epoch:
+        what was delivered before the stop, on another mesh, with another batch size, too. So an epoch that was left
+        and begun again, two iterators over it at once, or a `next(iter(loader))` to see a batch, have delivered
+        samples again, and it is not exact. Call it before each `state_dict` that may be loaded by other ranks, so that
+        the state holds what all of them have delivered.
+
+        With a sampler of your own it proves that, up to the sampler's end, which was seen, each sample that it drew
+        was delivered as often as it was drawn, to one data rank each time, and that all ranks drew alike. What the
+        sampler should have drawn, and what the tail dropped, it cannot know.
+
+        Raises:
+            ArgumentError: Of streams, of data sets of whole batches, and where a sampler of your own splits the data,
+                samples have no number that all ranks know.
         """
         return self._run.certificate()
 

@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.coverage import Leg, Tally
+from paddle_shard.plan.certificate import DRAWN, Leg
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.tally import Tally, Total, plus
 
-_numbers = count()
+numbers = count()
+"""Of passes and of what divides them, in the order in which they are made."""
+
+Mark = tuple[int, Total, Total]
+"""A position of a pass: the sample, what this process had delivered, what had been drawn."""
 
 
 class PassProgress:
@@ -22,36 +28,52 @@ class PassProgress:
         self,
         start: LoaderState,
         batch_size: int | None,
-        data_rank: int | None,
-        num_data_ranks: int,
+        place: tuple[int, int] | None,
         num_steps: int | None,
+        plan: ShardPlan | None = None,
     ) -> None:
         """Begin at a position.
 
         Args:
             start: Where the pass begins.
-            batch_size: Rows of a global batch; None where each batch has its own.
-            data_rank: Of this process; None where it holds none of the data.
-            num_data_ranks: How many there are.
+            batch_size: Rows of every global batch; None where each has its own.
+            place: (data rank, how many there are) of this process; None where it delivers nothing that is counted.
             num_steps: Of the whole epoch; None if it shows only at its end.
+            plan: The order of the epoch with this pass in it; None where a sampler or a stream has it.
         """
+        self.start, self.plan = start, plan
         self.epoch = start.epoch
         self.segments = start.continued(batch_size) if batch_size is not None else start.segments
-        self.number = next(_numbers)
+        self.number = next(numbers)
         self.num_steps = num_steps
-        self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
-        self._legs: list[Leg] = list(start.certificate)
-        self._leg_first = start.samples
+        self.counted = self.closed = False
+        """Whether what it delivers is counted by the run, and whether it delivers no more."""
+        self._place = place
         # In one value, so that a signal handler that saves the state finds all of a batch or nothing.
-        self._at = (start.samples, start.steps, start.ended, start.sampler, Tally())
+        self._at = (start.samples, start.steps, start.ended, start.sampler, Tally(), Tally())
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch that were delivered."""
+        return self._at[0]
 
     @property
     def steps(self) -> int:
         """Batches of the epoch that were delivered."""
         return self._at[1]
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last of them was the epoch's last."""
+        return self._at[2]
+
     def deliver(
-        self, num_real: int, ids: Sequence[Any] | npt.NDArray[np.int64], sampler_state: Mapping[str, Any] | None
+        self,
+        num_real: int,
+        ids: Sequence[Any] | npt.NDArray[np.int64],
+        sampler_state: Mapping[str, Any] | None,
+        last: bool | None = None,
+        drawn: Sequence[Any] = (),
     ) -> None:
         """Go on by one batch.
 
@@ -59,28 +81,38 @@ class PassProgress:
             num_real: Samples of the global batch.
             ids: The samples of this process's slice of it, padding left out.
             sampler_state: Of a sampler of the user's own, after this batch.
+            last: Whether it was seen that the epoch ends with it; None: its steps are known.
+            drawn: The samples of the global batch that a sampler of the user's own drew.
         """
-        samples, steps, _, _, tally = self._at
-        ended = steps + 1 == self.num_steps
-        self._at = (samples + num_real, steps + 1, ended, sampler_state, tally.added(ids))
+        samples, steps, _, _, tally, of_all = self._at
+        ended = steps + 1 == self.num_steps if last is None else last
+        of_all = of_all.added(drawn) if drawn else of_all
+        self._at = (samples + num_real, steps + 1, ended, sampler_state, tally.added(ids), of_all)
 
-    def legs(self) -> list[Leg]:
-        """Return what has been delivered, up to here."""
-        samples, _, _, _, tally = self._at
-        if samples == self._leg_first or self._data_rank is None:
-            return list(self._legs)
-        counted = (tally.num_ids, *tally.sums)
-        now = (self.epoch, self._leg_first, samples, self._data_rank, self._num_data_ranks, *counted)
-        return [*self._legs, now]
+    def end(self) -> None:
+        """Note that nothing comes after what was delivered."""
+        samples, steps, _, sampler, tally, of_all = self._at
+        self._at = (samples, steps, True, sampler, tally, of_all)
 
-    def close_legs(self, merged: list[Leg]) -> None:
-        """Replace what has been delivered by what all ranks together have."""
-        self._legs, self._leg_first = merged, self._at[0]
-        self._at = (*self._at[:4], Tally())
+    def mark(self) -> Mark:
+        """Return how far it has come."""
+        return self._at[0], self._at[4].total, self._at[5].total
 
-    def state(self, fingerprint: Mapping[str, Any]) -> LoaderState:
-        """Return the position as a value."""
-        samples, steps, ended, sampler, _ = self._at
+    def legs(self, since: Mark) -> list[Leg]:
+        """Return what has been delivered since a mark."""
+        (samples, mine, drawn), (first, *before) = self.mark(), since
+        if samples == first:
+            return []
+        legs = []
+        if self._place is not None:
+            legs.append(Leg(self.epoch, first, samples, *self._place, *plus(mine, before[0], -1)))
+        if drawn[0]:
+            legs.append(Leg(self.epoch, first, samples, DRAWN, 1, *plus(drawn, before[1], -1)))
+        return legs
+
+    def state(self, fingerprint: Mapping[str, Any], certificate: tuple[Leg, ...]) -> LoaderState:
+        """Return the position as a value, beside what has been delivered of the epoch."""
+        samples, steps, ended, sampler, *_ = self._at
         return LoaderState(
             epoch=self.epoch,
             samples=samples,
@@ -88,6 +120,6 @@ class PassProgress:
             ended=ended,
             segments=self.segments,
             sampler=sampler,
-            certificate=tuple(self.legs()),
+            certificate=certificate,
             fingerprint=fingerprint,
         )

@@ -12,14 +12,16 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.loader.progress import PassProgress
+from paddle_shard.loader.account import Delivered
+from paddle_shard.loader.progress import PassProgress, numbers
 from paddle_shard.loader.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.coverage import Certificate, certify, expected_of_plan
+from paddle_shard.plan.certificate import Account, Certificate, certify, expected_of_plan, merge
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.samplers import IndexBatch, PlanBatches
+from paddle_shard.samplers import IndexBatch, PlanBatches, UserBatches
 from paddle_shard.samplers.plan_batches import resumed_plan
+from paddle_shard.samplers.user_batches import UserBatch
 
 
 class Run:
@@ -37,9 +39,16 @@ class Run:
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
         self._seen = self._epoch = self._samplers_epoch() or 0
-        self._resumed = LoaderState()
+        self._resumed: LoaderState | None = None
+        self._first_pass = 0
+        """Number of the first pass since a state was loaded: earlier ones are not of this run any more."""
         self._newest: PassProgress | None = None
-        self._complete: PassProgress | None = None
+        """Where the run stands; None: where a pass that is made now begins."""
+        self._latest: PassProgress | None = None
+        """The pass that was delivered from last, or came to its end."""
+        indexed = source.stream is None and not source.item_is_batch
+        self._place = (layout.data_rank, layout.num_data_ranks) if indexed and layout.on_mesh else None
+        self._delivered = Delivered(self._place)
         self._num_steps: int | None = None
 
     @property
@@ -78,29 +87,43 @@ class Run:
 
     def finished(self, progress: PassProgress) -> None:
         """Move on to the next epoch, when a pass over this one has come to its end."""
+        if progress.number < self._first_pass:
+            return
+        self._latest = progress
+        self._count(progress)
+        progress.end()
+        if progress.start is self._resumed:
+            self._resumed = None
         if progress.epoch == self.epoch:
             self._epoch = progress.epoch + 1
             if self._shared:
                 self._sampler.epoch = self._seen = self._epoch
-            self._complete, self._newest = progress, None
+            self._newest = None
+        elif progress is self._newest:
+            self._newest = None
 
     # The position
 
     def start(self) -> LoaderState:
         """Return where a pass that is made now begins."""
-        epoch = self.epoch
-        return self._resumed if self._resumed.epoch == epoch else LoaderState(epoch=epoch)
+        return self._start_of(self.epoch)
+
+    def _start_of(self, epoch: int) -> LoaderState:
+        """Return the loaded position, until a pass from it has come to its end, or the beginning of an epoch."""
+        if self._resumed is not None and self._resumed.epoch == epoch:
+            return self._resumed
+        return LoaderState(epoch=epoch)
 
     def begin(self, start: LoaderState) -> PassProgress:
         """Return the progress of a pass that begins at a position."""
-        layout = self._layout
-        data_rank = layout.data_rank if layout.on_mesh else None
-        plan = self._plan_of(start.epoch)
+        source, plan = self._source, self._plan_from(start)
         num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
-        if self._source.stream is not None:
-            left = self._source.stream.batches.steps_left(start)
+        if source.stream is not None:
+            left = source.stream.batches.steps_left(start)
             num_steps = None if left is None else start.steps + left
-        return PassProgress(start, self._source.batch_size, data_rank, layout.num_data_ranks, num_steps)
+        # A sampler's batches may be of any size.
+        batch_size = None if isinstance(source.batches, UserBatches) else source.batch_size
+        return PassProgress(start, batch_size, self._place, num_steps, plan)
 
     def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
         """Note that a pass has delivered a batch.
@@ -110,9 +133,21 @@ class Run:
             batch: The global batch.
             ids: The samples in this process's slice of it.
         """
-        if self._newest is None or progress.number > self._newest.number:
-            self._newest = progress
-        progress.deliver(batch.num_real, ids, batch.sampler_state)
+        if progress.number >= self._first_pass and (self._newest is None or progress.number > self._newest.number):
+            self._newest = self._latest = progress
+        if not progress.counted:
+            self._count(progress)
+        if isinstance(batch, UserBatch):
+            drawn = () if self._source.split else batch.drawn
+            progress.deliver(batch.num_real, ids, batch.sampler_state, batch.last, drawn)
+        else:
+            progress.deliver(batch.num_real, ids, batch.sampler_state)
+
+    def _count(self, progress: PassProgress) -> None:
+        """Let what a pass delivers from here on count, if it is one of this run."""
+        if not progress.counted and progress.number >= self._first_pass:
+            self._delivered.count(progress)
+        progress.counted = True
 
     def num_steps(self) -> int:
         """Return the steps of a whole epoch, counted once."""
@@ -133,45 +168,73 @@ class Run:
         """Return where the run stands."""
         fingerprint = self._source.batches.fingerprint()
         if self._newest is not None:
-            return self._newest.state(fingerprint)
-        return replace(self.start(), fingerprint=fingerprint)
+            return self._newest.state(fingerprint, self._delivered.legs(self._newest.epoch))
+        start = self.start()
+        return replace(start, fingerprint=fingerprint, certificate=self._delivered.legs(start.epoch))
 
     def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Stand where a saved state says."""
         self._resumed = LoaderState.from_dict(state, self._source.batches.fingerprint(), override)
-        self._newest = None
+        self._delivered = Delivered(self._place, self._resumed)
+        self._newest = self._latest = None
+        self._first_pass = next(numbers)
         self.set_epoch(self._resumed.epoch, {})
 
     # What is delivered
 
-    def _plan_of(self, epoch: int) -> ShardPlan | None:
+    def _plan_from(self, start: LoaderState) -> ShardPlan | None:
         plan = self.plan
-        return plan if plan is None or self._resumed.epoch != epoch else resumed_plan(plan, self._resumed)
+        return None if plan is None else resumed_plan(plan, start)
 
-    def _asked_plan(self, epoch: int, what: str) -> ShardPlan:
-        plan = self._plan_of(epoch)
-        if plan is None:
-            own = "a stream, which has no index"
-            if self._source.stream is None:
-                own = f"the loader's own {type(self._sampler).__name__}"
-            raise ArgumentError(f"{what}: the order is that of {own}.")
-        return plan
+    def _plan_of(self, epoch: int) -> ShardPlan | None:
+        """Return the order in which an epoch was, is or would be served, in this order."""
+        done = self._newest or (self._latest if epoch != self.epoch else None)
+        return done.plan if done is not None and done.epoch == epoch else self._plan_from(self._start_of(epoch))
+
+    def _no_index(self) -> str | None:
+        """Return why samples have no number of their own that all ranks know; None if they have one."""
+        source = self._source
+        if source.stream is not None:
+            return "a stream, which has no index"
+        if source.item_is_batch:
+            return "a data set of whole batches (batch_size=None)"
+        if source.split and self.plan is None:
+            return "data that is split already, of which each rank numbers its own"
+        return None
 
     def where(self, sample: int, epoch: int | None) -> Where | None:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
-        return self._asked_plan(epoch, "where() cannot be asked").where(epoch=epoch, sample=sample)
+        plan = self._plan_of(epoch)
+        if plan is None:
+            own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
+            raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
+        return plan.where(epoch=epoch, sample=sample)
 
     def certificate(self) -> Certificate:
-        """Return what all ranks have delivered of the current epoch, or of a complete one before it; collective."""
-        progress = self._newest or self._complete or self.begin(self.start())
-        plan = self._asked_plan(progress.epoch, "certificate() cannot tell how often a sample should be delivered")
-        legs = progress.legs()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            gathered: list[Any] = []
-            dist.all_gather_object(gathered, legs)
-            legs = [tuple(leg) for of_rank in gathered for leg in of_rank]
-        expected = expected_of_plan(plan, progress.epoch)
-        certificate, merged = certify(legs, progress.epoch, plan.num_served, expected)
-        progress.close_legs(merged)
-        return certificate
+        """Return what all ranks have delivered of the epoch in which this run was last; collective."""
+        if (why := self._no_index()) is not None:
+            raise ArgumentError(f"certificate() cannot tell how often a sample should be delivered: this is {why}.")
+        epoch = self.epoch if self._latest is None else self._latest.epoch
+        plan = self._plan_from(self._start_of(epoch)) if self._latest is None else self._latest.plan
+        # That of the epoch in which the run stands as well, for a state that is saved now.
+        epochs = sorted({epoch, self.state().epoch})
+        gathered = _gathered([self._delivered.account(one) for one in epochs])
+        accounts = {one: [Account(*rank[at]) for rank in gathered] for at, one in enumerate(epochs)}
+        if plan is not None:
+            found = certify(accounts[epoch], epoch, plan.num_served, expected_of_plan(plan, epoch))
+        else:
+            drawn_by = f"the loader's {type(self._sampler).__name__}"
+            found = certify(accounts[epoch], epoch, self._delivered.end(epoch), None, drawn_by)
+        for one in epochs:
+            self._delivered.replace(one, merge(accounts[one])[0])
+        return found
+
+
+def _gathered(legs: Any) -> list[Any]:
+    """Return what each rank gives, this one included: collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [legs]
+    gathered: list[Any] = []
+    dist.all_gather_object(gathered, legs)
+    return gathered

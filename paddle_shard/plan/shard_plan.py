@@ -71,6 +71,8 @@ class ShardPlan:
     segments: tuple[tuple[int, int], ...] = ()
     """(first position, batch size) of each stretch of this epoch that was served in batches of another size,
     before the run went on with this one; ends with the first position of `batch_size`'s own stretch."""
+    ended: bool = False
+    """The epoch ended where the last of `segments` begins: what the tail dropped there stays so in `batch_size`."""
     _start: tuple[int, int] = field(init=False, repr=False, compare=False)
     """(step, position) at which the stretch of `batch_size` begins."""
     _rest: int = field(init=False, repr=False, compare=False)
@@ -132,7 +134,8 @@ class ShardPlan:
         for before, first, size, end in self._stretches():
             step = before + -(-(end - first) // size)
         position = self.segments[-1][0] if self.segments else 0
-        full, rest = divmod(max(0, self.num_positions - position), self.batch_size)
+        left = 0 if self.ended else max(0, self.num_positions - position)
+        full, rest = divmod(left, self.batch_size)
         object.__setattr__(self, "_start", (step, position))
         object.__setattr__(self, "_rest", rest)
         object.__setattr__(self, "_num_steps", step + full + (rest > 0 and self.tail != "drop"))

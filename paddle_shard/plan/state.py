@@ -32,7 +32,7 @@ class LoaderState:
     sampler: Mapping[str, Any] | None = None
     """The state of a sampler of the user's own, as of the last batch that was delivered."""
     certificate: tuple[tuple[Any, ...], ...] = ()
-    """What has been delivered so far; see `plan.coverage`."""
+    """What has been delivered of the epoch so far, as rows of `plan.certificate.Leg`."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """What the order depends on."""
 
@@ -120,7 +120,7 @@ def _check_shape(saved: Mapping[str, Any]) -> None:
         "ended": isinstance(saved["ended"], bool),
         "fingerprint": isinstance(saved["fingerprint"], Mapping),
         "segments": _rows_of(saved["segments"], 2),
-        "certificate": _rows_of(saved["certificate"], 8),
+        "certificate": _rows_of(saved["certificate"], 9),
     }
     for name, right in fine.items():
         if not right:

@@ -81,4 +81,6 @@ class PlanBatches:
 def resumed_plan(plan: ShardPlan, resumed: LoaderState) -> ShardPlan:
     """Return the plan of an epoch that goes on from a saved position, perhaps with another batch size."""
     segments = resumed.continued(plan.batch_size)
-    return plan if len(segments) < 2 else replace(plan, segments=segments)
+    if len(segments) < 2:
+        return plan
+    return replace(plan, segments=segments, ended=resumed.ended and segments[-1][0] == resumed.samples)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
 from paddle_shard.plan.partition import Rows, check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -26,6 +26,13 @@ class UserBatch:
     micro_size: int
     padding: int = 0
     sampler_state: Mapping[str, Any] | None = None
+    last: bool = False
+    """Whether the sampler was seen to end behind it. False also where nobody has looked yet."""
+
+    @property
+    def drawn(self) -> list[Any]:
+        """The samples that the sampler drew: all rows but the padding."""
+        return self.indices[: self.num_real] if self.padding else self.indices
 
     @property
     def num_rows(self) -> int:
@@ -87,6 +94,11 @@ class UserBatches:
         return self.num_steps is not None or (self._says_length and hasattr(self.batch_sampler, "__len__"))
 
     @property
+    def _drops_itself(self) -> bool:
+        """Whether what the sampler yields is what it wants to be served, smaller batches too."""
+        return bool(getattr(self.batch_sampler, "drop_last", False)) and not self.consecutive
+
+    @property
     def _says_length(self) -> bool:
         """Whether the sampler's own length is that of its batches here: its last is not dropped by the tail."""
         return self.tail != "drop" or bool(getattr(self.batch_sampler, "drop_last", False))
@@ -141,8 +153,45 @@ class UserBatches:
             sampler = copy.copy(sampler)  # now, so that this pass keeps its epoch whatever is set meanwhile
             if self.takes_epoch:
                 sampler.epoch = epoch
+        if self.consecutive and sampler.drop_last:  # by the tail, as the batches are when they are cut anew
+            sampler = copy.copy(sampler)
+            sampler.drop_last = False
         drawn = self._draw(sampler, epoch, resumed.sampler if resumed is not None else None)
-        return self._batches(drawn, resumed)
+        return self._seen_to_end(self._batches(drawn, resumed), resumed or LoaderState())
+
+    def _seen_to_end(self, batches: Iterator[UserBatch], resumed: LoaderState) -> Iterator[UserBatch]:
+        """Mark the last batch, where its length says that it could be the last.
+
+        That is where a look further is worth its while: a sampler that follows the loss draws as late as it can.
+        An end that no length has announced is seen by whoever asks for the batch behind it.
+        """
+        expected, step = self._steps_of_length(resumed), resumed.steps
+        found = next(batches, None)
+        while found is not None:
+            step += 1
+            if expected is None or step < expected:
+                yield found
+                found = next(batches, None)
+                continue
+            failure = following = None
+            try:
+                following = next(batches, None)
+            except PaddleShardError as error:  # raised at its own step
+                failure = error
+            yield replace(found, last=following is None and failure is None)
+            if failure is not None:
+                raise failure
+            found = following
+
+    def _steps_of_length(self, resumed: LoaderState) -> int | None:
+        """Return how many steps an epoch has at least, as far as lengths tell, which may be estimates."""
+        try:
+            steps = len(self) if self.knows_length else None
+        except Exception:  # a __len__ of the user's that raises
+            return None
+        if steps is None or not (resumed.samples and self.consecutive and self.nominal_size):
+            return steps
+        return resumed.steps + steps - -(-resumed.samples // self.nominal_size)  # perhaps in another size from here on
 
     def _batches(self, drawn: Iterator[Drawn], resumed: LoaderState | None) -> Iterator[UserBatch]:
         head: list[Any] = []  # the first samples of the order, to pad with
@@ -247,7 +296,9 @@ class UserBatches:
         self, batch: list[Any], head: list[Any], step: int, state: Mapping[str, Any] | None
     ) -> Iterator[UserBatch]:
         if self.tail == "drop":
-            return
+            if not self._drops_itself:
+                return
+            self._check_size(batch, step)
         if self.tail == "error":
             raise ArgumentError(
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "

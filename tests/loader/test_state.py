@@ -1,6 +1,9 @@
 """A run that is stopped anywhere goes on with the next sample, on any mesh, and proves it."""
 
+import copy
 import json
+from collections import Counter, defaultdict
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -197,7 +200,78 @@ def test_breaking_off_repeats_the_epoch_and_after_a_load_its_rest():
     other.set_epoch(0)
     assert [content(batch) for batch in other] == whole[2:]
     other.set_epoch(0)
-    assert len(rest(other)) == 4, "the loaded epoch keeps the position"
+    assert other.state_dict()["samples"] == 0
+    assert rest(other) == whole, "the position serves one pass"
+    other.set_epoch(0)
+    assert rest(other) == whole
+
+
+def test_the_position_serves_the_first_pass_over_its_epoch_that_comes_to_its_end():
+    straight = make(24, 4)
+    epochs = [rest(straight), rest(straight)]
+    first = make(24, 4)
+    batches = iter(first)
+    next(batches)
+    state = first.state_dict()
+    loader = make(24, 4)
+    before = iter(loader)  # of the run that the load puts an end to
+    next(before)
+    loader.load_state_dict(state)
+
+    assert [content(batch) for batch in before] == epochs[0][1:]
+    assert (loader.epoch, loader.state_dict()["samples"]) == (0, 4), "passes of before the load do not move the run"
+    loader.set_epoch(1)
+    assert rest(loader) == epochs[1]
+    loader.set_epoch(0)
+    for _ in range(2):
+        assert content(next(iter(loader))) == epochs[0][1], "a pass over another epoch, or a look, has not used it up"
+    one, other = iter(loader), iter(loader)
+    assert [content(batch) for batch in other] == epochs[0][1:]
+    assert [content(batch) for batch in one] == epochs[0][1:]
+    assert loader.epoch == 1
+    loader.set_epoch(0)
+    assert rest(loader) == epochs[0]
+
+
+def test_a_pass_that_ends_behind_another_does_not_hold_the_state_back():
+    loader = make(24, 4)
+    old, new = iter(loader), iter(loader)
+    next(new)
+    assert len([*old]) == 6
+    assert len([*new]) == 5
+
+    assert (loader.epoch, loader.state_dict()["epoch"], loader.state_dict()["samples"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("tail", ["pad", "fill", "drop"])
+@pytest.mark.parametrize("shuffle", [False, True, BLOCKS])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 11])
+def test_what_an_epoch_that_has_ended_delivered_is_the_same_on_both_sides_of_a_load(tail, shuffle, size):
+    """A smaller batch size would have served what "drop" has dropped; it comes too late."""
+    one = make(11, 4, tail=tail, shuffle=shuffle)
+    for batch in (batches := iter(one)):
+        last = batches.step - 1, int(content(batch)[0][0])
+        if one.state_dict()["ended"]:
+            break
+    state, told = one.state_dict(), one.certificate()
+    places = [one.where(sample=sample, epoch=0) for sample in range(11)]
+
+    other = make(11, size, tail=tail, shuffle=shuffle)
+    other.load_state_dict(state)
+    assert rest(other) == []
+    assert str(other.certificate()) == str(told) == f"epoch 0: each of {told.num_samples} samples exactly once"
+    assert told.num_samples == (8 if tail == "drop" else 11)
+    assert [other.where(sample=sample, epoch=0) for sample in range(11)] == places
+    assert other.where(sample=last[1], epoch=0).step == last[0]
+
+
+def test_a_look_at_the_first_batch_delivers_nothing():
+    loader = make(24, 4)
+    loader._first_batch()
+
+    assert loader.state_dict() == make(24, 4).state_dict()
+    assert loader.stats.total.batches == 0
+    assert run_epoch(loader).exact
 
 
 def test_the_state_follows_the_newest_iterator_that_has_delivered():
@@ -394,12 +468,29 @@ class Counts(Draws):
         self.at = state["at"]
 
 
+class Buckets(Draws):
+    """Its batches are of several sizes, up to the one that it names, and it drops what it does not want itself."""
+
+    def __init__(self, length, batch_size):
+        super().__init__(length, batch_size)
+        self.drop_last = True
+
+    def __iter__(self):
+        left = list(range(self.length))
+        for size in (2, 4, 2, 2, 4, 1, 4, 3):
+            yield [left.pop(np.random.randint(len(left))) for _ in range(size)]
+
+    def __len__(self):
+        return 8
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Draws, Counts])
+@pytest.mark.parametrize("kind", [Draws, Counts, Buckets])
 def test_a_sampler_of_the_users_own_is_resumed_at_every_step(kind, workers):
     straight = rest(make(sampler=kind(22, 4), length=22))
+    assert sum(len(ids) for ids, _ in straight) == 22
 
-    for stop in range(7):
+    for stop in range(len(straight) + 1):
         first = make(sampler=kind(22, 4), length=22, workers=workers)
         batches = iter(first)
         got = [content(next(batches)) for _ in range(stop)]
@@ -409,6 +500,7 @@ def test_a_sampler_of_the_users_own_is_resumed_at_every_step(kind, workers):
         again.load_state_dict(state)
 
         assert got + rest(again) == straight
+        assert again.certificate().exact, str(again.certificate())
 
 
 def test_a_sampler_with_a_state_is_not_replayed():
@@ -424,19 +516,22 @@ def test_a_sampler_with_a_state_is_not_replayed():
     assert sampler.drawn == 1
 
 
-def test_an_index_sampler_may_change_its_batch_size():
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_index_sampler_may_change_its_batch_size(drop_last):
     indices = list(range(100, 0, -1))
 
     def loader(size):
-        return make(101, sampler=BatchSampler(sampler=indices, batch_size=size))
+        return make(101, sampler=BatchSampler(sampler=indices, batch_size=size, drop_last=drop_last))
 
     first = loader(6)
     batches = iter(first)
     got = [i for _ in range(3) for i in content(next(batches))[0]]
     again = loader(4)
     again.load_state_dict(first.state_dict())
+    whole = 3 * 6 + 82 // 4 * 4 if drop_last else 100  # what is left is cut anew, not what the other size left of it
 
-    assert got + [i for batch in rest(again) for i in batch[0]] == indices
+    assert got + [i for batch in rest(again) for i in batch[0]] == indices[:whole]
+    assert again.certificate().exact
 
 
 @pytest.mark.parametrize(
@@ -512,3 +607,212 @@ def test_a_run_that_is_not_at_its_end_says_what_is_missing():
     assert not certificate.exact
     assert (certificate.delivered, certificate.missed, certificate.repeated) == (8, 92, 0)
     assert "positions [8, 100) were not delivered" in str(certificate)
+
+
+@pytest.mark.parametrize("begun_again", [0, 1, 40])
+def test_an_epoch_that_was_left_and_begun_again_was_delivered_twice_in_part(begun_again):
+    loader = make(100, 8)
+    for _ in range(begun_again):
+        next(iter(loader))
+    told = run_epoch(loader)
+
+    assert (told.exact, told.delivered, told.repeated) == (not begun_again, 100 + 8 * begun_again, 8 * begun_again)
+    assert len(json.dumps(loader.state_dict())) < 1024
+    loader.set_epoch(0)
+    assert run_epoch(loader).repeated == 100 + 8 * begun_again, "a second pass over all of it is a repetition, too"
+
+
+def test_after_a_load_the_loaded_epoch_is_certified_and_the_account_goes_on():
+    loader = make(100, 8)
+    run_epoch(loader)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+
+    for other in (make(100, 8), loader):
+        other.load_state_dict(state)
+        assert (other.certificate().epoch, other.certificate().delivered) == (1, 24)
+        assert other.state_dict()["certificate"][0][1:4] == [0, 24, -1], "of all ranks together"
+        assert str(run_epoch(other)) == "epoch 1: each of 100 samples exactly once"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("indices", (4, 20, 4, 20)), ("indices", (20, 2, 12)), ("estimate", (6, 6, 6))]
+)
+@pytest.mark.parametrize("length", [60, 100])
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+def test_a_samplers_end_is_what_was_seen_not_what_a_length_says(kind, sizes, length, tail):
+    got, state = [], None
+    for number, size in enumerate(sizes):
+        loader = make(length, size, tail=tail, **KINDS[kind](length, size))
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        for _, batch in zip(range(2 if number < len(sizes) - 1 else length), batches, strict=False):
+            valid = batches.valid.numpy()
+            got += [i for i, real in zip(content(batch)[0], valid, strict=True) if real]
+        state = json.loads(json.dumps(loader.state_dict()))
+        if state["ended"]:
+            break
+
+    assert len(set(got)) == len(got)
+    assert len(got) == length or (tail == "drop" and length - len(got) < size)
+    told = loader.certificate()
+    assert (told.exact, told.num_samples) == (True, len(got)), str(told)
+    assert "that the loader's" in str(told)
+
+
+class Gathering(Exception):
+    """Has what a rank would send to the others."""
+
+
+class Job:
+    """Loaders of simulated ranks, and all that each data rank was really given: the oracle of the certificate."""
+
+    def __init__(self, kind, length, tail, data_ranks, replicas, size):
+        self.kind, self.length, self.tail, self.size = kind, length, tail, size
+        self.data_ranks, self.replicas = data_ranks, replicas
+        mesh = dist.ProcessMesh(np.arange(data_ranks * replicas).reshape(data_ranks, replicas), dim_names=["dp", "mp"])
+        self.loaders = self.each(lambda rank: make(length, size, mesh, tail=tail, **KINDS[kind](length, size)))
+        self.given, self.ended, self.last = defaultdict(Counter), set(), None
+        self.unknown, self.told_all = set(), False
+        """Epochs of which some rank's account is lost; whether each rank has all ranks' accounts."""
+
+    def each(self, do):
+        ranks = range(self.data_ranks * self.replicas)
+        results = on_each_rank(ranks, lambda: do(dist.get_rank()))
+        return [results[rank] for rank in ranks]
+
+    def deliver(self, steps, at_once=1):
+        """Let each rank take steps of as many iterators in turn; None: to their end."""
+
+        def of_rank(rank):
+            passes, got, ended = [iter(self.loaders[rank]) for _ in range(at_once)], [], False
+            for batches in passes * (len(passes) * (steps or 10**3)):
+                batch = next(batches, None)
+                if batch is None:
+                    ended = True
+                    break
+                got.append((batches.epoch, content(batch)[0], batches.valid._local_value().numpy().tolist()))
+            return got, ended, passes[0].epoch
+
+        self.told_all = False
+        for rank, (got, ended, epoch) in enumerate(self.each(of_rank)):
+            for of_epoch, ids, valid in got if rank % self.replicas == 0 else ():
+                self.given[of_epoch].update(i for i, real in zip(ids, valid, strict=True) if real)
+            if ended:
+                self.ended.add(epoch)
+            if got or ended:
+                self.last = epoch
+
+    def set_epoch(self, epoch):
+        self.each(lambda rank: self.loaders[rank].set_epoch(epoch))
+
+    def certificate(self):
+        def gathering(legs):
+            raise Gathering(legs)
+
+        def sent(rank):
+            with mock.patch("paddle_shard.loader.run._gathered", gathering), pytest.raises(Gathering) as it:
+                self.loaders[rank].certificate()
+            return it.value.args[0]
+
+        accounts = json.loads(json.dumps(self.each(sent)))
+        with mock.patch("paddle_shard.loader.run._gathered", lambda legs: accounts):
+            found = self.each(lambda rank: self.loaders[rank].certificate())
+        self.told_all = True
+        assert len(set(map(str, found))) == 1, "all ranks say the same"
+        return found[0]
+
+    def check(self):
+        told = self.certificate()
+        assert told.epoch == (self.loaders[0].epoch if self.last is None else self.last)
+        got, left = self.given[told.epoch], self.length - len(self.given[told.epoch])
+        once = all(times == 1 for times in got.values())
+        ended = told.epoch in self.ended
+        if told.epoch in self.unknown:
+            assert not told.exact
+            return
+        own = self.kind in OWN
+        complete = left == 0 or (self.tail == "drop" and (ended or left < self.size))
+        assert told.delivered == sum(got.values())
+        if told.exact:
+            assert once, (told, got)
+            assert complete, (told, got)
+            assert told.num_samples == len(got)
+        elif not own or ended:  # a plan's end is known ahead; a sampler's has to be seen
+            assert not (once and complete), (str(told), got)
+        if self.kind != "blocks" and not own and self.tail != "drop":  # whose order is that of the first batch size
+            assert (told.missed, told.repeated) == (left, sum(got.values()) - len(got))
+
+    def resumed(self, how, data_ranks, replicas, size):
+        """A job that goes on from this one's saved states."""
+        if how == "merged":
+            self.certificate()
+        states = json.loads(json.dumps(self.each(lambda rank: self.loaders[rank].state_dict())))
+        epoch = states[0]["epoch"]
+        assert len({(state["epoch"], state["samples"], state["ended"]) for state in states}) == 1
+        assert len(json.dumps(states[0])) < 4096
+        new = self.kind, self.length, self.tail, data_ranks, replicas, size
+        other = self if how == "same loaders" else Job(*new)
+        world = other.data_ranks * other.replicas
+        held = {0} if how == "one" else {rank % len(states) // self.replicas for rank in range(world)}
+        other.given = defaultdict(Counter, {epoch: copy.copy(self.given[epoch])})
+        known = self.told_all or how == "same loaders" or len(held) == self.data_ranks
+        told_all, self.told_all = self.told_all, False
+        other.unknown = {epoch} if self.given[epoch] and (epoch in self.unknown or not known) else set()
+        other.told_all = told_all
+        other.ended, other.last = ({epoch} if states[0]["ended"] else set()), None
+        own = how != "one"
+        other.each(lambda rank: other.loaders[rank].load_state_dict(states[rank % len(states) if own else 0]))
+        return other
+
+
+KINDS = {
+    "plain": lambda length, size: {"shuffle": True},
+    "blocks": lambda length, size: {"shuffle": BLOCKS},
+    "indices": lambda length, size: {"sampler": BatchSampler(sampler=list(range(length))[::-1], batch_size=size)},
+    "draws": lambda length, size: {"sampler": Draws(length, 6)},
+    "estimate": lambda length, size: {"sampler": Estimates(length, 6)},
+}
+OWN = ("indices", "draws", "estimate")
+
+
+class Estimates(Draws):
+    """Has a length that is too small at first, too large later, as those that are made of sizes."""
+
+    def __len__(self):
+        return 2
+
+
+MESHES = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 1, 2]), st.sampled_from([6, 6, 12, 18]))
+ACTIONS = st.one_of(
+    st.tuples(st.just("deliver"), st.sampled_from([1, 2, 3, None])),
+    st.tuples(st.just("deliver"), st.sampled_from([1, 2, None]), st.just(2)),
+    st.tuples(st.just("set_epoch"), st.integers(0, 1)),
+    st.tuples(st.just("check")),
+    st.tuples(st.just("resumed"), st.sampled_from(["merged", "own", "one", "same loaders"]), MESHES),
+)
+
+
+@UNSHARED
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    length=st.sampled_from([6, 17, 30, 36]),
+    tail=st.sampled_from(["pad", "fill", "drop"]),
+    mesh=MESHES,
+    actions=st.lists(ACTIONS, max_size=7),
+)
+def test_the_certificate_says_exactly_once_if_and_only_if_it_was(kind, length, tail, mesh, actions):
+    if tail == "drop" and length < 18:
+        length += 18
+    job = Job(kind, length, tail, *mesh)
+    for name, *how in actions:
+        if name == "resumed":
+            job = job.resumed(how[0], *how[1])
+        else:
+            getattr(job, name)(*how)
+    job.deliver(None)
+    job.check()

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
 from paddle_shard.samplers import UserBatches
@@ -41,6 +43,29 @@ def test_a_short_last_batch_gets_the_tail(tail, nominal, last):
     found = served([1, 2, 9, 4], [8, 5, 3], tail=tail, nominal=nominal)
 
     assert found == [([1, 2, 9, 4], 0)] + ([last] if last else [])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    ranks=st.integers(1, 3),
+    nominal=st.sampled_from([None, 4, 12]),
+)
+def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(sizes, ranks, nominal):
+    """Buckets and token budgets end on a batch that is smaller than the nominal size, and mean it."""
+    ids = iter(range(100))
+    batches = [[next(ids) for _ in range(size * ranks)] for size in sizes]
+    sampler = Batches(*batches, drop_last=True)
+    source = UserBatches(batch_sampler=sampler, num_data_ranks=ranks, tail="drop", nominal_size=nominal)
+
+    assert [batch.indices for batch in source.epoch(0)] == batches
+    assert len(source) == len(batches)
+
+
+def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was_to_drop_it():
+    sampler = Batches([1, 2], [3], drop_last=True)
+
+    with pytest.raises(BatchSizeError, match="step 1 of the batch_sampler Batches: .* batch of 1 cannot"):
+        list(UserBatches(batch_sampler=sampler, num_data_ranks=2, tail="drop").epoch(0))
 
 
 def test_fill_goes_up_to_the_nominal_size_and_round_the_order():

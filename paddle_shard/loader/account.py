@@ -1,0 +1,85 @@
+"""What has this process delivered, by whichever iterator, since its run began?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paddle_shard.loader.progress import Mark, PassProgress
+from paddle_shard.plan.certificate import Account, Leg, folded
+from paddle_shard.plan.state import LoaderState
+
+
+class _Epoch(NamedTuple):
+    known: tuple[Leg, ...] = ()
+    """From a saved state, or the last certificate."""
+    own: tuple[Leg, ...] = ()
+    """Since, by passes that are closed."""
+    passes: tuple[tuple[PassProgress, Mark], ...] = ()
+    """The others, and how far they were at the last certificate."""
+    end: int | None = None
+    """The position at which a pass has come to the end of a sampler."""
+
+    def settled(self) -> _Epoch:
+        """Return the same without the passes that are closed."""
+        closed = [(progress, mark) for progress, mark in self.passes if progress.closed]
+        if not closed:
+            return self
+        own = folded([*self.own, *(leg for progress, mark in closed for leg in progress.legs(mark))])
+        passes = tuple(entry for entry in self.passes if not entry[0].closed)
+        return _Epoch(self.known, tuple(own), passes, self.seen_end())
+
+    def seen_end(self) -> int | None:
+        """Return where the sampler was seen to end last."""
+        return next((progress.samples for progress, _ in reversed(self.passes) if progress.ended), self.end)
+
+
+class Delivered:
+    """The account of this process, by epochs.
+
+    An epoch's is replaced in one assignment, and what a pass delivers is counted by the pass, in one as well, so that a
+    signal handler that saves the state finds all of a batch or nothing.
+    """
+
+    def __init__(self, place: tuple[int, int] | None, loaded: LoaderState | None = None) -> None:
+        """Begin the account.
+
+        Args:
+            place: (data rank, how many there are) of this process; None where it holds none of the data.
+            loaded: The state that the run resumes from, with what had been delivered by then.
+        """
+        self._place = place
+        self._epochs: dict[int, _Epoch] = {}
+        self._open: set[int] = set()
+        if loaded is not None:
+            legs = (Leg(*row) for row in loaded.certificate)
+            known = tuple(leg for leg in legs if leg.epoch == loaded.epoch)
+            self._epochs[loaded.epoch] = _Epoch(known, end=loaded.samples if loaded.ended else None)
+
+    def count(self, progress: PassProgress) -> None:
+        """Count what a pass delivers from now on; of passes that are over, what they have is all that is kept."""
+        for epoch in sorted(self._open):
+            self._epochs[epoch] = self._epochs[epoch].settled()
+        self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
+        found = self._epochs.get(progress.epoch, _Epoch())
+        self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.mark())))
+
+    def account(self, epoch: int) -> Account:
+        """Return what this process knows of an epoch."""
+        found = self._epochs.get(epoch, _Epoch())
+        own = folded([*found.own, *(leg for progress, mark in found.passes for leg in progress.legs(mark))])
+        return Account(self._place, found.known, own)
+
+    def legs(self, epoch: int) -> tuple[Leg, ...]:
+        """Return the same for a saved state."""
+        _, known, own = self.account(epoch)
+        return tuple(folded([*known, *own]))
+
+    def end(self, epoch: int) -> int | None:
+        """Return the position at which a sampler of the user's own has ended; None: nobody has seen it."""
+        return self._epochs.get(epoch, _Epoch()).seen_end()
+
+    def replace(self, epoch: int, known: list[Leg]) -> None:
+        """Let what all ranks have delivered together take the place of what this one has."""
+        found = self._epochs.get(epoch, _Epoch())
+        passes = tuple((progress, progress.mark()) for progress, _ in found.passes)
+        self._epochs[epoch] = _Epoch(tuple(known), (), passes, found.end)

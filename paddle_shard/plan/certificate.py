@@ -1,0 +1,302 @@
+"""Was each sample of an epoch delivered exactly once, in a run that was stopped and resumed?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.plan.tally import Total, id_sums, plus
+
+if TYPE_CHECKING:
+    from paddle_shard.plan.shard_plan import ShardPlan
+
+ALL, DRAWN = -1, -2
+
+_CHUNK = 1 << 16
+_MOST = 16
+"""Stretches of a data rank that are kept apart where they lie inside others."""
+
+Expected = Callable[[int, int], Total]
+"""The real samples at positions [first, end)."""
+
+
+class Leg(NamedTuple):
+    """What was delivered at a stretch of the positions of an epoch's order."""
+
+    epoch: int
+    first: int
+    end: int
+    data_rank: int
+    """Whose slices; `ALL`: those of all data ranks; `DRAWN`: nobody's, it is what a sampler of the user's own drew."""
+    num_data_ranks: int
+    """How many there were; 1 for `ALL` and `DRAWN`."""
+    num: int
+    one: int
+    other: int
+    """`num`, `one` and `other` are the total of the samples."""
+    times: int = 1
+    """How often the stretch was delivered; the total is that of all times. -k: of k stretches somewhere inside."""
+
+    @property
+    def total(self) -> Total:
+        """Of the samples."""
+        return self.num, self.one, self.other
+
+    @property
+    def owner(self) -> tuple[int, int, int]:
+        """Legs of one owner add up."""
+        return self.epoch, self.data_rank, self.num_data_ranks
+
+    def joined(self, leg: Leg, times: int) -> Leg:
+        """Return the stretch around both, with the samples of both."""
+        total = plus(self.total, leg.total)
+        return Leg(self.epoch, min(self.first, leg.first), max(self.end, leg.end), *self.owner[1:], *total, times)
+
+
+class Account(NamedTuple):
+    """What one rank knows to have been delivered of an epoch."""
+
+    place: tuple[int, int] | None
+    """(its data rank, how many there are); None where it holds none of the data."""
+    known: Sequence[Leg]
+    """From a saved state, or of all ranks from the last certificate."""
+    own: Sequence[Leg]
+    """What it has delivered itself since."""
+
+
+# As few as can be
+
+
+def folded(legs: Iterable[Leg]) -> list[Leg]:
+    """Return the same legs, as few: one for a stretch that was delivered several times.
+
+    However often an epoch is begun again, they stay few: where an owner has many, those that lie inside others
+    become one, of which it is no longer known which stretches they were.
+    """
+    found: dict[Any, Leg] = {}
+    for leg in legs:
+        key = (leg[:5] if leg.times > 0 else leg.owner), leg.times > 0
+        found[key] = leg if key not in found else found[key].joined(leg, found[key].times + leg.times)
+    owners: dict[Any, list[Leg]] = defaultdict(list)
+    for leg in sorted(found.values()):
+        owners[leg.owner].append(leg)
+    return [leg for own in owners.values() for leg in (own if len(own) <= _MOST else _inside_as_one(own))]
+
+
+def _inside_as_one(legs: list[Leg]) -> list[Leg]:
+    """Return the legs of an owner, those inside others as one."""
+    kept, inside = list[Leg](), None
+    for leg in legs:
+        around = (o for o in legs if o != leg and o.times > 0 and o.first <= leg.first and leg.end <= o.end)
+        if leg.times > 0 and next(around, None) is None:
+            kept.append(leg)
+            continue
+        times = -abs(leg.times)
+        inside = leg._replace(times=times) if inside is None else inside.joined(leg, inside.times + times)
+    return kept if inside is None else [*kept, inside]
+
+
+# What ranks know, put together
+
+
+def merge(accounts: Iterable[Account]) -> tuple[list[Leg], list[str]]:
+    """Return what all ranks together know to be delivered, and what is wrong with it.
+
+    Ranks with the same data rank, replicas, must have delivered the same, by all their iterators together; one of
+    each is counted. What is known from before is the same on every rank that knows it, and counted once. A stretch
+    that every data rank has delivered becomes one leg of `ALL`, and what follows it is joined to that. A stretch of
+    which a data rank's leg is missing stays in pieces.
+    """
+    problems: list[str] = []
+    known: set[Leg] = set()
+    drawn: set[Leg] = set()
+    replicas: dict[tuple[int, int], set[Leg]] = {}
+    for place, before, own in accounts:
+        known |= {Leg(*leg) for leg in before}
+        since = {Leg(*leg) for leg in own}
+        drawn |= {leg for leg in since if leg.data_rank == DRAWN}
+        mine = since - drawn
+        if place is not None and replicas.setdefault((place[0], place[1]), mine) != mine:
+            problems.append(f"replicas of data rank {place[0]} delivered different samples, or not as many")
+    whole: list[Leg] = []
+    pieces: list[Leg] = []
+    for legs in (known, drawn.union(*replicas.values())):
+        _put_together(legs, whole, pieces, problems)
+    return folded([*_chained(whole), *pieces]), problems
+
+
+def _put_together(legs: set[Leg], whole: list[Leg], pieces: list[Leg], problems: list[str]) -> None:
+    """Add what all data ranks have delivered to `whole`, and what some have to `pieces`."""
+    stretches: dict[Any, dict[int, Leg]] = defaultdict(dict)
+    for leg in sorted(legs):
+        kind = DRAWN if leg.data_rank == DRAWN else ALL
+        of_ranks = stretches[(leg.first, leg.end, leg.num_data_ranks, leg.times, kind)]
+        if leg.data_rank in of_ranks:
+            who = "the samplers drew" if kind == DRAWN else f"replicas of data rank {leg.data_rank} delivered"
+            problems.append(f"{who} different samples on some ranks in [{leg.first}, {leg.end})")
+        of_ranks[leg.data_rank] = leg
+    for (first, end, num_ranks, times, kind), of_ranks in sorted(stretches.items()):
+        if kind in of_ranks:
+            whole.append(of_ranks[kind])
+            continue
+        missing = sorted(set(range(num_ranks)) - set(of_ranks))
+        if missing:
+            problems.append(
+                f"what data ranks {missing} of {num_ranks} delivered in [{first}, {end}) is not known: call "
+                "certificate() on all ranks before state_dict(), or load every rank's own state"
+            )
+            pieces += of_ranks.values()
+            continue
+        total = (0, 0, 0)
+        for leg in of_ranks.values():
+            total = plus(total, leg.total)
+        whole.append(Leg(leg.epoch, first, end, ALL, 1, *total, times))
+
+
+def _chained(legs: Iterable[Leg]) -> list[Leg]:
+    """Return legs with those that follow each other as one."""
+    found: list[Leg] = []
+    for leg in sorted(legs):
+        before = [o for o in found if (o.end, o.owner, o.times) == (leg.first, leg.owner, leg.times) and o.times > 0]
+        if before:
+            found.remove(before[0])
+            leg = before[0].joined(leg, leg.times)
+        found.append(leg)
+    return found
+
+
+# What that proves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What a run has delivered of an epoch, over all data ranks, iterators, stops and meshes."""
+
+    epoch: int
+    num_samples: int
+    """Samples that the epoch delivers: all, but for what the tail drops."""
+    delivered: int
+    """Samples that were delivered, counted as often as they were."""
+    missed: int
+    """Samples that were not delivered, as far as the stretches tell."""
+    repeated: int
+    """Samples that were delivered again, as far as the stretches tell."""
+    problems: tuple[str, ...]
+    """Everything that speaks against "exactly once"; empty where it is proved."""
+    drawn_by: str | None = None
+    """The sampler of the user's own that decided on the samples: each of its draws was to be delivered once, and
+    a sample as often as it drew it. None: the samples are those of the data set."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether each sample of the epoch was delivered exactly once."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        what = f"each of {self.num_samples} samples"
+        if self.drawn_by is not None:
+            what += f" that {self.drawn_by} drew"
+        if self.exact:
+            return f"epoch {self.epoch}: {what} exactly once"
+        return f"epoch {self.epoch}: NOT {what} exactly once: " + "; ".join(self.problems)
+
+
+def certify(
+    accounts: Iterable[Account],
+    epoch: int,
+    num_positions: int | None,
+    expected: Expected | None,
+    drawn_by: str | None = None,
+) -> Certificate:
+    """Return what the accounts of all ranks prove of an epoch.
+
+    Args:
+        accounts: Of all ranks.
+        epoch: The epoch.
+        num_positions: Positions of its order that are served; None: the sampler has not been seen to end.
+        expected: What belongs at the positions. None: only a sampler knows, so what was drawn is compared.
+        drawn_by: The sampler's name.
+    """
+    legs, problems = merge(accounts)
+    whole = [leg for leg in legs if leg.data_rank == ALL]
+    size = (lambda first, end: end - first) if expected is None else (lambda first, end: expected(first, end)[0])
+    at = missed = repeated = 0
+    for leg in whole:
+        stretch = f"positions [{leg.first}, {leg.end})"
+        if leg.times < 0:
+            repeated += leg.num
+            problems.append(f"of {stretch} {leg.num} samples were delivered again, in {-leg.times} stretches")
+            continue
+        if leg.first > at:
+            missed += size(at, leg.first)
+            problems.append(f"positions [{at}, {leg.first}) were not delivered")
+        elif leg.first < at:
+            repeated += size(leg.first, min(at, leg.end))
+            problems.append(f"positions [{leg.first}, {min(at, leg.end)}) were delivered again")
+        if leg.times > 1:
+            repeated += (leg.times - 1) * size(leg.first, leg.end)
+            problems.append(f"{stretch} were delivered {leg.times} times")
+        at = max(at, leg.end)
+    if num_positions is None:
+        problems.append(f"{drawn_by} has not been seen to end after position {at}")
+    elif at < num_positions:
+        missed += size(at, num_positions)
+        problems.append(f"positions [{at}, {num_positions}) were not delivered")
+    for what, wanted, found in _compared(legs, expected):
+        if found[0] != wanted[0]:
+            problems.append(f"{what} hold {wanted[0]} samples, but {found[0]} were delivered")
+            missed, repeated = missed + max(0, wanted[0] - found[0]), repeated + max(0, found[0] - wanted[0])
+        elif found != wanted:
+            problems.append(f"in {what} some samples were missed and as many repeated")
+    return Certificate(
+        epoch=epoch,
+        num_samples=size(0, at if num_positions is None else num_positions),
+        delivered=sum(leg.num for leg in whole),
+        missed=missed,
+        repeated=repeated,
+        problems=tuple(dict.fromkeys(problems)),
+        drawn_by=drawn_by,
+    )
+
+
+def _compared(legs: Sequence[Leg], expected: Expected | None) -> Iterable[tuple[str, Total, Total]]:
+    """Yield (positions, what belongs there, what was delivered)."""
+    zero = (0, 0, 0)
+    if expected is not None:
+        for leg in legs:
+            if leg.data_rank == ALL and leg.times > 0:
+                belongs = plus(zero, expected(leg.first, leg.end), leg.times)
+                yield f"positions [{leg.first}, {leg.end})", belongs, leg.total
+    elif all(leg.data_rank in (ALL, DRAWN) for leg in legs):  # no pieces, of which something is not known
+        totals = {ALL: zero, DRAWN: zero}
+        for leg in legs:
+            totals[leg.data_rank] = plus(totals[leg.data_rank], leg.total)
+        yield "the sampler's batches", totals[DRAWN], totals[ALL]
+
+
+def expected_of_plan(plan: ShardPlan, epoch: int) -> Expected:
+    """Return what `certify` compares with, for a plan."""
+
+    @cache
+    def expected(first: int, end: int) -> Total:
+        if first == 0 and end == plan.num_positions:  # every sample: their order does not matter
+            chunks: Iterable[npt.NDArray[np.int64]] = (
+                np.arange(start, min(start + _CHUNK, plan.num_samples)) for start in range(0, plan.num_samples, _CHUNK)
+            )
+        else:
+            chunks = (
+                plan.samples(epoch=epoch, first=start, end=min(start + _CHUNK, end))
+                for start in range(first, end, _CHUNK)
+            )
+        total = (0, 0, 0)
+        for chunk in chunks:
+            total = plus(total, (len(chunk), *id_sums(chunk)))
+        return total
+
+    return expected
