@@ -124,7 +124,8 @@ class ShardDataloader(PaddleShardDataloader):
             import_tqdm()  # so that it is missed on every rank, and now
         dealt = self._source.stream is not None and self._source.stream.dealt
         self._prefetch, self._worth = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
-        self._agreeing_ranks = _who_agrees(layouts) if agree else (dist.get_rank(),)
+        members, me = _ranks_of(layouts), dist.get_rank()
+        self._agreeing_ranks = members if agree and me in members else (me,)
         options = {"seed": seed, "seed_paddle": seed_paddle, "input_keys": input_keys, "timeout": timeout}
         options |= {"on_error": on_error, "num_batches": num_batches, "num_parts": num_parts}
         self._facts = facts_of(self._source, layouts, dataloader.dataset, options)
@@ -132,7 +133,7 @@ class ShardDataloader(PaddleShardDataloader):
         self._given = dataloader
         self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
         self.dense_tensor_idx = dense_tensor_idx
-        self._run = Run(self._source, self._own_layout)
+        self._run = Run(self._source, self._own_layout, members, timeout)
         own, compared = self._own_layout, hasattr(self._source.custom_sampler, "nranks") or auto_dp
         self._split_check: SplitCheck | None = None
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
@@ -339,7 +340,8 @@ class ShardDataloader(PaddleShardDataloader):
             )
 
 
-def _who_agrees(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
-    """Return the global ranks that keep in step: those of the meshes, and no others."""
-    ranks = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
-    return ranks if num_ranks() > 1 and dist.get_rank() in ranks else (dist.get_rank(),)
+def _ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
+    """Return the global ranks that keep in step: those of the meshes, and no others; this one, if it is alone."""
+    if num_ranks() == 1:
+        return (dist.get_rank(),)
+    return tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))

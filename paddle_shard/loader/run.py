@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.account import Delivered
+from paddle_shard.loader.agreeing import gather_of
 from paddle_shard.loader.progress import PassProgress, numbers
 from paddle_shard.loader.source import Source
 from paddle_shard.place.field import FieldLayout
@@ -27,14 +29,16 @@ from paddle_shard.samplers.user_batches import UserBatch
 class Run:
     """The epoch and the position of a loader's passes, and its saved state."""
 
-    def __init__(self, source: Source, layout: FieldLayout) -> None:
+    def __init__(self, source: Source, layout: FieldLayout, ranks: tuple[int, ...], timeout: float) -> None:
         """Begin at epoch 0, or at that of a sampler of the user's own.
 
         Args:
             source: What the passes read.
             layout: Of the field that says which data rank this process is.
+            ranks: The global ranks of the meshes.
+            timeout: Seconds to wait for them, where they are asked what they have delivered.
         """
-        self._source, self._layout = source, layout
+        self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -219,7 +223,12 @@ class Run:
         plan = self._plan_from(self._start_of(epoch)) if self._latest is None else self._latest.plan
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
-        gathered = _gathered([self._delivered.account(one) for one in epochs])
+        if dist.get_rank() not in self._ranks:
+            raise ArgumentError(
+                f"certificate(): global rank {dist.get_rank()} is on none of the loader's meshes, and has delivered "
+                "nothing. Call it on the ranks of the meshes, all of them."
+            )
+        gathered = _gathered([self._delivered.account(one) for one in epochs], self._ranks, self._timeout)
         accounts = {one: [Account(*rank[at]) for rank in gathered] for at, one in enumerate(epochs)}
         if plan is not None:
             found = certify(accounts[epoch], epoch, plan.num_served, expected_of_plan(plan, epoch))
@@ -231,10 +240,6 @@ class Run:
         return found
 
 
-def _gathered(legs: Any) -> list[Any]:
-    """Return what each rank gives, this one included: collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [legs]
-    gathered: list[Any] = []
-    dist.all_gather_object(gathered, legs)
-    return gathered
+def _gathered(legs: Any, ranks: tuple[int, ...], timeout: float) -> list[Any]:
+    """Return what each of some ranks gives, this one included: collective over them."""
+    return [json.loads(said) for said in gather_of(ranks, json.dumps(legs).encode(), timeout)]

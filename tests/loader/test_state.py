@@ -710,7 +710,7 @@ class Job:
         self.each(lambda rank: self.loaders[rank].set_epoch(epoch))
 
     def certificate(self):
-        def gathering(legs):
+        def gathering(legs, *others):
             raise Gathering(legs)
 
         def sent(rank):
@@ -719,7 +719,7 @@ class Job:
             return it.value.args[0]
 
         accounts = json.loads(json.dumps(self.each(sent)))
-        with mock.patch("paddle_shard.loader.run._gathered", lambda legs: accounts):
+        with mock.patch("paddle_shard.loader.run._gathered", lambda legs, *others: accounts):
             found = self.each(lambda rank: self.loaders[rank].certificate())
         self.told_all = True
         assert len(set(map(str, found))) == 1, "all ranks say the same"
