@@ -117,7 +117,9 @@ class Coordinator:
             if self._closed:
                 raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
             patience = self.timeout if timeout is None else timeout
-            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label, name, patience, same_data)
+            agreement = Agreement(
+                self, self._opened, prefetch, ends_must_agree, label, name, patience, same_data and self.group.size > 1
+            )
             agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:
                 self._passes[self._opened] = agreement

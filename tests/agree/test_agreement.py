@@ -526,6 +526,10 @@ def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others
             assert at > 0 or steps == 0, "what differs from the first on is never delivered"
 
 
+def test_a_single_rank_has_nobody_to_compare_with():
+    assert reads(pair(size=1)[0], [1, 2, 3], prefetch=4) == (3, "ended")
+
+
 def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_data():
     coordinators = pair(size=2)
     same = [number * 7 for number in range(40)]
