@@ -205,12 +205,16 @@ class _Shelf:
         return first, end
 
     def samples(self, places: Indices) -> Indices:
-        """Return the sample at each place; the places lie close to each other."""
+        """Return the sample at each place; no more blocks than places are looked up."""
         slots = self._slot(places)
-        low = int(slots.min())
-        # [slot - low]: the block there
-        blocks = self._blocks(np.arange(low, int(slots.max()) + 1, dtype=np.int64))
-        return blocks[slots - low] * self._size + places - self._start(slots)
+        low, high = int(slots.min()), int(slots.max())
+        if high - low < len(places):
+            # [slot - low]: the block there
+            blocks = self._blocks(np.arange(low, high + 1, dtype=np.int64))[slots - low]
+        else:  # a window of more blocks than are in memory at once
+            found, at = np.unique(slots, return_inverse=True)
+            blocks = self._blocks(found)[at]
+        return blocks * self._size + places - self._start(slots)
 
     def places(self, samples: Indices) -> Indices:
         """Return the place of each sample: undo `samples`."""

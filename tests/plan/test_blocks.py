@@ -1,6 +1,7 @@
 """Blocks on disk are read whole by one data rank, and the order is a bijection for every length, size and width."""
 
 import re
+import tracemalloc
 from functools import cache
 
 import numpy as np
@@ -77,6 +78,21 @@ def test_long_orders_cost_no_set_up_and_their_inverse_undoes_them(n, blocks, wid
         assert len(set(samples.tolist())) == len(samples)
         assert ((samples >= 0) & (samples < n)).all()
         assert (order.inverse(samples) == positions).all()
+
+
+@pytest.mark.parametrize("window", [1, 8, 10**4, 3 * 10**6])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_memory_is_what_it_promises_at_any_window(window, size):
+    """2 P tables of 8192 numbers, and less than 4 MB to draw one."""
+    order = BlockOrder(10**12, Blocks(size=size, window=window), 2, 0, 0)
+    tracemalloc.start()
+    try:
+        order.inverse(order.between(10**11, 10**11 + 8))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 2 * order.num_parts * TABLE * 8 + (4 << 20)
 
 
 def test_it_keeps_the_shape_and_takes_nothing():
