@@ -46,6 +46,7 @@ class Agreement:
         name: str,
         timeout: float,
         same_data: bool = False,
+        ends_apart: int | None = None,
     ) -> None:
         """Start at step 0; see `Coordinator.open`."""
         self._coordinator, self._changed = coordinator, coordinator.changed
@@ -68,7 +69,8 @@ class Agreement:
         self.unsent: list[tuple[int, bytes]] = []
         """(step, note) of this rank that the others have not been told."""
         self._notes: dict[int, list[tuple[int, bytes]]] = {}
-        self._same_data, self._history = same_data, ReadHistory()
+        self._same_data, self._ends_apart, self._history = same_data, ends_apart, ReadHistory()
+        self.outlook.reads_on = 0 if ends_apart is None else 1
         self._compared = 0
         """Steps, of those that rounds have released, before which all ranks are known to have read the same."""
         self.waited = 0.0
@@ -167,12 +169,13 @@ class Agreement:
     def wanted(self, step: int) -> int:
         """Return how many steps should be announced before `step` is asked for.
 
-        One for the first, two more for each that follows, until `prefetch` more than `step` are. No more than
-        are announced, where nothing may follow.
+        One for the first, two more for each that follows, until `prefetch` more than `step` are; one more where ends
+        are compared. No more than are announced, where nothing may follow.
         """
         if self.outlook.kind != OK or self._verdict is not None:
             return self.outlook.step
-        return min(step + max(self._prefetch, 1), 2 * step + 1)
+        on = self.outlook.reads_on
+        return min(step + max(self._prefetch, 1 + on), 2 * step + 1 + on)
 
     def deliver(self, step: int) -> bool:
         """Return whether a step may be delivered; False if the pass has ended before it, on all ranks.
@@ -323,10 +326,14 @@ class Agreement:
     def _differing(self, outlooks: Sequence[Outlook]) -> tuple[int, list[int]] | None:
         """Return the first step of which not all ranks have read the same, and what each has; None if there is none."""
         found = first_difference([outlook.report for outlook in outlooks])
+        if found is not None or self._ends_apart is None:
+            return found
         ends = [outlook.exhausted for outlook in outlooks]
-        if found is None and max(ends) < NEVER and max(ends) - min(ends) > 1:  # parts differ by less than two stripes
-            return min(ends), ends
-        return found
+        if max(ends) == NEVER:
+            ends = [outlook.step for outlook in outlooks]
+        first = min(ends)
+        # The parts of one stream end no further apart.
+        return (first, [int(end > first) for end in ends]) if max(ends) - first > self._ends_apart else None
 
     def _ended_unequally(self) -> bool:
         return len({self._ends_here(outlook) for outlook in self._outlooks}) > 1

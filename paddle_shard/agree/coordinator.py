@@ -94,6 +94,7 @@ class Coordinator:
         name: str = "the data",
         timeout: float | None = None,
         same_data: bool = False,
+        ends_apart: int | None = None,
         exit_when_lost: bool = False,
     ) -> Agreement:
         """Start a pass; all ranks open theirs in the same order. Waits for nothing.
@@ -106,6 +107,7 @@ class Coordinator:
             name: Of the loader, for messages.
             timeout: Seconds for which a rank may be silent while another waits for it; None: the coordinator's.
             same_data: Whether all ranks read the same, and say with each step what (`Agreement.note_read`).
+            ends_apart: By how many steps their ends may differ then; None: by any number.
             exit_when_lost: Whether the process ends when a rank is lost while the pass is open.
 
         Raises:
@@ -117,9 +119,9 @@ class Coordinator:
             if self._closed:
                 raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
             patience = self.timeout if timeout is None else timeout
-            agreement = Agreement(
-                self, self._opened, prefetch, ends_must_agree, label, name, patience, same_data and self.group.size > 1
-            )
+            several = self.group.size > 1
+            same, apart = same_data and several, ends_apart if same_data and several else None
+            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label, name, patience, same, apart)
             agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:
                 self._passes[self._opened] = agreement

@@ -32,10 +32,12 @@ class Outlook:
     """What stands for all that was read before the last step that was agreed on; 0 where that need not be the same."""
     report: bytes = b""
     """Of the failure."""
+    reads_on: int = 0
+    """Further steps that this rank reads before another's end is settled, which shows whether its data goes on."""
 
     def vector(self) -> list[int]:
         """Return seven values whose minima over the ranks are what `decide` takes."""
-        known = self.step if self.kind == OK else NEVER
+        known = self.step - self.reads_on if self.kind == OK else NEVER
         return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
 
     def pack(self) -> bytes:

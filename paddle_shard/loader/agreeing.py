@@ -62,6 +62,7 @@ def open_agreement(
     timeout: float,
     on_lost: str,
     same_data: bool = False,
+    ends_apart: int | None = None,
 ) -> Agreement:
     """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
 
@@ -74,6 +75,7 @@ def open_agreement(
         timeout: Seconds for which a rank may be silent.
         on_lost: "raise" or "exit".
         same_data: Whether each of them reads all, to keep its own rows.
+        ends_apart: By how many steps their ends may differ then; None: by any number.
     """
     found = ranks, os.getpid()  # a forked process has coordinators of its own
     if found not in _coordinators:
@@ -85,6 +87,7 @@ def open_agreement(
         name=name,
         timeout=timeout,
         same_data=same_data,
+        ends_apart=ends_apart,
         exit_when_lost=on_lost == "exit",
     )
 

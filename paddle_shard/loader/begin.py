@@ -321,6 +321,7 @@ def _least_ahead(loader: ShardDataloader) -> int:
 
 
 def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: bool, same_data: bool) -> Agreement:
+    stream = loader._source.stream
     return open_agreement(
         loader._agreeing_ranks,
         prefetch=_least_ahead(loader),
@@ -330,6 +331,7 @@ def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: 
         timeout=loader.timeout,
         on_lost=loader._on_lost,
         same_data=same_data,
+        ends_apart=None if stream is None else stream.ends_apart,
     )
 
 

@@ -15,7 +15,7 @@ from paddle_shard.plan.parts import chunks_of
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.samplers.stream_batches import StreamBatches
-from paddle_shard.stages import Stripe
+from paddle_shard.stages import Map, Shuffle, Stripe
 
 _UNREAD = {"shard": None, "rows": 0, "library": None}
 
@@ -53,6 +53,16 @@ class StreamSetup:
         while stage is not None and not isinstance(stage, Stripe):
             stage = stage.upstream
         return stage is not None and not self.dealt and self.batches.split_over is None
+
+    @property
+    def ends_apart(self) -> int | None:
+        """By how many steps readers of one stream may come to its end; None: by any number."""
+        stage: Stage | None = self.stage
+        while isinstance(stage, Map | Shuffle):  # which keep the number of samples
+            stage = stage.upstream
+        if not isinstance(stage, Stripe) or self.batches.repeats:
+            return None
+        return 0 if self.batches.plan is None else 1
 
     @property
     def chunks(self) -> list[tuple[int, ...]]:

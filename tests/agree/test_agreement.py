@@ -1,3 +1,4 @@
+import itertools
 import random
 import threading
 import time
@@ -479,18 +480,18 @@ def test_a_rank_that_dies_on_one_host_is_named_on_all(victim):
 # What all should have read
 
 
-def reads(coordinator, digests, *, prefetch, exhausted=False):
+def reads(coordinator, digests, *, prefetch, exhausted=False, real=None):
     """Steps delivered, and how a pass ends in which each step is announced with what was read."""
-    agreement, step = coordinator.open(prefetch, same_data=True, name="words"), 0
+    agreement, step = coordinator.open(prefetch, same_data=True, ends_apart=1, name="words"), 0
     try:
         while True:
             while agreement.announced < agreement.wanted(step):
                 at = agreement.announced
-                if at < len(digests):
+                if at < (len(digests) if real is None else real):
                     agreement.note_read(digests[at])
                     agreement.announce_ok()
-                elif exhausted:
-                    agreement.note_read(digests[-1])
+                elif exhausted:  # it has read on to the end of the stream
+                    agreement.note_read(digests[min(at, len(digests) - 1)])
                     agreement.announce_exhausted()
                 else:
                     agreement.announce_end()
@@ -531,10 +532,24 @@ def test_a_single_rank_has_nobody_to_compare_with():
 
 
 def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_data():
-    coordinators = pair(size=2)
     same = [number * 7 for number in range(40)]
-    told = together(
-        lambda: reads(coordinators[0], same, prefetch=4, exhausted=True),
-        lambda: reads(coordinators[1], same[:20], prefetch=4, exhausted=True),
-    )
-    assert all("have read different data" in text for _, text in told)
+    for length, exhausted, prefetch, board in itertools.product((0, 1, 20, 38), (True, False), (1, 4), (True, False)):
+        one, two = pair(size=2, board=board)
+        told = together(
+            lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
+            lambda two=two, prefetch=prefetch, e=exhausted, n=length: reads(
+                two, same[:n], prefetch=prefetch, exhausted=e
+            ),
+        )
+        assert all("have read different data" in str(text) for _, text in told), (length, exhausted, prefetch, told)
+
+
+def test_the_parts_of_one_stream_may_end_a_step_apart():
+    same = [number * 7 for number in range(40)]
+    for exhausted, prefetch, board in itertools.product((True, False), (1, 4), (True, False)):
+        one, two = pair(size=2, board=board)
+        told = together(
+            lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
+            lambda two=two, prefetch=prefetch, e=exhausted: reads(two, same, prefetch=prefetch, exhausted=e, real=39),
+        )
+        assert told == [(40 if exhausted else 39, "ended")] * 2

@@ -15,6 +15,7 @@ import pytest
 from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset
 
 import paddle_shard
+from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
@@ -33,13 +34,13 @@ class Numbers(IterableDataset):
 
 
 class WhoReads(IterableDataset):
-    """Pairs of a number and the process that has read it."""
+    """Numbers, which `sharded` pairs with the process that has read them."""
 
     def __init__(self, length):
         self.length = length
 
     def __iter__(self):
-        return (np.array([number, os.getpid()]) for number in range(self.length))
+        return iter(range(self.length))
 
 
 class WhoReadsAt(Dataset):
@@ -57,6 +58,8 @@ class WhoReadsAt(Dataset):
 
 def sharded(dataset, workers=2, batch_size=8, **settings):
     own = {name: settings.pop(name) for name in ("num_batches", "tail", "prefetch") if name in settings}
+    if isinstance(dataset, WhoReads):  # what all workers read is the same; what each makes of it need not be
+        dataset = Stream.of(dataset).map(lambda number: np.array([number, os.getpid()]))
     dataloader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **settings)
     return paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **own)
 
@@ -96,13 +99,16 @@ def test_worker_init_fn_has_the_number_of_its_worker():
         told = ()
 
         def __iter__(self):
-            return (np.array([number, *self.told]) for number in range(self.start, self.end))
+            return iter(range(self.start, self.end))
 
     def init(worker):
         info = paddle.io.get_worker_info()
         info.dataset.told = (worker, info.id, info.num_workers)
 
-    rows = np.concatenate(read(sharded(Tells(0, 32), worker_init_fn=init)))
+    def collate(numbers):
+        return np.array([[number, *paddle.io.get_worker_info().dataset.told] for number in numbers])
+
+    rows = np.concatenate(read(sharded(Tells(0, 32), worker_init_fn=init, collate_fn=collate)))
 
     assert rows[:, 0].tolist() == list(range(32))
     assert {tuple(row) for row in rows[:, 1:].tolist()} == {(0, 0, 1), (1, 0, 1)}
@@ -391,6 +397,7 @@ import numpy as np
 import paddle.distributed as dist
 from paddle.io import DataLoader
 import paddle_shard
+from paddle_shard import Stream
 
 data = paddle_shard.ArrayDataset(np.zeros((400, 3000)))
 dataloader = DataLoader(data, batch_size=4, num_workers=2, persistent_workers={persistent})
