@@ -17,8 +17,8 @@ from paddle_shard.loader.agreeing import QUICK, steps_ahead
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import at_hand, close_reading, read_next, read_several, runs_free
 from paddle_shard.loader.prefetch import Ahead
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.chunk import Slice
-from paddle_shard.reading.failure import raised_by_a_handler
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
 
@@ -190,8 +190,7 @@ class AgreedPass:
                 self._num_steps = 0
                 raise
             except Exception as failure:  # raised at its own step, on all ranks
-                if raised_by_a_handler(failure):
-                    raise
+                raise_if_a_handlers(failure)
                 self._peeked.append((None, failure))
         found, failed = self._peeked[0]
         if failed is not None:
@@ -252,8 +251,7 @@ class AgreedPass:
         except StopIteration:
             return self._end()
         except Exception as failure:  # also of a batch that does not fit the meshes
-            if raised_by_a_handler(failure):
-                raise
+            raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._say()
             say.announce_failure(_report(failure))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed, mix
 
 
@@ -61,6 +62,7 @@ class Opening:
         try:
             return function(sample)
         except Exception as error:
+            raise_if_a_handlers(error)
             return Unreadable(f"{type(error).__name__}: {error}")
 
     def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:

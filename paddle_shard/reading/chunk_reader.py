@@ -9,9 +9,10 @@ from itertools import islice, repeat
 from typing import Any
 
 from paddle_shard.errors import BatchStructureError
+from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.opening import Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest
-from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import filled, num_rows_of
 from paddle_shard.reading.reader import collate_rows
 from paddle_shard.samplers.randomness import Generator

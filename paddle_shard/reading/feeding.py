@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Stage
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.reading.failure import ReadFailure
@@ -59,6 +60,7 @@ def fed(
                                 samples[part].append(found)
                                 at = request.position + len(samples[part])
                 except Exception as error:
+                    raise_if_a_handlers(error)
                     part, at = getattr(error, FAILED_AT, (part, at))
                     what = f"reading sample {at} of part {part}"
                     failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
@@ -67,6 +69,7 @@ def fed(
                 try:
                     sent = pickle.dumps(samples)
                 except Exception as error:
+                    raise_if_a_handlers(error)
                     what = f"sending samples of parts {list(request.opening.parts)} to a worker"
                     failure = ReadFailure.of(error, what=what, index=None, worker=None)
             asked.append(replace(request, fed=None if failure else sent, failure=failure))

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.collate import TEXT, collate, is_sequence
-from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
+from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.skipping import Patched, read_skipping
@@ -97,7 +98,8 @@ class BatchReader:
             batch = self._batch(request, at, _seed_nothing)
             if self._marks() == before:
                 return batch
-        except BaseException:
+        except BaseException as error:
+            raise_if_a_handlers(error)
             logging.getLogger(__name__).debug("a batch is read again, by the caller", exc_info=True)
         self._alarms += 1  # a training loop that draws at every step would have every batch read twice
         self.draws = True if self._alarms > _ALARMS else None
@@ -141,7 +143,8 @@ class BatchReader:
         try:
             if self._read_many is not None or request.item_is_batch:
                 return Patched(self._whole_batch(request, at, seed), [])
-        except Exception:
+        except Exception as error:
+            raise_if_a_handlers(error)
             if request.item_is_batch or not hasattr(self.dataset, "__getitem__"):
                 raise
 
@@ -258,7 +261,8 @@ def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn
     smallest = samples[sizes.index(min(sizes))]
     try:
         alone = collate_fn([smallest])
-    except Exception:  # a collate that wants several samples: nothing can be told
+    except Exception as error:  # a collate that wants several samples: nothing can be told
+        raise_if_a_handlers(error)
         return
     together, single = _row_shapes(batch), _row_shapes(alone)
     if together != single:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
+
 _TRIED = 64
 """Samples of the data set that are tried, where none of a batch can be read."""
 
@@ -43,18 +45,21 @@ def read_skipping(
         try:
             samples.append(read(index))
         except Exception as error:
+            raise_if_a_handlers(error)
             samples.append(None)
             failed[row] = _text(error)
     try:
         if not failed:
             return Patched(collate(samples), [])
         return _patched(indices, samples, failed, read, others, collate)
-    except Exception:
+    except Exception as error:
+        raise_if_a_handlers(error)
         for row, sample in enumerate(samples):
             if row not in failed:
                 try:
                     collate([sample])
                 except Exception as error:
+                    raise_if_a_handlers(error)
                     failed[row] = _text(error)
         return _patched(indices, samples, failed, read, others, collate)
 
@@ -82,7 +87,8 @@ def _first_readable(
         try:
             sample = read(index)
             collate([sample])
-        except Exception:
+        except Exception as error:
+            raise_if_a_handlers(error)
             continue
         return sample
     raise ValueError(f"{next(iter(failed.values()))}; and no other sample was read that its row could hold")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import paddle.io
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
@@ -111,6 +112,7 @@ class StreamPass:
         try:
             return self._joiner.join(chunks)
         except Exception as error:
+            raise_if_a_handlers(error)
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None
 

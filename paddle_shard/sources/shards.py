@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
@@ -227,6 +228,7 @@ class ShardSource(Stage):
         except PaddleShardError:
             raise
         except Exception as error:
+            raise_if_a_handlers(error)
             raise ShardReadError.of(
                 f"{shown(name)}: reading sample {offset} failed: {type(error).__name__}: {error}", shown(name), offset
             ) from error
@@ -243,6 +245,7 @@ def _check_end(name: str, length: int, items: Iterator[Any]) -> None:
     except PaddleShardError:
         raise
     except Exception as error:
+        raise_if_a_handlers(error)
         raise ShardReadError.of(
             f"{shown(name)}: reading what follows its {length} samples failed: {type(error).__name__}: {error}",
             shown(name),

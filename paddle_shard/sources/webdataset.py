@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ShardReadError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.cache import cached
 from paddle_shard.sources.names import is_remote, shown
 from paddle_shard.sources.shard_index import ShardEntry, read_index
@@ -106,6 +107,7 @@ class Decode:
         try:
             return dict(self._decoder(sample))
         except Exception as error:
+            raise_if_a_handlers(error)
             # Since 0.2.111 WebDataset wraps it in an error that knows the file, and has no text.
             file = getattr(error, "k", None)
             cause = error if file is None else error.__cause__
