@@ -28,6 +28,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import Slice, take_rows
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.request import ReadRequest
+from paddle_shard.reading.skipping import TRIED
 from paddle_shard.samplers import IndexBatch
 from paddle_shard.samplers.stream_batches import StreamBatch
 
@@ -205,7 +206,8 @@ class _StreamSteps:
         self._last: Any = None
 
     def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
-        if found.batch is None and not found.empty:  # only where the lengths, and so the end, were known
+        there = not found.empty and found.skipped is None
+        if found.batch is None and there:  # only where the lengths, and so the end, were known
             raise DataReadError(
                 "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
                 "make rows up. Count the source again (its index may be of older files)."
@@ -238,18 +240,24 @@ def _stand_in(loader: ShardDataloader, stream: StreamSetup, num_rows: int, local
     size = 1 if plan is None else plan.samples_per_part
     for part in range(1 if plan is None else plan.num_parts):
         request = stream.first_of(part, local_rows)
-        reading = loader._reading.start(iter([[request]]), [np.arange(size)], 0)
+        requests = ([replace(request, step=step)] for step in range(1 if plan is None else TRIED))
+        reading = loader._reading.start(requests, [np.arange(size)], 0)
+        batch = None
         try:
-            found = next(reading)
-        except (DataReadError, StopIteration) as error:
+            for found in reading:
+                batch = found.batch
+                if batch is not None or found.skipped is None:
+                    break
+                why = f"no sample of part {part} that was tried can be read; the log says why"
+        except DataReadError as error:
             why = str(error)
             break
         finally:
             reading.close()
-        if found.batch is not None and plan is None:
-            return found.batch
-        if found.batch is not None:
-            return take_rows([found.batch], [size], np.zeros(num_rows, np.int64), loader._reading.gather)
+        if batch is not None and plan is None:
+            return batch
+        if batch is not None:
+            return take_rows([batch], [size], np.zeros(num_rows, np.int64), loader._reading.gather)
     raise DataReadError(NO_STAND_IN.format(why))
 
 

@@ -293,7 +293,7 @@ def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outloo
 
 def _report(failure: Any) -> bytes:
     told = {name: getattr(failure, name, None) for name in _TOLD}
-    text = str(failure)
+    text = errors.text_of(failure)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... [cut]"
     return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr).encode()

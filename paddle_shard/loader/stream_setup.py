@@ -95,6 +95,8 @@ class StreamSetup:
             stripe=plan.stripe,
             accumulation=plan.accumulation,
             pad=True,
+            skip_errors=self.skip_errors,
+            stands_in=True,
         )
 
     def _rows(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:

@@ -42,6 +42,8 @@ class ChunkRequest:
     """Where a sample is a rank's own batch: the rows of each, 0 if the first one tells. None: it is a global one."""
     skip_errors: bool = False
     """Whether a sample that the user's code fails on is a row that is not valid."""
+    stands_in: bool = False
+    """Whether it is read for rows that another reader has none for."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
     fed: Mapping[int, Sequence[tuple[int, Any]]] | bytes | None = None
@@ -143,7 +145,7 @@ class Joiner:
         real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])
         real = real[self._order] if len(real) == len(self._order) else real  # a local batch has rows of its own
         there = [chunk.batch is not None for chunk in chunks]
-        if not any(there) or any(chunk.batch is None and any(chunk.real) for chunk in chunks):
+        if not any(there) or any(chunk.batch is None and any(chunk.real) and not chunk.skipped for chunk in chunks):
             return Slice(None, real, fresh)
         if not all(there):  # a reader that has never had a sample: another's row stands in
             return Slice(self._with_made_up_rows(chunks), real, fresh)

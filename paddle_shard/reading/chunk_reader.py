@@ -5,16 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
-from paddle_shard.errors import BatchStructureError
+from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.plan.handlers import raised_by_a_handler
-from paddle_shard.plan.opening import Stage, Stated, Unreadable
+from paddle_shard.plan.opening import Opening, Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import filled, num_rows_of
 from paddle_shard.reading.reader import collate_rows
+from paddle_shard.reading.skipping import COMPARED, TRIED, Usual, collate_skipping
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.repeat import in_rounds
 from paddle_shard.stages.round_robin import RoundRobin
@@ -52,6 +53,7 @@ class ChunkReader:
         self._filler: list[Any] = []  # at most one sample: what missing rows are made of
         self._state: Any = None
         self._local_rows = 0
+        self._usual: dict[int, Usual | None] = {}
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """Return the rows of a request, or its failure."""
@@ -71,14 +73,15 @@ class ChunkReader:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
             samples, real, fresh = self._rows(request, at)
-            skipped = self._without_unreadable(samples, request, at) if request.skip_errors else []
             if not (all(real) or request.pad) or not samples:
                 return Chunk(None, bytes(real), fresh)
             at.update(what=f"collating {len(samples)} samples", index=None)
             self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
+            if request.skip_errors:
+                return self._skipping(samples, real, fresh, request)
             if request.local_rows is not None:
                 return self._local(self._collated(samples, request), request, fresh, there=real[0])
-            return Chunk(self._collated(samples, request), bytes(real), fresh, None, skipped)
+            return Chunk(self._collated(samples, request), bytes(real), fresh)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
@@ -105,6 +108,7 @@ class ChunkReader:
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
         else:
             self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
+        self._usual = self._usual_of_parts(request, opening) if request.skip_errors else {}
 
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
         """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
@@ -129,7 +133,8 @@ class ChunkReader:
             columns.append(column)
         real = [len(column) > row for column in columns for row in range(size)]
         readable = (s for column in reversed(columns) for s in reversed(column) if not isinstance(s, Unreadable))
-        self._filler = list(islice(readable, 1)) or self._filler
+        unread = (s for column in columns for s in column)
+        self._filler = list(islice(readable, 1)) or self._filler or list(islice(unread, 1))
         if request.pad and not all(real):
             if not self._filler:  # nothing was read yet: somebody else's rows stand in
                 return [], real, fresh
@@ -145,24 +150,44 @@ class ChunkReader:
             return [], real, fresh
         return [columns[p][r] for p, r in order], real, fresh
 
-    def _without_unreadable(
-        self, samples: list[Any], request: ChunkRequest, at: dict[str, Any]
-    ) -> list[tuple[int, str]]:
-        """Put another sample into the place of each that could not be read; return (row, why)."""
-        skipped = [(row, sample.why) for row, sample in enumerate(samples) if isinstance(sample, Unreadable)]
-        if not skipped:
-            return []
-        why = f"{skipped[0][1]}; and no other sample was read that its row could hold"
-        if request.whole_items or not self._filler:
-            at.update(what=f"reading any of {len(samples)} samples", index=None)
-            raise ValueError(why)
-        good = next((sample for sample in samples if not isinstance(sample, Unreadable)), self._filler[0])
+    def _usual_of_parts(self, request: ChunkRequest, opening: Opening) -> dict[int, Usual | None]:
+        """Return what most of each part's first samples are like; of samples that are dealt nothing is known yet."""
+        if request.fed is not None:
+            return {}
+        heads = self._read_before(opening) if opening.skip else None
+        if heads is None:
+            heads = [list(_head(items)) for items in self._parts]
+            self._parts = [chain(head, items) for head, items in zip(heads, self._parts, strict=True)]
+        found = {}
+        for part, head in zip(opening.parts, heads, strict=True):
+            samples = [sample for _, sample in head if not isinstance(sample, Unreadable)]
+            self._seed(opening.key(part, "compare"))
+            alike = self._collate_fn is None or request.rows_are_split
+            found[part] = Usual.of(samples, lambda rows: self._collated(rows, request), alike=alike)
+        return found
+
+    def _read_before(self, opening: Opening) -> list[list[tuple[int, Any]]] | None:
+        """Return the first samples of parts that are read from further on; None where they can be read once only."""
+        try:
+            return [list(_head(items)) for items in in_rounds(self._stage, replace(opening, skip=0), 1)]
+        except ArgumentError:
+            return None
+
+    def _skipping(self, samples: list[Any], real: list[bool], fresh: bool, request: ChunkRequest) -> Chunk:
+        """Return a chunk in which another sample stands in for each that cannot be read or collated."""
+        failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
+        places = [self._place_of(row, request) for row in range(len(samples))]
+
+        usual = [self._usual.get(part) for part, _ in places]
+        if len(failed) == len(samples) and not any(usual) and not isinstance(self._filler[0], Unreadable):
+            usual = [Usual(self._filler[0])] * len(samples)
+        batch = collate_skipping(samples, failed, usual, lambda rows: self._collated(rows, request))
         told = []
-        for row, why in skipped:
-            samples[row] = good
-            part, number = self._place_of(row, request)
-            told.append((row, f"sample {number} of part {part}: {why}"))
-        return told
+        for row, why in sorted(failed.items()):
+            part, number = places[row]
+            if real[row]:
+                told.append((row, f"sample {number} of part {part}: {why}"))
+        return Chunk(batch, bytes(real), fresh, None, told)
 
     @staticmethod
     def _place_of(row: int, request: ChunkRequest) -> tuple[int, int]:
@@ -193,3 +218,13 @@ class ChunkReader:
         if request.whole_items:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
         return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+
+
+def _head(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield samples until there are enough that can be read to know what is usual."""
+    readable = 0
+    for item in islice(items, TRIED):
+        yield item
+        readable += not isinstance(item[1], Unreadable)
+        if readable == COMPARED:
+            return

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import DataReadError
+from paddle_shard.errors import DataReadError, text_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.request import Request
 
@@ -56,7 +56,7 @@ class ReadFailure:
             what=what,
             index=index,
             cause_type=type(error).__name__,
-            cause=_guarded(lambda: str(error)),
+            cause=text_of(error),
             traceback=_guarded(lambda: "".join(traceback.format_exception(error))),
             worker=worker,
         )

@@ -107,8 +107,9 @@ class StreamPass:
         chunks = []
         for _ in self._joiner.places:
             chunks.append(Chunk(*next(self._core)))
-            log_skipped(why for _, why in chunks[-1].skipped)
             request = self._asked.popleft()
+            if not request.stands_in:  # its own reader says so
+                log_skipped(why for _, why in chunks[-1].skipped)
         try:
             return self._joiner.join(chunks)
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import derive_key, mix
@@ -230,7 +230,7 @@ class ShardSource(Stage):
         except Exception as error:
             raise_if_a_handlers(error)
             raise ShardReadError.of(
-                f"{shown(name)}: reading sample {offset} failed: {type(error).__name__}: {error}", shown(name), offset
+                f"{shown(name)}: reading sample {offset} failed: {described(error)}", shown(name), offset
             ) from error
         finally:
             if hasattr(items, "close"):
@@ -247,7 +247,7 @@ def _check_end(name: str, length: int, items: Iterator[Any]) -> None:
     except Exception as error:
         raise_if_a_handlers(error)
         raise ShardReadError.of(
-            f"{shown(name)}: reading what follows its {length} samples failed: {type(error).__name__}: {error}",
+            f"{shown(name)}: reading what follows its {length} samples failed: {described(error)}",
             shown(name),
             length,
         ) from error

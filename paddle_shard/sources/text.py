@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from paddle_shard.errors import ShardReadError
+from paddle_shard.errors import ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.files import decompressed, open_file
 from paddle_shard.sources.names import is_remote, shown
@@ -88,7 +88,7 @@ def _counted(name: str, count: Callable[[str], int]) -> int:
     except Exception as error:
         raise_if_a_handlers(error)
         raise ShardReadError.of(
-            f"{shown(name)}: counting its samples failed: {type(error).__name__}: {error}", shown(name)
+            f"{shown(name)}: counting its samples failed: {described(error)}", shown(name)
         ) from error
 
 

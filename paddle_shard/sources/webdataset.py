@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from paddle_shard.errors import ArgumentError, ShardReadError
+from paddle_shard.errors import ArgumentError, ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.cache import cached
 from paddle_shard.sources.names import is_remote, shown
@@ -114,7 +114,7 @@ class Decode:
             shard = shown(str(sample.get("__url__", "")))
             raise ShardReadError.of(
                 f"{shard}: {'a file' if file is None else f'file {file!r}'} of sample {sample.get('__key__')!r} cannot "
-                f"be decoded: {type(cause).__name__}: {cause}",
+                f"be decoded: {described(cause or error)}",
                 shard,
             ) from cause
 

@@ -11,6 +11,8 @@ from paddle_shard.plan.opening import Opening, Stage, Unreadable
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import mix
 
+_END = object()
+
 
 class Batch(Stage):
     """Makes lists of `size` samples of a part; the last one may be shorter."""
@@ -34,9 +36,10 @@ class Batch(Stage):
         """Return the size, too."""
         return [*self._upstream.fingerprint(), ["batch", self._size]]
 
-    def _grouped(self, items: Iterator[Any]) -> Iterator[list[Any]]:
+    def _grouped(self, items: Iterator[Any]) -> Iterator[list[Any] | Unreadable]:
         while group := list(islice(items, self._size)):
-            yield group
+            bad = [item for item in group if isinstance(item, Unreadable)]
+            yield Unreadable(bad[0].why, tuple(group)) if bad else group
 
 
 class Unbatch(Stage):
@@ -67,16 +70,20 @@ class Unbatch(Stage):
         number = count()
         for group in groups:
             if isinstance(group, Unreadable):
-                yield group
+                yield from group.items or (group,)
                 continue
-            if isinstance(group, Sequence):
+            if isinstance(group, list | tuple):
                 yield from group
                 continue
-            items = iter(group)  # may be a generator, which runs the user's code for each item
-            while True:
-                seed(mix(key, next(number)))
-                try:
-                    item = next(items)
-                except StopIteration:
+            items = opening.tried(iter, group)  # may be a generator, which runs the user's code for each item
+            while not isinstance(items, Unreadable):
+                if not isinstance(group, Sequence):
+                    seed(mix(key, next(number)))
+                item = opening.tried(lambda rest: next(rest, _END), items)
+                if item is _END:
                     break
                 yield item
+                if isinstance(item, Unreadable):  # what is behind it cannot be had
+                    break
+            else:
+                yield items

@@ -42,7 +42,7 @@ class Filter(Stage):
             except StopIteration:
                 return
             seed(mix(key, number))
-            keep = opening.tried(predicate, item)
+            keep = opening.tried(lambda one: bool(predicate(one)), item)
             if isinstance(keep, Unreadable):
                 yield keep
             elif keep:
