@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,10 @@ import numpy as np
 
 TEXT = (str, bytes, bytearray, memoryview)
 """Sequences that are leaves."""
+_NOT_NUMBERS = "OSUV"
+"""Kinds of numpy's dtypes that numbers do not have."""
+_NUMERIC = (np.ndarray, np.generic, numbers.Number)
+_SHOWN = 60
 
 
 def is_sequence(value: Any) -> bool:
@@ -49,15 +54,20 @@ def _collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any]
     if isinstance(first, np.ndarray):
         return _stack(samples, path)
     if isinstance(first, TEXT):
+        _check(samples, TEXT, path)
         return list(samples)
     if isinstance(first, numbers.Number | np.generic):
-        return np.array(samples)
+        return _stack_numbers(samples, path)
     if isinstance(first, Mapping):
+        _check(samples, Mapping, path)
         if any(sample.keys() != first.keys() for sample in samples):
-            raise ValueError(f"samples differ in their keys{_at(path)}: {_some(sorted(s) for s in samples)}")
+            keys = _some(sorted(sample, key=str) for sample in samples)
+            raise ValueError(f"samples differ in their keys{_at(path)}: {keys}")
         fields = {key: _collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]") for key in first}
         return rebuild(first, fields)
     if is_sequence(first):
+        if not all(issubclass(one, Sequence) and not issubclass(one, TEXT) for one in set(map(type, samples))):
+            raise _mixed(samples, path)
         if any(len(sample) != len(first) for sample in samples):
             lengths = _some(map(len, samples))
             raise ValueError(f"samples differ in their number of fields{_at(path)}: {lengths}")
@@ -66,6 +76,24 @@ def _collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any]
     if stack_other is not None:
         return stack_other(samples)
     raise TypeError(f"cannot stack {type(first).__name__}{_at(path)}; give the loader a collate_fn.")
+
+
+def _check(samples: Sequence[Any], kind: Any, path: str) -> None:
+    types = set(map(type, samples))  # nearly always one
+    if not all(issubclass(one, kind) for one in types):
+        raise _mixed(samples, path)
+
+
+def _mixed(samples: Sequence[Any], path: str) -> TypeError:
+    """Return the error for samples that are not of one kind, whichever stands first."""
+    kinds = dict.fromkeys(
+        f"array of {sample.dtype}" if isinstance(sample, np.ndarray) else type(sample).__name__ for sample in samples
+    )
+    shown = repr(next((sample for sample in samples if type(sample) is not type(samples[0])), samples[0]))
+    return TypeError(
+        f"cannot stack {' and '.join(kinds)}{_at(path)}: one of them is {shown[:_SHOWN]}. Give every sample the same "
+        "type there, or give the loader a collate_fn."
+    )
 
 
 def rebuild(like: Any, children: Any) -> Any:
@@ -77,7 +105,7 @@ def rebuild(like: Any, children: Any) -> Any:
     """
     if isinstance(like, Mapping):
         if isinstance(like, dict) and type(like) is not dict:
-            empty = like.copy()  # keeps what a subclass carries, such as a defaultdict's factory
+            empty = copy.copy(like)  # keeps what a subclass carries, such as a defaultdict's factory
             empty.clear()
             empty.update(children)
             return empty
@@ -88,18 +116,40 @@ def rebuild(like: Any, children: Any) -> Any:
 
 
 def _stack(samples: Sequence[Any], path: str) -> Any:
+    _check(samples, _NUMERIC, path)
     try:
         if samples[0].ndim and samples[0].dtype != object:
             rows = np.array(samples)  # np.stack, at a quarter of its price
-            if rows.shape == (len(samples), *samples[0].shape):
-                return rows
-        return np.stack(samples)
+            if rows.shape != (len(samples), *samples[0].shape):
+                rows = np.stack(samples)
+        else:
+            rows = np.stack(samples)
     except ValueError:
-        shapes = _some(np.shape(sample) for sample in samples)
-        raise ValueError(
-            f"samples of different shapes cannot be stacked{_at(path)}: {shapes}. "
-            "Pad them to one shape, in the data set or in a collate_fn."
-        ) from None
+        raise _ragged(samples, path) from None
+    if rows.dtype.kind in _NOT_NUMBERS and any(np.asarray(sample).dtype.kind != rows.dtype.kind for sample in samples):
+        raise _mixed(samples, path)
+    return rows
+
+
+def _stack_numbers(samples: Sequence[Any], path: str) -> Any:
+    try:
+        rows = np.array(samples)
+    except (ValueError, TypeError, OverflowError):
+        rows = None
+    if rows is None or rows.ndim != 1 or rows.dtype.kind in _NOT_NUMBERS:
+        _check(samples, _NUMERIC, path)
+        if any(np.ndim(sample) for sample in samples):
+            raise _ragged(samples, path)
+        raise _mixed(samples, path)
+    return rows
+
+
+def _ragged(samples: Sequence[Any], path: str) -> ValueError:
+    shapes = _some(np.shape(sample) for sample in samples)
+    return ValueError(
+        f"samples of different shapes cannot be stacked{_at(path)}: {shapes}. "
+        "Pad them to one shape, in the data set or in a collate_fn."
+    )
 
 
 def _at(path: str) -> str:

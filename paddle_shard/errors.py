@@ -148,3 +148,16 @@ class ShardReadError(PaddleShardError, RuntimeError):
         error = cls(text)
         error.shard, error.offset = shard, offset
         return error
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text, whatever its own `__str__` does."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(its text cannot be had: {type(other).__name__})"
+
+
+def described(error: BaseException) -> str:
+    """Return an exception's type and text."""
+    return f"{type(error).__name__}: {text_of(error)}"

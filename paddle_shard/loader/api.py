@@ -89,7 +89,8 @@ def shard_dataloader(
             more are held, up to 1 MB of them, or 8 MB on several hosts.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": it becomes an
             invalid row (see the iterator's `valid`), which holds another sample's data; it is logged and counted in
-            `stats`.
+            `stats`. So does one whose row does not fit to those of most samples, which eight samples tell, spread over
+            the data set or at the beginning of each part of a stream.
         on_lost: When another rank is gone. "raise": the loop raises `PeerLostError`; a training thread that is stuck in
             a collective cannot be woken, so the log says it, too. "exit": this process ends 10 s later, if its
             training thread has not raised it by then.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paddle_shard.loader.prefetch import Ahead
-from paddle_shard.reading.failure import raised_by_a_handler
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
 
@@ -69,8 +69,7 @@ class PlacedPass:
         except StopIteration:
             raise
         except Exception as failure:  # raised at its own step
-            if raised_by_a_handler(failure):
-                raise
+            raise_if_a_handlers(failure)
             self._over = True
             self._ready.append((None, failure))
         return True

@@ -14,7 +14,7 @@ from typing import Any
 
 from paddle.base.framework import _current_expected_place, _set_expected_place
 
-from paddle_shard.reading.failure import raised_by_a_handler
+from paddle_shard.plan.handlers import raise_if_a_handlers
 
 _JOIN_SECONDS = 1.0
 """How long a read that cannot be interrupted is waited for when a pass is closed; then its thread ends by itself."""
@@ -164,8 +164,7 @@ class DrawnAhead:
             except StopIteration:
                 self._end = StopIteration()
             except Exception as error:  # the sampler's: raised behind what it has drawn
-                if raised_by_a_handler(error):
-                    raise
+                raise_if_a_handlers(error)
                 self._end = error
 
     def ready(self, count: int) -> int:

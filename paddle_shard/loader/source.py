@@ -15,6 +15,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.generators import generators
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.blocks import Blocks, num_parts
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import PADDLE, SHUFFLES, Shuffle
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import MAX_PARTS
@@ -278,7 +279,8 @@ def _tail(tail: str | None, sampler: Any) -> str:
 def _length_or_none(something: Any) -> int | None:
     try:
         return len(something)
-    except Exception:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
+    except Exception as error:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
+        raise_if_a_handlers(error)
         return None
 
 
@@ -286,6 +288,7 @@ def _length(dataset: Any) -> int:
     try:
         length = len(dataset)
     except Exception as error:  # whatever the user's __len__ raises
+        raise_if_a_handlers(error)
         raise ArgumentTypeError(
             f"the data set {type(dataset).__name__} has no length ({error}); give it a __len__."
         ) from error

@@ -17,8 +17,8 @@ from paddle_shard.loader.agreeing import QUICK, steps_ahead
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import at_hand, close_reading, read_next, read_several, runs_free
 from paddle_shard.loader.prefetch import Ahead
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.chunk import Slice
-from paddle_shard.reading.failure import raised_by_a_handler
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
 
@@ -192,8 +192,7 @@ class AgreedPass:
                 self._num_steps = 0
                 raise
             except Exception as failure:  # raised at its own step, on all ranks
-                if raised_by_a_handler(failure):
-                    raise
+                raise_if_a_handlers(failure)
                 self._peeked.append((None, failure))
         found, failed = self._peeked[0]
         if failed is not None:
@@ -256,8 +255,7 @@ class AgreedPass:
         except StopIteration:
             return self._end()
         except Exception as failure:  # also of a batch that does not fit the meshes
-            if raised_by_a_handler(failure):
-                raise
+            raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._say()
             say.announce_failure(_report(failure))
@@ -299,7 +297,7 @@ def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outloo
 
 def _report(failure: Any) -> bytes:
     told = {name: getattr(failure, name, None) for name in _TOLD}
-    text = str(failure)
+    text = errors.text_of(failure)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... [cut]"
     return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr).encode()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
+from paddle_shard.errors import described
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed, mix
 
 
@@ -73,11 +75,12 @@ class Opening:
         if not self.skip_errors:
             return function(sample)
         if isinstance(sample, Unreadable):
-            return sample
+            return Unreadable(sample.why)  # of a group, the function has not changed the other samples
         try:
             return function(sample)
         except Exception as error:
-            return Unreadable(f"{type(error).__name__}: {error}")
+            raise_if_a_handlers(error)
+            return Unreadable(described(error))
 
     def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:
         """Yield what the user's code yields, without the first `skip`; the generators are seeded before each item."""
@@ -93,9 +96,14 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in a part where a sample would, of which the user's code could not make one."""
+    """Stands in a part where a sample would, of which the user's code could not make one.
+
+    No function of the user's is given one: stages pass it on, and what is made of it is one, too.
+    """
 
     why: str
+    items: tuple[Any, ...] = ()
+    """Of a group: its samples, of which at least one is an `Unreadable`."""
 
 
 class Stated(NamedTuple):

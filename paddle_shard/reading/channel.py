@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.parcel import pickled, unpickled
 
 _HEAD = struct.Struct("<BxHIIQ")
@@ -188,7 +189,8 @@ def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | 
     (file,) = _FILE.unpack(files[0][2])
     try:
         return memoryview(mmap.mmap(file, size))
-    except OSError:
+    except OSError as error:
+        raise_if_a_handlers(error)
         return None
     finally:
         os.close(file)

@@ -6,19 +6,23 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
-from paddle_shard.plan.opening import Stage, Stated, Unreadable
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.plan.opening import Opening, Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Fed
 from paddle_shard.reading.digest import digest
-from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import num_rows_of
 from paddle_shard.reading.padding import Padding
 from paddle_shard.reading.reader import collate_rows
+from paddle_shard.reading.skipping import COMPARED, TRIED, Usual, collate_skipping
 from paddle_shard.samplers.randomness import Generator
+from paddle_shard.stages.batch import Unbatch
 from paddle_shard.stages.repeat import in_rounds
-from paddle_shard.stages.stripe import FAILED_AT
+from paddle_shard.stages.stripe import FAILED_AT, Stripe
 
 
 class ChunkReader:
@@ -46,13 +50,15 @@ class ChunkReader:
         self._collate_fn, self._generators = collate_fn, generators
         self._number: int | None = None
         self._digest, self._see_every = 0, 1
+        self._ahead: deque[tuple[int, int]] = deque()  # (turn of the parts, digest up to it)
+        self._ahead_digest = 0
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
         self._dealt: dict[int, deque[Any]] = {}
-        self._filler: list[Any] = []  # at most one sample: what rows are made of whose own could not be read
         self._padding: Padding | None = None
         self._why = ""  # why missing rows could not be made up
         self._state: Any = None
+        self._usual: dict[int, Usual | None] = {}
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """Return the rows of a request, or its failure."""
@@ -74,14 +80,16 @@ class ChunkReader:
             self._next_step += request.stride
             samples, real, fresh = self._rows(request, at)
             if not samples:
-                return Chunk(None, bytes(real), fresh, self._state_behind(request), why=self._why, digest=self._digest)
-            skipped = self._without_unreadable(samples, request, at) if request.skip_errors else []
+                return Chunk(
+                    None, bytes(real), fresh, self._state_behind(request), why=self._why, digest=self._seen_at(request)
+                )
             at.update(what=f"collating {len(samples)} samples", index=None)
             self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
-            batch = self._collated(samples, request)
+            batch, skipped = self._batch(samples, real, request)
             if request.local_rows is not None:
                 real = [True] * num_rows_of(batch)
-            return Chunk(batch, bytes(real), fresh, self._state_behind(request), skipped, digest=self._digest)
+            state = self._state_behind(request)
+            return Chunk(batch, bytes(real), fresh, state, skipped, digest=self._seen_at(request))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
@@ -95,7 +103,7 @@ class ChunkReader:
     def close(self) -> None:
         """Let go of the open parts."""
         self._padding = None
-        self._number, self._parts, self._dealt, self._filler = None, [], {}, []
+        self._number, self._parts, self._dealt = None, [], {}
 
     def _seed(self, seed: int) -> None:
         for generator in self._generators:
@@ -103,22 +111,33 @@ class ChunkReader:
 
     def _begin(self, request: ChunkRequest) -> None:
         opening = replace(request.opening, seed_generators=self._seed, skip_errors=request.skip_errors)
-        self._number, self._next_step, self._parts, self._filler = request.number, request.first_step, [], []
-        self._state, self._digest = request.opening.state, 0
+        self._number, self._next_step, self._parts = request.number, request.first_step, []
+        self._state, self._digest, self._ahead_digest = request.opening.state, 0, 0
+        self._ahead.clear()
         if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
-            self._padding = Padding(self._stage, opening, dealt=True)
+            self._padding = Padding(self._stage, opening)
             self._dealt = {part: deque() for part in opening.parts}
             opening = replace(opening, dealt={part: _taken(queue) for part, queue in self._dealt.items()})
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
         else:
             self._padding = Padding(self._stage, opening)
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
-            self._parts = in_rounds(self._stage, replace(opening, seen=self._see), None if request.repeat else 1)
+            seen = opening.seen if _splits_behind_the_cut(self._stage) else self._see
+            self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if request.repeat else 1)
+        self._usual = self._usual_of_parts(request, opening) if request.skip_errors else {}
 
     def _see(self, number: int, sample: Any) -> None:
         """Look at a sample that all readers read; at one of each turn of the parts, so that it costs little."""
         if number % self._see_every == 0:
-            self._digest = digest(sample, self._digest)
+            self._ahead_digest = digest(sample, self._ahead_digest)
+            self._ahead.append((number // self._see_every, self._ahead_digest))
+
+    def _seen_at(self, request: ChunkRequest) -> int:
+        """Return the digest of the turns that every reader has read by the end of a step, however far this one is."""
+        last = (request.position + request.samples_per_part - 1) // request.opening.stripe
+        while self._ahead and (request.whole_items or self._ahead[0][0] <= last):
+            _, self._digest = self._ahead.popleft()
+        return self._digest
 
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
         """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
@@ -142,7 +161,7 @@ class ChunkReader:
                     sample, self._state = sample
                 column.append(sample)
             columns.append(column)
-            if request.pad and not request.whole_items:
+            if (request.pad or request.skip_errors) and not request.whole_items:
                 padding.note(part, column, ended=len(column) < size)
         order = [
             (part, micro * request.stripe + row)
@@ -151,8 +170,6 @@ class ChunkReader:
             for row in range(request.stripe)
         ]
         real = [len(columns[part]) > row for part, row in order]
-        readable = (s for column in reversed(columns) for s in reversed(column) if not isinstance(s, Unreadable))
-        self._filler = list(islice(readable, 1)) or self._filler
         if not all(real) and not self._padded(columns, request, at):
             return [], real, fresh
         return [columns[part][row] for part, row in order], real, fresh
@@ -171,7 +188,8 @@ class ChunkReader:
             try:
                 column += [self._padding.of(part)] * missing
             except Exception as error:
-                if delivers or raised_by_a_handler(error):
+                raise_if_a_handlers(error)
+                if delivers:
                     raise
                 self._why = (isinstance(request.fed, Fed) and request.fed.why) or str(error)
                 return False
@@ -182,24 +200,60 @@ class ChunkReader:
             return None
         return {"shard": request.opening.parts[0], "rows": request.local_rows, "library": self._state}
 
-    def _without_unreadable(
-        self, samples: list[Any], request: ChunkRequest, at: dict[str, Any]
-    ) -> list[tuple[int, str]]:
-        """Put another sample into the place of each that could not be read; return (row, why)."""
-        skipped = [(row, sample.why) for row, sample in enumerate(samples) if isinstance(sample, Unreadable)]
-        if not skipped:
-            return []
-        why = f"{skipped[0][1]}; and no other sample was read that its row could hold"
-        if request.whole_items or not self._filler:
-            at.update(what=f"reading any of {len(samples)} samples", index=None)
-            raise ValueError(why)
-        good = next((sample for sample in samples if not isinstance(sample, Unreadable)), self._filler[0])
+    def _usual_of_parts(self, request: ChunkRequest, opening: Opening) -> dict[int, Usual | None]:
+        """Return what most of each part's first samples are like; of samples that are dealt nothing is known yet."""
+        if request.fed is not None:
+            return {}
+        heads = self._read_before(opening) if opening.skip else None
+        if heads is None:
+            heads = [list(_head(items)) for items in self._parts]
+            self._parts = [chain(head, items) for head, items in zip(heads, self._parts, strict=True)]
+        found = {}
+        for part, head in zip(opening.parts, heads, strict=True):
+            samples = [sample for _, sample in head if not isinstance(sample, Unreadable)]
+            self._seed(opening.key(part, "compare"))
+            alike = self._collate_fn is None or request.rows_are_split
+            found[part] = Usual.of(samples, lambda rows: self._collated(rows, request), alike=alike)
+        return found
+
+    def _read_before(self, opening: Opening) -> list[list[tuple[int, Any]]] | None:
+        """Return the first samples of parts that are read from further on; None where they can be read once only."""
+        try:
+            return [list(_head(items)) for items in in_rounds(self._stage, replace(opening, skip=0), 1)]
+        except ArgumentError:
+            return None
+
+    def _batch(
+        self, samples: list[Any], real: list[bool], request: ChunkRequest
+    ) -> tuple[Any, Sequence[tuple[int, str]]]:
+        """Return a batch, and (row, why) of those in which another sample stands for one that cannot be had."""
+        if not request.skip_errors:
+            return self._collated(samples, request), ()
+        failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
+        places = [self._place_of(row, request) for row in range(len(samples))]
+        usual = [self._usual.get(part) for part, _ in places]
+        if len(failed) == len(samples):
+            usual = [
+                one if one is not None and one.of_one_size else self._of_the_order(part, failed)
+                for one, (part, _) in zip(usual, places, strict=True)
+            ]
+        batch = collate_skipping(samples, failed, usual, lambda rows: self._collated(rows, request))
         told = []
-        for row, why in skipped:
-            samples[row] = good
-            part, number = self._place_of(row, request)
-            told.append((row, f"sample {number} of part {part}: {why}"))
-        return told
+        for row, why in sorted(failed.items()):
+            part, number = places[row]
+            if real[row]:
+                told.append((row, f"sample {number} of part {part}: {why}"))
+        return batch, told
+
+    def _of_the_order(self, part: int, failed: dict[int, str]) -> Usual:
+        """Return what stands in a part's rows where no sample of the chunk can be read."""
+        assert self._padding is not None
+        try:
+            return Usual(self._padding.of(part), of_one_size=True)
+        except LookupError:
+            raise ValueError(
+                f"{next(iter(failed.values()))}; and no other sample was read that its row could hold"
+            ) from None
 
     @staticmethod
     def _place_of(row: int, request: ChunkRequest) -> tuple[int, int]:
@@ -219,3 +273,22 @@ def _taken(queue: deque[Any]) -> Iterator[Any]:
     """Yield what a part is dealt; it has ended where it is dealt less than is asked for."""
     while queue:
         yield queue.popleft()
+
+
+def _splits_behind_the_cut(stage: Stage | None) -> bool:
+    """Whether samples are made of parts of one: how far a reader must have read does not follow from a position."""
+    while stage is not None and not isinstance(stage, Stripe):
+        if isinstance(stage, Unbatch):
+            return True
+        stage = stage.upstream
+    return False
+
+
+def _head(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield samples until there are enough that can be read to know what is usual."""
+    readable = 0
+    for item in islice(items, TRIED):
+        yield item
+        readable += not isinstance(item[1], Unreadable)
+        if readable == COMPARED:
+            return

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import DataReadError
+from paddle_shard.errors import DataReadError, text_of
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.request import Request
 
 _SHOWN = 16
@@ -22,6 +21,7 @@ def _guarded(text: Callable[[], str]) -> str:
     try:
         return text()
     except Exception as error:  # an exception whose own __str__ raises
+        raise_if_a_handlers(error)
         return f"(its text cannot be had: {type(error).__name__})"
 
 
@@ -33,21 +33,6 @@ def log_skipped(told: Iterable[str]) -> None:
 
 def _plain(index: Any) -> Any:
     return index.item() if isinstance(index, np.generic) else index
-
-
-def raised_by_a_handler(error: BaseException) -> bool:
-    """Return whether an exception is that of a signal's handler, which ran while something was read."""
-    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _code(handler: Any) -> Any:
-    """Return the code of a signal's handler, which may be any object that can be called; None if it has none."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    if not hasattr(handler, "__code__") and callable(handler):
-        handler = type(handler).__call__
-    return getattr(handler, "__code__", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +56,7 @@ class ReadFailure:
             what=what,
             index=index,
             cause_type=type(error).__name__,
-            cause=_guarded(lambda: str(error)),
+            cause=text_of(error),
             traceback=_guarded(lambda: "".join(traceback.format_exception(error))),
             worker=worker,
         )

@@ -8,9 +8,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from paddle_shard.errors import text_of
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Stage
 from paddle_shard.reading.chunk import ChunkRequest, Fed
-from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.padding import Padding
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.repeat import in_rounds
@@ -72,8 +74,7 @@ def fed(
                                     told.add(part)
                                     found = _with_spare(found, part, padding, _SPARE if request.skip_errors else 1)
                 except Exception as error:
-                    if raised_by_a_handler(error):
-                        raise
+                    raise_if_a_handlers(error)
                     part, at = getattr(error, FAILED_AT, (part, at))
                     what = f"reading sample {at} of part {part}"
                     failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
@@ -82,6 +83,7 @@ def fed(
                 try:
                     sent = pickle.dumps(sent)
                 except Exception as error:
+                    raise_if_a_handlers(error)
                     what = f"sending samples of parts {list(request.opening.parts)} to a worker"
                     failure = ReadFailure.of(error, what=what, index=None, worker=None)
             asked.append(replace(request, fed=None if failure else sent, failure=failure))
@@ -95,7 +97,8 @@ def _with_spare(found: Fed, part: int, padding: Padding, count: int) -> Fed:
         for number, sample in islice(padding.candidates(part), count):
             spare.setdefault(number, []).append(sample)
     except Exception as error:  # it cannot be opened again, which matters only if a row is missing that is delivered
-        if raised_by_a_handler(error):
-            raise
-        why = str(error)
+        raise_if_a_handlers(error)
+        why = text_of(error)
+    for number in padding.empty():
+        spare.setdefault(number, [])
     return found._replace(spare=spare, why=why)

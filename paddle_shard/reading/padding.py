@@ -5,34 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from paddle_shard.plan.opening import Opening, Stage, Stated, Unreadable
+from paddle_shard.reading.skipping import TRIED
+from paddle_shard.stages.round_robin import RoundRobin
 
 _NOTHING = object()
 
 Spare = dict[int, list[Any]]
-"""For some parts, their first samples."""
+"""For some parts, their first samples; none where the part is known to have none."""
 
 
 class Padding:
     """A part's own first sample; for a part without any, that of the lowest part that has one.
 
-    So it depends on the order alone: not on who holds which parts, nor on where the pass began. The first samples of a
-    pass are kept; where it begins later, and for other readers' parts, the stream is opened again.
+    A sample that cannot be read is passed over. So it depends on the order alone: not on who holds which parts, nor on
+    where the pass began. The first samples of a pass are kept; where it begins later, and for other readers' parts, the
+    stream is opened again. Of what is dealt some samples are given, and it is opened only where none of them will do.
     """
 
-    def __init__(self, stage: Stage, opening: Opening, *, dealt: bool = False) -> None:
+    def __init__(self, stage: Stage, opening: Opening) -> None:
         """Open nothing yet.
 
         Args:
             stage: What opens the parts.
             opening: Of the pass.
-            dealt: The stage reads nothing by itself: samples have to be given.
         """
-        self._stage, self._dealt = stage, dealt
+        self._stage, self._source = stage, _dealing(stage)
         self._opening = replace(opening, skip=0, state=None)
         self._from_beginning = opening.skip == 0
+        self._most = TRIED if stage.endless else None
+        self._num_noted: Counter[int] = Counter()
         self._first: dict[int, Any] = {}
         self._given: Spare = {}
 
@@ -40,7 +45,9 @@ class Padding:
         """Look at what the pass has read next of a part, and whether that is its end."""
         if not self._from_beginning or part in self._first:
             return
-        first = next(_readable(samples), _NOTHING)
+        left = None if self._most is None else max(0, self._most - self._num_noted[part])
+        self._num_noted[part] += len(samples)
+        first = next(_readable(samples[:left]), _NOTHING)
         if ended or first is not _NOTHING:
             self._first[part] = first
 
@@ -48,6 +55,12 @@ class Padding:
         """Take the first samples of some parts, as the stage is to be dealt them."""
         for part, samples in spare.items():
             self._given.setdefault(part, []).extend(samples)
+            if not samples:
+                self._first.setdefault(part, _NOTHING)
+
+    def empty(self) -> list[int]:
+        """Return the parts that are known to have no sample."""
+        return [part for part, first in self._first.items() if first is _NOTHING]
 
     def candidates(self, part: int) -> Iterator[tuple[int, Any]]:
         """Yield (part, sample) of what can stand in a part's rows; the first does."""
@@ -65,17 +78,34 @@ class Padding:
         """
         for _, sample in self.candidates(part):
             return sample
-        raise LookupError("every part is empty")
+        raise LookupError("every part is empty, or none of its samples can be read")
 
     def _opened(self, part: int) -> Iterator[Any]:
-        opening = replace(self._opening, parts=(part,), rounds=Counter())
-        if self._dealt:
-            opening = replace(opening, dealt={part: iter(self._given.get(part, ()))})
-        for sample in _readable(self._stage.open(opening)[0]):
-            self._first.setdefault(part, sample)
-            yield sample
-        if not self._dealt:
+        for samples in self._readings(part):
+            for sample in _readable(islice(samples, self._most)):
+                self._first.setdefault(part, sample)
+                yield sample
+        if self._source is None or self._opening.skip_errors:
             self._first.setdefault(part, _NOTHING)
+
+    def _readings(self, part: int) -> Iterator[Iterator[Any]]:
+        """Yield a part from its beginning: as far as it was given, and then the whole."""
+        opening = replace(self._opening, parts=(part,), rounds=Counter())
+        if self._source is None:
+            yield self._stage.open(opening)[0]
+            return
+        if part in self._given:
+            yield self._stage.open(replace(opening, dealt={part: iter(self._given[part])}))[0]
+        if part not in self._first and opening.skip_errors:  # the functions behind the dealing fail on all of those
+            dealt = self._source.open(opening)[0]
+            yield self._stage.open(replace(opening, dealt={part: dealt}))[0]
+
+
+def _dealing(stage: Stage | None) -> Stage | None:
+    """Return what stands before the dealing; None where nothing is dealt."""
+    while stage is not None and not isinstance(stage, RoundRobin):
+        stage = stage.upstream
+    return None if stage is None else stage.read
 
 
 def _readable(samples: Iterable[Any]) -> Iterator[Any]:

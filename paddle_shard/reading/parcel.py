@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.collate import is_sequence, rebuild
+from paddle_shard.plan.handlers import raise_if_a_handlers
 
 _NO_TENSOR = "OSUVMm"
 """numpy's kinds of arrays that no tensor can hold; they stay as they are."""
@@ -72,6 +73,7 @@ def unpickled(text: Any, arrays: Sequence[Any], count: int, failed: Callable[[Ex
         while len(found) < count:  # an Unpickler each, since it would remember what it has read
             found.append(pickle.Unpickler(pickles, buffers=memory).load())
     except Exception as error:
+        raise_if_a_handlers(error)
         found.extend([failed(error)] * (count - len(found)))
     return found
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import paddle.io
 
-from paddle_shard.reading.failure import ReadFailure, log_skipped, raised_by_a_handler
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.parcel import ToTensors, map_leaves
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
@@ -62,8 +63,7 @@ def finished(batch: Any, to_tensors: ToTensors, skipped: deque[list[tuple[int, s
         with in_use:
             found = map_leaves(batch, to_tensors)
     except Exception as error:
-        if raised_by_a_handler(error):
-            raise
+        raise_if_a_handlers(error)
         return ReadFailure.of(error, what="making tensors of the batch", index=None, worker=None)
     if not isinstance(found, Patched):
         return found
@@ -156,8 +156,7 @@ class DirectPass:
         except StopIteration:
             pass
         except Exception as error:
-            if raised_by_a_handler(error):
-                raise
+            raise_if_a_handlers(error)
             self._requests = _raising(error)
         return requests
 

@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.collate import TEXT, collate, is_sequence
-from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
+from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
-from paddle_shard.reading.skipping import Patched, read_skipping
-from paddle_shard.samplers.randomness import Generator
+from paddle_shard.reading.skipping import Patched, Usual, read_skipping, spread_over
+from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.sources.arrays import ArrayDataset
 
 AGAIN = object()
 """Instead of a batch: it must be read once more, by the caller."""
 _ALARMS = 3
+_UNKNOWN = object()
 
 
 class BatchReader:
@@ -54,6 +56,7 @@ class BatchReader:
         self.draws: bool | None = None
         """Whether reading draws from the generators, as far as is known; None: a batch must be watched."""
         self._alarms = 0
+        self._usual: Any = _UNKNOWN
         stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
         self.makes_arrays = collate_fn is None and stacks and not items_are_batches
         """Whether the arrays of a batch of samples are nobody else's: they were stacked or gathered here."""
@@ -97,7 +100,8 @@ class BatchReader:
             batch = self._batch(request, at, _seed_nothing)
             if self._marks() == before:
                 return batch
-        except BaseException:
+        except BaseException as error:
+            raise_if_a_handlers(error)
             logging.getLogger(__name__).debug("a batch is read again, by the caller", exc_info=True)
         self._alarms += 1  # a training loop that draws at every step would have every batch read twice
         self.draws = True if self._alarms > _ALARMS else None
@@ -127,7 +131,9 @@ class BatchReader:
         return 0
 
     def _seed(self, request: ReadRequest, index: Any) -> None:
-        seed = request.sample_seed(index)
+        self._seed_all(request.sample_seed(index))
+
+    def _seed_all(self, seed: int) -> None:
         for generator in self._generators:
             generator.seed(seed)
 
@@ -138,11 +144,15 @@ class BatchReader:
         """Read and collate; `at` says what is being done."""
         if not self._skip_errors:
             return self._whole_batch(request, at, seed)
+        if request.item_is_batch:
+            return Patched(self._whole_batch(request, at, seed), [])
+        usual = self._usual_of(request)
         try:
-            if self._read_many is not None or request.item_is_batch:
-                return Patched(self._whole_batch(request, at, seed), [])
-        except Exception:
-            if request.item_is_batch or not hasattr(self.dataset, "__getitem__"):
+            if self._read_many is not None:
+                return Patched(self._whole_batch(request, at, seed, usual), [])
+        except Exception as error:
+            raise_if_a_handlers(error)
+            if not hasattr(self.dataset, "__getitem__"):
                 raise
 
         def read(index: Any) -> Any:
@@ -151,14 +161,23 @@ class BatchReader:
 
         at.update(what=f"reading any of {len(request.indices)} samples", index=None)
         indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
-        return read_skipping(
-            indices,
-            read,
-            range(len(self.dataset)) if hasattr(self.dataset, "__len__") else (),
-            lambda samples: collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split),
-        )
+        return read_skipping(indices, read, self._collate_of(request), usual)
 
-    def _whole_batch(self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None]) -> Any:
+    def _collate_of(self, request: ReadRequest) -> Callable[[list[Any]], Any]:
+        return lambda samples: collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+
+    def _usual_of(self, request: ReadRequest) -> Usual | None:
+        """Return what most of some samples are like that are spread evenly over the data set, whoever reads."""
+        if self._usual is _UNKNOWN:
+            with kept(self._generators):
+                samples = spread_over(self.dataset, self._seed_all)
+                alike = self._collate_fn is None or request.rows_are_split
+                self._usual = Usual.of(samples, self._collate_of(request), alike=alike)
+        return self._usual
+
+    def _whole_batch(
+        self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None], usual: Usual | None = None
+    ) -> Any:
         indices = request.indices
         if self._read_many is not None and not request.item_is_batch:
             at.update(what=f"reading {len(indices)} samples at once", index=None)
@@ -193,7 +212,10 @@ class BatchReader:
         at.update(what=f"collating {len(samples)} samples", index=None)
         if request.item_is_batch:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
-        return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+        batch = self._collate_of(request)(samples)
+        if usual is not None and not usual.allows(batch):
+            raise ValueError("a row is not like those of most samples")
+        return batch
 
 
 def _seed_nothing(index: Any) -> None:
@@ -258,7 +280,8 @@ def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn
     smallest = samples[sizes.index(min(sizes))]
     try:
         alone = collate_fn([smallest])
-    except Exception:  # a collate that wants several samples: nothing can be told
+    except Exception as error:  # a collate that wants several samples: nothing can be told
+        raise_if_a_handlers(error)
         return
     together, single = _row_shapes(batch), _row_shapes(alone)
     if together != single:

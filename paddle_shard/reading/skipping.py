@@ -1,12 +1,28 @@
-"""What becomes of a batch of which samples cannot be read, where that is not to end the run?"""
+"""What becomes of a batch of which samples cannot be read or collated, where that is not to end the run?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_TRIED = 64
-"""Samples of the data set that are tried, where none of a batch can be read."""
+import numpy as np
+
+from paddle_shard.collate import is_sequence
+from paddle_shard.errors import described
+from paddle_shard.plan.handlers import raise_if_a_handlers
+
+COMPARED = 8
+"""Samples that are compared to know what is usual."""
+TRIED = 64
+"""Samples that are tried to find so many."""
+
+_VALUES = "OSUV"
+"""numpy's kinds of arrays whose items are no numbers."""
+_ENOUGH = 4
+"""Samples of which fewer do not tell what is usual."""
+
+Collate = Callable[[list[Any]], Any]
 
 
 class Patched(NamedTuple):
@@ -17,21 +33,111 @@ class Patched(NamedTuple):
     """(row, which sample and why)."""
 
 
-def read_skipping(
-    indices: Sequence[Any],
-    read: Callable[[Any], Any],
-    others: Iterable[Any],
-    collate: Callable[[list[Any]], Any],
-) -> Patched:
-    """Read samples one by one; in the row of one that fails stands the first of the batch that does not.
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What most samples are like. It does not depend on who reads, so that all readers find the same samples odd."""
 
-    What stands there depends on the batch and the data set alone, so that replicas have the same.
+    sample: Any
+    form: tuple[Any, ...] = ()
+    """What its row of a batch is like, where all rows must be like that; empty: they may differ."""
+    of_one_size: bool = False
+    """Whether three in four have rows of its shape, and not only of its structure; data in buckets have not."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Any], collate: Collate, *, alike: bool) -> Usual | None:
+        """Return what is usual among samples: the first whose row is like that of most.
+
+        Args:
+            samples: The same whoever reads.
+            collate: Makes a batch of samples.
+            alike: Whether the rows of a batch must be like each other.
+        """
+        found = [(sample, _form_of(sample, collate)) for sample in samples]
+        found = [(sample, form) for sample, form in found if form]
+        if not found:
+            return cls(samples[0]) if samples else None
+        loose, strict = [_without_sizes(form) for _, form in found], [form for _, form in found]
+        counts = [(loose.count(a), strict.count(b)) for a, b in zip(loose, strict, strict=True)]
+        best = counts.index(max(counts))
+        of_one_size = 4 * counts[best][1] >= 3 * max(len(samples), _ENOUGH)
+        form = strict[best] if of_one_size else loose[best]
+        most = 2 * counts[best][0] > max(len(samples), _ENOUGH)
+        return cls(found[best][0], form if alike and most else (), of_one_size)
+
+    def allows(self, batch: Any) -> bool:
+        """Return whether the rows of a batch are like the usual one."""
+        form = (row_like(batch),)
+        return not self.form or (form if self.of_one_size else _without_sizes(form)) == self.form
+
+
+def row_like(batch: Any) -> Any:
+    """Return what a row of a batch is like: its structure, and the shape of each array's row."""
+    if isinstance(batch, Mapping):
+        return {key: row_like(value) for key, value in batch.items()}
+    if hasattr(batch, "shape"):
+        return None if isinstance(batch, np.ndarray) and batch.dtype.kind in _VALUES else tuple(batch.shape[1:])
+    if is_sequence(batch):
+        found = [row_like(value) for value in batch]
+        return found if any(one is not None for one in found) else None  # values, as many as there are rows
+    return None
+
+
+def _without_sizes(form: Any) -> Any:
+    """Return the same with the dims of each shape counted only."""
+    if isinstance(form, dict):
+        return {key: _without_sizes(value) for key, value in form.items()}
+    if isinstance(form, list):
+        return [_without_sizes(value) for value in form]
+    if isinstance(form, tuple):
+        return tuple(_without_sizes(one) if isinstance(one, dict | list | tuple) else 0 for one in form)
+    return form
+
+
+def _form_of(sample: Any, collate: Collate) -> tuple[Any, ...]:
+    """Return what a sample's row is like, as the only item; empty where it cannot be collated."""
+    try:
+        return (row_like(collate([sample])),)
+    except Exception as error:
+        raise_if_a_handlers(error)
+        return ()
+
+
+def spread_over(dataset: Any, seed: Callable[[int], None]) -> list[Any]:
+    """Return some samples of a data set with an index, spread evenly over it, whoever reads.
+
+    Args:
+        dataset: Whatever cannot be read of it is left out; of one without a length nothing is read.
+        seed: Seeds the global generators, for a sample's index.
+    """
+    length, samples = _length_of(dataset), list[Any]()
+    evenly = dict.fromkeys(length * part // COMPARED for part in range(COMPARED))
+    for index in dict.fromkeys([*evenly, *range(TRIED)]):
+        if index >= length or (samples and index not in evenly):
+            continue
+        seed(index)
+        try:
+            samples.append(dataset[index])
+        except Exception as error:
+            raise_if_a_handlers(error)
+    return samples
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        return len(dataset) if hasattr(dataset, "__getitem__") else 0
+    except Exception as error:  # no __len__, or one that raises
+        raise_if_a_handlers(error)
+        return 0
+
+
+def read_skipping(indices: Sequence[Any], read: Callable[[Any], Any], collate: Collate, usual: Usual | None) -> Patched:
+    """Read samples one by one; in the row of one that fails stands another.
 
     Args:
         indices: Of the samples.
         read: Returns a sample.
-        others: Indices to try where none of these can be read.
-        collate: Makes a batch of samples; where it fails, each sample that it fails on alone counts as unreadable.
+        collate: Makes a batch of samples.
+        usual: What most samples of the data set are like, if any can be read.
 
     Raises:
         ValueError: No sample can be read.
@@ -43,50 +149,76 @@ def read_skipping(
         try:
             samples.append(read(index))
         except Exception as error:
+            raise_if_a_handlers(error)
             samples.append(None)
-            failed[row] = _text(error)
-    try:
-        if not failed:
-            return Patched(collate(samples), [])
-        return _patched(indices, samples, failed, read, others, collate)
-    except Exception:
-        for row, sample in enumerate(samples):
-            if row not in failed:
-                try:
-                    collate([sample])
-                except Exception as error:
-                    failed[row] = _text(error)
-        return _patched(indices, samples, failed, read, others, collate)
+            failed[row] = described(error)
+    batch = collate_skipping(samples, failed, [usual] * len(samples), collate)
+    if batch is None:
+        raise ValueError(f"{next(iter(failed.values()))}; and no other sample was read that its row could hold")
+    return Patched(batch, [(row, f"sample {indices[row]!r}: {why}") for row, why in sorted(failed.items())])
 
 
-def _patched(
-    indices: Sequence[Any],
-    samples: list[Any],
-    failed: dict[int, str],
-    read: Callable[[Any], Any],
-    others: Iterable[Any],
-    collate: Callable[[list[Any]], Any],
-) -> Patched:
-    good = next(([sample] for row, sample in enumerate(samples) if row not in failed), None) or [
-        _first_readable(read, others, collate, failed)
-    ]
-    rows = [good[0] if row in failed else sample for row, sample in enumerate(samples)]
-    told = [(row, f"sample {indices[row]!r}: {why}") for row, why in sorted(failed.items())]
-    return Patched(collate(rows), told)
-
-
-def _first_readable(
-    read: Callable[[Any], Any], others: Iterable[Any], collate: Callable[[list[Any]], Any], failed: dict[int, str]
+def collate_skipping(
+    samples: Sequence[Any], failed: dict[int, str], usual: Sequence[Usual | None], collate: Collate
 ) -> Any:
-    for index, _ in zip(others, range(_TRIED), strict=False):
-        try:
-            sample = read(index)
-            collate([sample])
-        except Exception:
-            continue
-        return sample
-    raise ValueError(f"{next(iter(failed.values()))}; and no other sample was read that its row could hold")
+    """Return a batch of samples, with the usual sample in the place of each that cannot be read or collated.
+
+    Args:
+        samples: One for each row.
+        failed: row -> why, of those that could not be read; those that cannot be collated with the usual are added.
+        usual: For each row; None where nothing is known, so that the samples are compared with each other.
+        collate: Makes a batch of samples.
+
+    Returns:
+        The batch; None where no sample could be read.
+
+    Raises:
+        Exception: What `collate` raised, if that is no single sample's fault.
+    """
+    good = [sample for row, sample in enumerate(samples) if row not in failed]
+    known = [one for one in usual if one is not None]
+    if not (known or good):
+        return None
+
+    def filled(other: Any) -> list[Any]:
+        stand_ins = [one.sample if one is not None and one.of_one_size else other for one in usual]
+        return [stand_ins[row] if row in failed else sample for row, sample in enumerate(samples)]
+
+    batch, why = _tried(filled(good[0] if good else known[0].sample), collate)
+    if not why and all(one.allows(batch) for one in {id(one): one for one in known}.values()):
+        return batch
+    for row, sample in enumerate(samples):
+        if row not in failed and (odd := _why_odd(usual[row], [sample], collate)):
+            failed[row] = odd
+    good = [sample for row, sample in enumerate(samples) if row not in failed]
+    other = Usual.of(good, collate, alike=False) or next(iter(known), None)
+    if other is None:
+        return None
+    for own in (list(usual), [None] * len(samples)):  # the second only where parts of a stream are not like each other
+        for row, sample in enumerate(samples):
+            one = own[row]
+            beside = one if one is not None and one.of_one_size else other
+            if row not in failed and (odd := _why_odd(one, [beside.sample, sample], collate)):
+                failed[row] = odd
+        usual = own
+        batch, why = _tried(filled(other.sample), collate)
+        if not why:
+            return batch
+    return collate(filled(other.sample))
 
 
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _tried(samples: list[Any], collate: Collate) -> tuple[Any, str]:
+    """Return a batch of samples, and why there is none."""
+    try:
+        return collate(samples), ""
+    except Exception as error:  # not kept: its frames hold the iterator, which would not end
+        raise_if_a_handlers(error)
+        return None, described(error)
+
+
+def _why_odd(usual: Usual | None, samples: list[Any], collate: Collate) -> str:
+    """Return why samples cannot be rows of one batch, or nothing."""
+    batch, why = _tried(samples, collate)
+    if why or usual is None or usual.allows(batch):
+        return why
+    return f"its row is like {row_like(batch)}, that of most samples like {usual.form[0]}"

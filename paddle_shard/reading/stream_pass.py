@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import paddle.io
 
 from paddle_shard.errors import DifferentDataError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
@@ -109,8 +110,8 @@ class StreamPass:
         chunks = []
         for _ in self._joiner.places:
             chunks.append(Chunk(*next(self._core)))
-            log_skipped(why for _, why in chunks[-1].skipped)
             request = self._asked.popleft()
+            log_skipped(why for _, why in chunks[-1].skipped)
         if any(chunk.digest != chunks[0].digest for chunk in chunks):
             raise DifferentDataError(
                 f"step {request.step}: the workers of this rank have read different data, though each reads the same "
@@ -120,6 +121,7 @@ class StreamPass:
             found = self._joiner.join(chunks)
             return found if request.local_rows is None else self._own_rows.of(found, request)
         except Exception as error:
+            raise_if_a_handlers(error)
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None
 

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import paddle.io
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.channel import Channel
-from paddle_shard.reading.failure import ReadFailure, raised_by_a_handler
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.worker import MOST_AT_ONCE, WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
@@ -252,8 +253,7 @@ class WorkerPool:
             except ConnectionError:  # found out when its answer is due
                 pass
             except Exception as error:
-                if raised_by_a_handler(error):  # it may have been sent
-                    raise
+                raise_if_a_handlers(error)  # it may have been sent
                 self._leave_out(requests.pop(), error)  # if it is one before that, the next attempt says so
                 if requests:
                     continue
@@ -283,8 +283,7 @@ class WorkerPool:
         except StopIteration:
             pass
         except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
-            if raised_by_a_handler(error):
-                raise
+            raise_if_a_handlers(error)
             self._requests, self.error = iter(()), error
         self.unsent.extend(((first + i) % workers, drawn[i::workers]) for i in range(min(len(drawn), workers)))
         self.pending.extend(drawn)
@@ -321,8 +320,7 @@ class WorkerPool:
 
     def _answer(self, channel: Channel, number: int) -> Any:
         def failed(error: Exception) -> ReadFailure:
-            if raised_by_a_handler(error):  # it may not have been received
-                raise error
+            raise_if_a_handlers(error)  # it may not have been received
             return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
 
         try:

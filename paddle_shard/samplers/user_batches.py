@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows, check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -107,7 +108,8 @@ class UserBatches:
         """Return the same over a copy of the sampler; over itself where it cannot be copied."""
         try:
             return replace(self, batch_sampler=copy.deepcopy(self.batch_sampler))
-        except Exception:  # such as a generator
+        except Exception as error:  # such as a generator
+            raise_if_a_handlers(error)
             return self
 
     def __len__(self) -> int:
@@ -122,6 +124,7 @@ class UserBatches:
             try:
                 return len(self.batch_sampler)
             except Exception as error:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
+                raise_if_a_handlers(error)
                 reason: Exception | None = error
         else:  # whether the last batch is short shows only at the end
             reason = None
@@ -187,7 +190,8 @@ class UserBatches:
         """Return how many steps an epoch has at least, as far as lengths tell, which may be estimates."""
         try:
             steps = len(self) if self.knows_length else None
-        except Exception:  # a __len__ of the user's that raises
+        except Exception as error:  # a __len__ of the user's that raises
+            raise_if_a_handlers(error)
             return None
         if steps is None or not (resumed.samples and self.consecutive and self.nominal_size):
             return steps

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.files import BUFFER, open_file
 from paddle_shard.sources.names import base_name, shown
@@ -67,11 +68,13 @@ def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
                 while rest:
                     rest = rest[target.write(rest) :]
             except OSError as error:
+                raise_if_a_handlers(error)
                 raise _explained(error, name, cache_dir, size, copied) from error
             copied += len(piece)
     try:
         os.fsync(target.fileno())  # or a crash could leave an empty file with the right name
     except OSError as error:
+        raise_if_a_handlers(error)
         raise _explained(error, name, cache_dir, size, copied) from error
     if size is not None and copied != size:
         raise OSError(f"the download has {copied} bytes, the server said {size}")
@@ -83,6 +86,7 @@ def _room(name: str, cache_dir: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        raise_if_a_handlers(error)
         if error.errno not in _FULL:
             raise
         raise OSError(
@@ -111,7 +115,8 @@ def held(file: IO[bytes]) -> Iterator[bool]:
 
         fcntl.flock(file, fcntl.LOCK_EX)
         locked = True
-    except (ImportError, OSError):
+    except (ImportError, OSError) as error:
+        raise_if_a_handlers(error)
         locked = False
     try:
         yield locked

@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.errors import PaddleShardError, ShardReadError
+from paddle_shard.errors import PaddleShardError, ShardReadError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.cache import held
 from paddle_shard.sources.files import decompressed, open_file
@@ -64,8 +65,9 @@ def count_files(
             except PaddleShardError:
                 raise
             except Exception as error:
+                raise_if_a_handlers(error)
                 raise ShardReadError.of(
-                    f"{shown(name)}: counting its samples failed: {type(error).__name__}: {error}", shown(name)
+                    f"{shown(name)}: counting its samples failed: {described(error)}", shown(name)
                 ) from error
             kept.keep(name, stamp, found[name])
     return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from paddle_shard.errors import ArgumentError, MissingDependencyError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.names import is_remote, local_path, shown
 
 RETRIES = 3
@@ -112,6 +113,7 @@ class RemoteFile(io.RawIOBase):
             try:
                 self._open()
             except Exception as error:
+                raise_if_a_handlers(error)
                 self._pause_or_give_up(error)
 
     def readable(self) -> bool:
@@ -139,6 +141,7 @@ class RemoteFile(io.RawIOBase):
                 if not content and self.size is not None:
                     raise ConnectionError("the connection was closed")
             except Exception as error:
+                raise_if_a_handlers(error)
                 self._pause_or_give_up(error)
                 continue
             buffer[: len(content)] = content

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -96,5 +97,6 @@ def local_size(name: str) -> int | None:
     """Return the bytes of a local file; None for any other, whose size would cost a request."""
     try:
         return None if is_remote(name) else os.path.getsize(local_path(name))
-    except OSError:  # read later, where its absence is an error that names it
-        return None
+    except OSError as error:
+        raise_if_a_handlers(error)
+        return None  # it is read later, where its absence is an error that names it

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.arrow import NullFound, samples_of
 from paddle_shard.sources.names import Paths, is_remote, local_path, matched, shown
 from paddle_shard.sources.shards import ShardSource
@@ -177,9 +178,8 @@ def _footer(file: str) -> _Footer:
     except MissingDependencyError:
         raise
     except Exception as error:
-        raise ShardReadError.of(
-            f"{shown(file)}: reading its footer failed: {type(error).__name__}: {error}", shown(file)
-        ) from error
+        raise_if_a_handlers(error)
+        raise ShardReadError.of(f"{shown(file)}: reading its footer failed: {described(error)}", shown(file)) from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.files import decompressed, open_file
 from paddle_shard.sources.names import base_name, is_remote, local_path, shown
 from paddle_shard.sources.shards import RECOUNT
@@ -123,6 +124,7 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     try:
         file, _ = open_file(path)
     except OSError as error:
+        raise_if_a_handlers(error)
         raise ArgumentError(f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}.") from error
     with file:
         shards = _parsed(file.read(), path)

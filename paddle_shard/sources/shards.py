@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
@@ -261,8 +262,9 @@ class ShardSource(Stage):
         except PaddleShardError:
             raise
         except Exception as error:
+            raise_if_a_handlers(error)
             raise ShardReadError.of(
-                f"{shown(name)}: reading sample {offset} failed: {type(error).__name__}: {error}", shown(name), offset
+                f"{shown(name)}: reading sample {offset} failed: {described(error)}", shown(name), offset
             ) from error
         finally:
             if hasattr(items, "close"):
@@ -277,8 +279,9 @@ def _check_end(name: str, length: int, items: Iterator[Any]) -> None:
     except PaddleShardError:
         raise
     except Exception as error:
+        raise_if_a_handlers(error)
         raise ShardReadError.of(
-            f"{shown(name)}: reading what follows its {length} samples failed: {type(error).__name__}: {error}",
+            f"{shown(name)}: reading what follows its {length} samples failed: {described(error)}",
             shown(name),
             length,
         ) from error

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from paddle_shard.errors import ArgumentError, ShardReadError
+from paddle_shard.errors import ArgumentError, ShardReadError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.cache import cached
 from paddle_shard.sources.counts import count_files
 from paddle_shard.sources.names import Paths, is_remote, matched, shown
@@ -114,13 +115,14 @@ class Decode:
         try:
             return dict(self._decoder(sample))
         except Exception as error:
+            raise_if_a_handlers(error)
             # Since 0.2.111 WebDataset wraps it in an error that knows the file, and has no text.
             file = getattr(error, "k", None)
             cause = error if file is None else error.__cause__
             shard = shown(str(sample.get("__url__", "")))
             raise ShardReadError.of(
                 f"{shard}: {'a file' if file is None else f'file {file!r}'} of sample {sample.get('__key__')!r} cannot "
-                f"be decoded: {type(cause).__name__}: {cause}",
+                f"be decoded: {described(cause or error)}",
                 shard,
             ) from cause
 

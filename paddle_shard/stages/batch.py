@@ -12,6 +12,8 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import mix
 from paddle_shard.stages.search import Search
 
+_END = object()
+
 
 class Batch(Stage):
     """Makes lists of `size` samples of a part; the last one may be shorter."""
@@ -35,9 +37,10 @@ class Batch(Stage):
         """Return the size, too."""
         return [*self._upstream.fingerprint(), ["batch", self._size]]
 
-    def _grouped(self, items: Iterator[Any]) -> Iterator[list[Any]]:
+    def _grouped(self, items: Iterator[Any]) -> Iterator[list[Any] | Unreadable]:
         while group := list(islice(items, self._size)):
-            yield group
+            bad = [item for item in group if isinstance(item, Unreadable)]
+            yield Unreadable(bad[0].why, tuple(group)) if bad else group
 
 
 class Unbatch(Stage):
@@ -85,17 +88,20 @@ class Unbatch(Stage):
 
     def _of(self, group: Any, part: int, opening: Opening, numbers: Iterator[int]) -> Iterator[Any]:
         if isinstance(group, Unreadable):
-            yield group
+            yield from group.items or (group,)
             return
-        if isinstance(group, Sequence):
+        if isinstance(group, list | tuple):
             yield from group
             return
         key = opening.key(part, "unbatch", self.depth)
-        items = iter(group)  # may be a generator, which runs the user's code for each item
-        while True:
-            opening.seed_generators(mix(key, next(numbers)))
-            try:
-                item = next(items)
-            except StopIteration:
-                break
+        items = opening.tried(iter, group)  # may be a generator, which runs the user's code for each item
+        while not isinstance(items, Unreadable):
+            if not isinstance(group, Sequence):
+                opening.seed_generators(mix(key, next(numbers)))
+            item = opening.tried(lambda rest: next(rest, _END), items)
+            if item is _END:
+                return
             yield item
+            if isinstance(item, Unreadable):  # what is behind it cannot be had
+                return
+        yield items

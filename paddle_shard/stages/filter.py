@@ -44,7 +44,7 @@ class Filter(Stage):
             except StopIteration:
                 return
             seed(mix(key, number))
-            keep = opening.tried(predicate, item)
+            keep = opening.tried(lambda one: bool(predicate(one)), item)
             if not isinstance(keep, Unreadable) and not keep:
                 search.dropped()
                 continue

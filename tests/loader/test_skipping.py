@@ -1,5 +1,8 @@
 """`on_error="skip"`: a bad sample is a row that is not valid, and nothing shifts."""
 
+import random
+from itertools import chain
+
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -163,3 +166,270 @@ def test_a_bar_shows_the_epoch_and_needs_tqdm(capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
     with pytest.raises(MissingDependencyError, match=r"paddle_shard\[progress\]"):
         sharded("reading", progress=True)
+
+
+# A law: streams with any stages, whoever reads
+
+
+LOST = "lost"  # what the oracle has for a row that is not valid
+
+
+def unless(bad, function):
+    """The function, which fails at some samples, and is never given anything but numbers and lists of them."""
+
+    def called(given):
+        numbers = given if isinstance(given, list) else [given]
+        assert all(type(number) is int for number in numbers), leaked.append(given)
+        if bad & set(numbers):
+            raise Unprintable
+        return function(given)
+
+    return called
+
+
+leaked = []
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def pair(bad):
+    def items(number):
+        yield number
+        if number in bad:
+            raise ValueError(number)
+        yield number + 1000
+
+    return unless(set(), items)
+
+
+def row(odd):
+    """The last stage, of which some rows do not fit to the others."""
+
+    def made(number):
+        kind = odd.get(number)
+        if kind == "missing key":
+            return {"x": np.array([number, number])}
+        x = {"grey": np.array([number]), "none": None, "text": "12", "more dims": np.ones((2, 2))}.get(kind)
+        return {"x": np.array([number, number]) if kind is None else x, "y": number if kind != "no number" else None}
+
+    return unless(set(), made)
+
+
+def drawn_chain(rng, length):
+    """(what is done to a stream, the same to the list of a part) for some stages; few rows are odd."""
+
+    def some():
+        first = set(range(8)) if rng.random() < 0.3 else set()  # nothing readable at the beginning of any part
+        return first | set(rng.sample(range(length), rng.randint(0, length // 6)))
+
+    steps = []
+    for kind in rng.choices(["map", "filter", "groups", "group", "pairs"], k=rng.randint(0, 3)):
+        bad, size, mod = some(), rng.randint(1, 4), rng.randint(2, 5)
+        if kind == "map":
+            steps.append((lambda s, b=bad: s.map(unless(b, lambda x: x)), lambda p, b=bad: [lost(x, b) for x in p]))
+        elif kind == "filter":
+            steps.append(
+                (
+                    lambda s, b=bad, m=mod: s.filter(unless(b, lambda x: x % m)),
+                    lambda p, b=bad, m=mod: [lost(x, b) for x in p if lost(x, b) == LOST or x % m],
+                )
+            )
+        elif kind == "groups":  # put together and taken apart: nothing has happened
+            steps.append((lambda s, n=size: s.batch(n).unbatch(), lambda p: p))
+        elif kind == "group":  # with a function of the group between, one bad sample costs the group
+            steps.append(
+                (
+                    lambda s, n=size, b=bad: s.batch(n).map(unless(b, lambda group: group[::-1])).unbatch(),
+                    lambda p, n=size, b=bad: [
+                        x
+                        for at in range(0, len(p), n)
+                        for x in ([LOST] if {lost(x, b) for x in p[at : at + n]} & {LOST} else p[at : at + n][::-1])
+                    ],
+                )
+            )
+        else:
+            steps.append(
+                (
+                    lambda s, b=bad: s.map(pair(b)).unbatch(),
+                    lambda p, b=bad: [y for x in p for y in ([x] if x == LOST else [x, LOST if x in b else x + 1000])],
+                )
+            )
+            break  # numbers from 1000 on are in no set
+    kinds = ["grey", "none", "text", "more dims", "missing key", "no number"]
+    odd = {number: rng.choice(kinds) for number in rng.sample(range(length), 5)}
+    steps.append((lambda s: s.map(row(odd)), lambda p: [x if x == LOST or x not in odd else LOST for x in p]))
+    return steps, odd
+
+
+def lost(number, bad):
+    return LOST if number in bad else number
+
+
+def by_oracle(steps, odd, length, num_parts, batch_size):
+    """The rows of each batch, taken from each part in turn; None where there is none any more."""
+    stripe = batch_size // num_parts
+    parts = [[x for x in range(length) if x // stripe % num_parts == part] for part in range(num_parts)]
+    for _, of_list in steps[:-1]:
+        parts = [of_list(part) for part in parts]
+    for head in ([x for x in part if x != LOST][:8] for part in parts):
+        if len(head) < 5 or len(set(head) & set(odd)) > 1:
+            odd.clear()  # too few to know what is odd
+    parts = [steps[-1][1](part) for part in parts]
+    num_batches = max(-(-len(part) // stripe) for part in parts)
+    parts = [part + [None] * (num_batches * stripe - len(part)) for part in parts]
+    return [[x for part in parts for x in part[k * stripe : (k + 1) * stripe]] for k in range(num_batches)]
+
+
+@pytest.mark.parametrize("trial", [*range(40), 248])  # one in which a rank can read none of its samples
+def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_reads(trial, caplog):
+    rng, length = random.Random(trial), 96
+    (steps, odd), num_parts = drawn_chain(rng, length), rng.choice([4, 8])
+    wanted = by_oracle(steps, odd, length, num_parts, 8)
+    ranks, workers = rng.choice([d for d in (1, 2, 4) if num_parts % d == 0]), trial % 4 if trial < 8 else 0
+    end = {}
+    if not any(None not in batch for batch in wanted):
+        ranks = 1
+    if ranks > 1:  # ranks that are simulated cannot agree on an end
+        wanted = [batch for batch in wanted if None not in batch]
+        end = {"num_batches": len(wanted), "agree": False}
+
+    def stream():
+        found = Stream.of(range(length)).sharding_filter()
+        for of_stream, _ in steps:
+            found = of_stream(found)
+        return found
+
+    def loader():
+        given = paddle.io.DataLoader(stream(), batch_size=8, num_workers=workers)
+        mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
+        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", num_parts=num_parts, **end)
+
+    def rank():
+        mine = loader()
+        batches, found = iter(mine), []
+        for batch in batches:
+            rows, valid = batch["x"]._local_value().numpy(), batches.valid._local_value().numpy()
+            found.append([int(x[0]) if good else None for x, good in zip(rows, valid, strict=True)])
+        return found, mine.stats.total.skipped
+
+    leaked.clear()
+    caplog.clear()
+    found = on_each_rank(range(ranks), rank)
+    rows = [[*chain(*of_ranks)] for of_ranks in zip(*(found[at][0] for at in range(ranks)), strict=True)]
+    num_lost = sum(x == LOST for batch in wanted for x in batch)
+
+    assert rows == [[None if x == LOST else x for x in batch] for batch in wanted]
+    assert sum(skipped for _, skipped in found.values()) == num_lost
+    assert caplog.text.count("skipped sample") == num_lost
+    assert leaked == []
+
+
+def test_what_cannot_be_read_reaches_no_function_through_any_stage_and_no_row_twice(caplog):
+    """Stages that change the order, for which the oracle above has none."""
+    bad = set(range(0, 60, 7))
+    stream = Stream.of(range(60)).map(unless(bad, lambda x: x)).shuffle(5).batch(3).shuffle(2).unbatch()
+    stream = stream.map(unless(set(), lambda x: x)).filter(unless(set(), lambda x: True)).repeat(2)
+    for workers in (0, 2):
+        for last in (stream, stream.local_shuffle(2)):
+            rows = last.map(row({})) if last is stream else last
+            given = paddle.io.DataLoader(rows, batch_size=8, num_workers=workers)
+            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=4)
+            leaked.clear()
+            batches, found = iter(loader), []
+            for batch in batches:
+                x = batch["x"][:, 0] if last is stream else batch
+                found += x._local_value()[batches.valid._local_value()].tolist()
+            assert sorted(found) == sorted(2 * [x for x in range(60) if x not in bad])
+            assert loader.stats.total.skipped == 2 * len(bad)
+            assert leaked == []
+
+
+def test_dealt_samples_of_which_the_first_cannot_be_read_are_no_special_case():
+    for workers, bad in [(0, {0, 1, 20}), (1, {0, 1, 20}), *((n, {*range(8), 20}) for n in (0, 1, 2, 3))]:
+        for stream in (
+            Stream.of(range(64)).map(unless(bad, lambda x: x)).round_robin(),
+            Stream.of(range(64)).round_robin().map(unless(bad, lambda x: x)),
+        ):
+            given = paddle.io.DataLoader(stream, batch_size=8, num_workers=workers)
+            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=4)
+            batches, found = iter(loader), []
+            for batch in batches:
+                found += batch._local_value()[batches.valid._local_value()].tolist()
+            assert found == [x for x in range(64) if x not in bad]
+            assert loader.stats.total.skipped == len(bad)
+
+
+IMAGES = {5: np.zeros((4, 4)), 11: None, 17: {"x": 1}, 23: np.zeros((3, 4, 5)), 29: "text"}
+IMAGES[30] = np.zeros((3, 4, 4), "U1")
+
+
+class Images(paddle.io.Dataset):
+    def __len__(self):
+        return 61
+
+    def __getitem__(self, index):
+        return {"image": IMAGES.get(index, np.full((3, 4, 4), index)), "label": index}
+
+
+class ImagesAtOnce(Images):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("dataset", [Images(), ImagesAtOnce()], ids=["", "at once"])
+@pytest.mark.parametrize("batch_size", [4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sample_that_does_not_fit_to_the_others_is_a_row_that_is_not_valid(dataset, batch_size, ranks, shuffle):
+    def rank():
+        given = paddle.io.DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
+        mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", agree=False)
+        batches, found = iter(loader), []
+        for batch in batches:
+            images = batch["image"]._local_value()
+            assert images.shape[1:] == [3, 4, 4]
+            found += images[:, 0, 0, 0][batches.valid._local_value()].tolist()
+        return found, loader.stats.total.skipped
+
+    found = on_each_rank(range(ranks), rank)
+
+    assert sorted(chain(*(one for one, _ in found.values()))) == [i for i in range(61) if i not in IMAGES]
+    assert sum(skipped for _, skipped in found.values()) == len(IMAGES)
+
+
+def test_data_of_several_sizes_is_held_to_no_size():
+    """Buckets: the rows of a batch are of one size, which that of most samples need not be."""
+
+    class Buckets(Images):
+        def __getitem__(self, index):
+            if index == 9:
+                raise OSError("bad")
+            return np.full(1 + index // 8, index)
+
+    given = paddle.io.DataLoader(Buckets(), batch_size=8)
+    found = trace(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+
+    assert valid_ids(found) == [i for i in range(61) if i != 9]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_exception_without_a_text_is_reported(workers, on_error, caplog):
+    class Bad(Rows):
+        def __getitem__(self, index):
+            if index == 3:
+                raise Unprintable
+            return np.array([index, 0])
+
+    given = paddle.io.DataLoader(Bad(), batch_size=8, num_workers=workers)
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error=on_error)
+    if on_error == "skip":
+        assert valid_ids(trace(loader)) == [i for i in range(61) if i != 3]
+        assert "skipped sample 3: Unprintable: (its text cannot be had: RuntimeError)" in caplog.text
+    else:
+        with pytest.raises(DataReadError, match="reading sample 3 failed .* Unprintable"):
+            trace(loader)

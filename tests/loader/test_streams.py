@@ -121,6 +121,22 @@ def test_passes_at_once_each_deliver_all_data(name, workers):
     assert peeked == alone[:1]
 
 
+BEHIND_THE_CUT = {
+    "filtered": lambda s: s.filter(lambda i: i % 8 > 2),
+    "grouped and mixed": lambda s: s.batch(3).shuffle(2).unbatch(),
+    "one to several": lambda s: s.map(lambda i: [i] * (1 + i % 3)).unbatch(),
+    "repeated": lambda s: s.filter(lambda i: i % 5).repeat(2),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_THE_CUT)
+def test_readers_of_one_stream_that_are_not_equally_far_have_read_the_same(name):
+    def rows(workers):
+        return real_rows(sharded(BEHIND_THE_CUT[name](Stream.of(range(96)).sharding_filter()), workers=workers))
+
+    assert rows(2) == rows(3) == rows(0)
+
+
 def test_round_robin_reports_what_cannot_be_sent_to_a_worker():
     loader = sharded(Stream.of([lambda: 1] * 8).round_robin(), workers=2)
 

@@ -1,0 +1,292 @@
+"""What a signal's handler raises (a time limit, a preemption notice) leaves the loop as itself, wherever it strikes."""
+
+import ast
+import gzip
+import signal
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import DataReadError
+from paddle_shard.sources.files import RemoteFile
+from paddle_shard.sources.shards import ShardSource
+from paddle_shard.sources.text import lines_source
+from paddle_shard.testing.simulated import on_each_rank
+
+PACKAGE = Path(paddle_shard.__file__).parent
+ROOMS = ("collate.py", "loader", "plan", "reading", "samplers", "sources", "stages")
+ELSEWHERE = (  # no handler of the user's runs there, or what it raises cannot leave
+    "reading/worker.py",  # a worker's handlers are reset
+    "sources/adapters",  # in threads of their own
+    "loader/prefetch.py:_run",  # a thread, too
+    "reading/worker_pass.py:__del__",
+)
+WIDE = {"BaseException", "Exception", "OSError"}  # which a handler's own is a subclass of
+ASKS = ("raise_if_a_handlers", "raised_by_a_handler")
+
+ONE = dist.ProcessMesh([0], dim_names=["dp"])
+TWO = dist.ProcessMesh([0, 1], dim_names=["dp"])
+
+
+def turns_away(handler):
+    """Whether an `except` clause may end otherwise than by raising what it has caught, unasked."""
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    names = {getattr(one, "id", getattr(one, "attr", "")) for one in caught} if handler.type else WIDE
+    last = handler.body[-1]
+    reraises = isinstance(last, ast.Raise) and last.exc is None
+    leaves = any(isinstance(node, ast.Return | ast.Continue) for one in handler.body for node in ast.walk(one))
+    asks = any(getattr(node, "id", "") in ASKS for one in handler.body for node in ast.walk(one))
+    return bool(names & WIDE) and not asks and (not reraises or leaves)
+
+
+def clauses(text):
+    """(function, clause) of every `except`."""
+    return found_in(ast.parse(text), "")
+
+
+def found_in(node, function):
+    if isinstance(node, ast.ExceptHandler):
+        yield function, node
+    for child in ast.iter_child_nodes(node):
+        yield from found_in(child, node.name if isinstance(node, ast.FunctionDef) else function)
+
+
+def test_every_clause_that_catches_what_a_handler_may_raise_asks_whether_it_did():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{function}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if str(path.relative_to(PACKAGE)).startswith(ROOMS)
+        for function, clause in clauses(path.read_text())
+        if turns_away(clause)
+    ]
+    assert [one for one in found if not one.startswith(ELSEWHERE)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "planted"),
+    [
+        ("try: f()\nexcept Exception: pass", True),
+        ("try: f()\nexcept (ValueError, OSError) as error: raise ValueError from error", True),
+        ("try: f()\nexcept: return_(1)", True),
+        ("try: f()\nexcept Exception:\n  if x: raise ValueError\n  raise", False),
+        ("try: f()\nexcept Exception as error:\n  raise_if_a_handlers(error)", False),
+        ("try: f()\nexcept KeyError: pass", False),
+    ],
+)
+def test_a_planted_clause_is_found(text, planted):
+    assert any(turns_away(clause) for _, clause in clauses(text)) == planted
+
+
+class Enough(Exception):
+    """What the handlers raise."""
+
+
+def raises(number, frame):
+    raise Enough
+
+
+def raises_once(number, frame):
+    signal.signal(number, signal.SIG_IGN)  # as one does so that a second notice does not interrupt the saving
+    raise Enough
+
+
+class Raises:
+    def __call__(self, *_):
+        raise TimeoutError("enough")  # an OSError, as reading raises them
+
+
+@pytest.fixture(params=[raises, raises_once, Raises()], ids=["plain", "once", "object"])
+def strike(request):
+    """A function that has the handler run where it is called."""
+    before = signal.signal(signal.SIGUSR1, request.param)
+    yield lambda: signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+class Data(paddle.io.Dataset):
+    def __init__(self, at):
+        self.at = at
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.at(index)
+        return np.arange(2 if index == 3 else 1)  # of lengths that only a collate_fn can stack
+
+
+def first(samples):
+    return np.stack([sample[:1] for sample in samples])
+
+
+class AtOnce(Data):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Bad(Data):
+    """Sample 3 is bad, so that the samples are read one by one, and what stands in is looked for."""
+
+    def __getitems__(self, indices):
+        if 3 in indices:
+            raise ValueError("one is bad")
+        return [self[index] for index in indices]
+
+
+def at(number, strike):
+    return lambda index: strike() if index == number else None
+
+
+def bad_but(number, strike):
+    """All samples are bad; with the number that is tried last, the handler runs."""
+
+    def check(index):
+        if index == number:
+            strike()
+        raise ValueError("bad")
+
+    return check
+
+
+def on_call(number, strike, result=lambda given: given):
+    calls = []
+
+    def called(given):
+        calls.append(given)
+        if len(calls) == number:
+            strike()
+        return result(given)
+
+    return called
+
+
+def fails_with_several(strike):
+    def collate(samples):
+        if len(samples) == 1:
+            strike()
+        raise ValueError("not so many")
+
+    return collate
+
+
+def after(number, strike, items=range(16)):
+    def generator():
+        for item in items:
+            if item == number:
+                strike()
+            yield item
+
+    return generator
+
+
+def file(number, strike, length=None):
+    def read(name, skip):
+        for item in range(skip, 8):
+            if item == number:
+                strike()
+            yield item
+        if number == "end":
+            strike()
+
+    return Stream(ShardSource(["a", "b"], read, counts=None if length is None else [length] * 2))
+
+
+def pairs(strike):
+    def items(item):
+        yield item
+        if item == 3:
+            strike()
+        yield item
+
+    return items
+
+
+PLACES = {
+    "sample": lambda strike: (Data(at(3, strike)), first),
+    "samples at once": lambda strike: (AtOnce(at(2, strike)), first),
+    "samples one by one": lambda strike: (Bad(at(2, strike)), first),
+    "another that could stand in": lambda strike: (Data(bad_but(5, strike)), first),
+    "collate": lambda strike: (Data(lambda index: None), on_call(1, strike, first)),
+    "collate of one": lambda strike: (Data(lambda index: None), fails_with_several(strike)),
+    "map": lambda strike: (Stream.of(range(16)).map(on_call(3, strike)), None),
+    "filter": lambda strike: (Stream.of(range(16)).filter(on_call(3, strike, lambda x: True)), None),
+    "unbatch": lambda strike: (Stream.of(range(16)).map(pairs(strike)).unbatch(), None),
+    "source": lambda strike: (Stream.of(after(3, strike)), None),
+    "round robin": lambda strike: (Stream.of(after(3, strike)).round_robin(), None),
+    "collate of a stream": lambda strike: (Stream.of(range(16)), on_call(1, strike, np.array)),
+    "file": lambda strike: (file(3, strike), None),
+    "end of a file": lambda strike: (file("end", strike, 8), None),
+}
+SKIPPED_ONLY = {"samples one by one", "another that could stand in", "collate of one"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}], ids=["", "no prefetch"])
+def test_what_a_handler_raises_leaves_the_loop_as_itself(place, on_error, options, strike):
+    dataset, collate_fn = PLACES[place](strike)
+    given = paddle.io.DataLoader(dataset, batch_size=4, collate_fn=collate_fn)
+    parts = {"num_parts": 2} if isinstance(dataset, Stream) else {}
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error=on_error, **parts, **options)
+    other = place in SKIPPED_ONLY and on_error == "raise"
+    with pytest.raises(DataReadError if other else (Enough, TimeoutError)):
+        for _ in loader:
+            pass
+
+
+def test_it_does_so_while_a_slice_is_checked_for_its_length(strike):
+    def padded(samples):
+        if len(samples) == 1:
+            strike()
+        length = max(map(len, samples))
+        return np.stack([np.pad(sample, (0, length - len(sample))) for sample in samples])
+
+    def rank():
+        given = paddle.io.DataLoader(Data(lambda index: None), batch_size=8, collate_fn=padded)
+        with pytest.raises((Enough, TimeoutError)):
+            next(iter(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp", prefetch=0)))
+
+    on_each_rank([0], rank)
+
+
+def test_it_does_so_while_lines_are_counted(strike, tmp_path, monkeypatch):
+    path = tmp_path / "lines.gz"
+    path.write_bytes(gzip.compress(b"a\nb\n"))
+    monkeypatch.setattr("paddle_shard.sources.text.decompressed", lambda file: strike())
+    with pytest.raises((Enough, TimeoutError)):
+        lines_source(path, counts=True)
+
+
+def test_a_server_is_not_asked_again_for_it(strike):
+    asked = []
+
+    def connect(name, start):
+        asked.append(start)
+        strike()
+
+    with pytest.raises((Enough, TimeoutError)):
+        RemoteFile("http://somewhere/x", connect)
+    assert asked == [0]
+
+
+def test_a_time_limit_that_the_users_own_code_sees_to_is_a_bad_sample():
+    def limited(index):
+        try:
+            if index == 3:
+                signal.raise_signal(signal.SIGUSR1)
+        except Enough:
+            raise ValueError("too slow") from None
+
+    before = signal.signal(signal.SIGUSR1, raises)
+    try:
+        given = paddle.io.DataLoader(Data(limited), batch_size=4, collate_fn=first)
+        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        assert len(list(loader)) == 4
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert loader.stats.total.skipped == 1
