@@ -178,4 +178,6 @@ class DrawnAhead:
         if self._drawn:
             return self._drawn.popleft()
         assert self._end is not None, "more is taken than was drawn"
+        if isinstance(self._end, StopIteration):  # another one: what is raised keeps the caller's frames alive
+            raise StopIteration
         raise self._end

@@ -73,7 +73,7 @@ class PassProgress:
         ids: Sequence[Any] | npt.NDArray[np.int64],
         sampler_state: Mapping[str, Any] | None,
         last: bool | None = None,
-        drawn: Sequence[Any] = (),
+        drawn: Sequence[Any] | npt.NDArray[np.int64] = (),
     ) -> None:
         """Go on by one batch.
 
@@ -86,7 +86,7 @@ class PassProgress:
         """
         samples, steps, _, _, tally, of_all = self._at
         ended = steps + 1 == self.num_steps if last is None else last
-        of_all = of_all.added(drawn) if drawn else of_all
+        of_all = of_all.added(drawn) if len(drawn) else of_all
         self._at = (samples + num_real, steps + 1, ended, sampler_state, tally.added(ids), of_all)
 
     def end(self) -> None:

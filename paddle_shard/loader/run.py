@@ -96,6 +96,8 @@ class Run:
         self._latest = progress
         self._count(progress)
         progress.end()
+        if isinstance(self._source.batches, UserBatches):
+            self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
             self._resumed = None
         if progress.epoch == self.epoch:
@@ -174,7 +176,11 @@ class Run:
         if self._newest is not None:
             return self._newest.state(fingerprint, self._delivered.legs(self._newest.epoch))
         start = self.start()
-        return replace(start, fingerprint=fingerprint, certificate=self._delivered.legs(start.epoch))
+        start = replace(start, fingerprint=fingerprint, certificate=self._delivered.legs(start.epoch))
+        batches = self._source.batches
+        if start.sampler is None and isinstance(batches, UserBatches):
+            return replace(start, sampler=batches.standing())
+        return start
 
     def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Stand where a saved state says."""

@@ -91,7 +91,8 @@ def read_source(
         if type(sampler) is paddle.io.DistributedBatchSampler:
             return _paddles(sampler, own_data_ranks, accumulation, seed, tail)
         num_data_ranks = 1
-    return _custom(sampler, num_data_ranks, accumulation, seed, tail, split=is_dataset_splitted or already_split)
+    split = is_dataset_splitted or already_split
+    return _custom(sampler, dataloader.dataset, num_data_ranks, accumulation, seed, tail, split=split)
 
 
 def _check_kind(dataloader: Any) -> None:
@@ -218,7 +219,7 @@ def _items(dataloader: Any, accumulation: int, shuffle: Shuffle | None, seed: in
 
 
 def _custom(
-    sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: str | None, *, split: bool
+    sampler: Any, dataset: Any, num_data_ranks: int, accumulation: int, seed: int, tail: str | None, *, split: bool
 ) -> Source:
     drops = bool(getattr(sampler, "drop_last", False))
     if drops and tail in ("pad", "fill"):
@@ -259,6 +260,8 @@ def _custom(
         generators=generators(with_paddle=True),
         takes_epoch=isinstance(sampler, paddle.io.DistributedBatchSampler),
         consecutive=type(sampler) is paddle.io.BatchSampler,
+        dataset=dataset,
+        lengths={} if split else _lengths(sampler, dataset, sized=nominal is not None),
     )
     return Source(
         batches=batches,
@@ -274,6 +277,15 @@ def _tail(tail: str | None, sampler: Any) -> str:
     if tail is not None:
         return tail
     return "drop" if getattr(sampler, "drop_last", False) else "pad"
+
+
+def _lengths(sampler: Any, dataset: Any, *, sized: bool) -> dict[str, int]:
+    """Return what lengths say of the data and its samplers: but for the batch size, which may change."""
+    found = {"num_samples": dataset, "sampler_length": getattr(sampler, "sampler", None)}
+    if not sized:
+        found["num_batches"] = sampler
+    lengths = {name: _length_or_none(of) for name, of in found.items()}
+    return {name: int(length) for name, length in lengths.items() if length is not None}
 
 
 def _length_or_none(something: Any) -> int | None:

@@ -72,8 +72,12 @@ def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int
     """Return numbers for a data set's indices: ints as they are, others by their `repr`."""
     if isinstance(indices, np.ndarray):
         return indices
-    if all(type(index) is int for index in indices):
-        return np.array(indices, np.int64)
+    try:
+        found = np.array(indices)
+    except ValueError:  # tuples of several lengths
+        found = np.array(None)
+    if found.dtype.kind == "i" and found.ndim == 1:
+        return found.astype(np.int64, copy=False)
     numbers = [index if isinstance(index, int) else derive_seed("id", index) for index in indices]
     return np.array(numbers, dtype=object).astype(np.uint64).view(np.int64)
 

@@ -122,14 +122,16 @@ class ChunkReader:
         else:
             self._padding = Padding(self._stage, opening)
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
-            seen = opening.seen if _splits_behind_the_cut(self._stage) else self._see
+            # Readers that repeat their parts may come to a round's beginning at different steps.
+            compared = not (request.repeat or _splits_behind_the_cut(self._stage))
+            seen = self._see if compared else opening.seen
             self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if request.repeat else 1)
         self._usual = self._usual_of_parts(request, opening) if request.skip_errors else {}
 
     def _see(self, number: int, sample: Any) -> None:
-        """Look at a sample that all readers read; at one of each turn of the parts, so that it costs little."""
+        """Look at a sample that all readers read; all have read the first of a turn of the parts, and what is before."""
+        self._ahead_digest = digest(sample, self._ahead_digest)
         if number % self._see_every == 0:
-            self._ahead_digest = digest(sample, self._ahead_digest)
             self._ahead.append((number // self._see_every, self._ahead_digest))
 
     def _seen_at(self, request: ChunkRequest) -> int:

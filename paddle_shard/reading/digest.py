@@ -26,7 +26,7 @@ def digest(value: Any, before: int = 0) -> int:
         (True, False)
     """
     if isinstance(value, Mapping):
-        for key in value:
+        for key in sorted(value, key=repr):
             before = digest(value[key], zlib.crc32(repr(key).encode(), before))
         return before
     if isinstance(value, np.ndarray) or (hasattr(value, "shape") and hasattr(value, "numpy")):

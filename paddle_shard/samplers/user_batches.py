@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows, check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.samplers.draw import Draw, Drawn, owner_of, samplers
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
 
 
@@ -24,16 +26,13 @@ class UserBatch:
 
     indices: list[Any]
     """Whatever the data set is indexed with; padding at the end."""
+    drawn: npt.NDArray[np.int64]
+    """Numbers of those that the sampler drew, which are all but the padding."""
     micro_size: int
     padding: int = 0
     sampler_state: Mapping[str, Any] | None = None
     last: bool = False
     """Whether the sampler was seen to end behind it. False also where nobody has looked yet."""
-
-    @property
-    def drawn(self) -> list[Any]:
-        """The samples that the sampler drew: all rows but the padding."""
-        return self.indices[: self.num_real] if self.padding else self.indices
 
     @property
     def num_rows(self) -> int:
@@ -68,7 +67,10 @@ class UserBatches:
     long as it can be cut evenly; only the last one gets the tail.
 
     A sampler with `state_dict` and `load_state_dict` of its own is resumed by them; any other is replayed up
-    to the saved position, without reading a sample.
+    to the saved position, without reading a sample, and must draw what it drew.
+
+    Passes are independent of each other, and of how far each rank reads ahead: where the position lives on the sampler,
+    each has a copy of its own. When one has come to its end, the sampler is told, so that the next begins behind it.
     """
 
     batch_sampler: Iterable[Any]
@@ -88,6 +90,14 @@ class UserBatches:
     """The order depends on the sampler's attribute `epoch`, as that of Paddle's `DistributedBatchSampler`."""
     consecutive: bool = False
     """Its batches are stretches of one order of samples, which may be cut anew into batches of another size."""
+    dataset: Any = None
+    """What copies of the sampler have in common."""
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Of the data and of the samplers, when the run was set up."""
+    _ends: dict[int, Any] = field(default_factory=dict, compare=False)
+    """The sampler's own state where a pass has seen it end, by epoch."""
+    _begun: list[int] = field(default_factory=list, compare=False)
+    """Epochs of passes that a sampler serves which there is but one of."""
 
     @property
     def knows_length(self) -> bool:
@@ -107,10 +117,27 @@ class UserBatches:
     def untouched(self) -> UserBatches:
         """Return the same over a copy of the sampler; over itself where it cannot be copied."""
         try:
-            return replace(self, batch_sampler=copy.deepcopy(self.batch_sampler))
+            return replace(self, batch_sampler=self._copy(), _ends={}, _begun=[])
         except Exception as error:  # such as a generator
             raise_if_a_handlers(error)
             return self
+
+    def _copy(self) -> Any:
+        return copy.deepcopy(self.batch_sampler, {id(self.dataset): self.dataset})
+
+    def standing(self) -> dict[str, Any] | None:
+        """Return what resumes a sampler that has a state, where no pass is under way."""
+        owner = owner_of(self.batch_sampler)
+        if owner is None:
+            return None
+        state = copy.deepcopy(owner.state_dict())
+        return {"now": state, "began": state}
+
+    def finished(self, epoch: int) -> None:
+        """Let the user's sampler stand where a pass that was delivered to its end has left its copy."""
+        if epoch in self._ends:
+            owner = owner_of(self.batch_sampler)
+            owner.load_state_dict(self._ends.pop(epoch))
 
     def __len__(self) -> int:
         if self.num_steps is not None:
@@ -138,8 +165,11 @@ class UserBatches:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it can be seen from here."""
-        sampler = type(self.batch_sampler).__name__
-        return {"sampler": sampler, "tail": self.tail, "seed": self.seed}
+        names = {"batch_sampler": type(self.batch_sampler).__name__}
+        inner = getattr(self.batch_sampler, "sampler", None)
+        if inner is not None:
+            names["sampler"] = type(inner).__name__
+        return {**names, **self.lengths, "tail": self.tail, "seed": self.seed}
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[UserBatch]:
         """Iterate over the global batches of an epoch.
@@ -149,18 +179,43 @@ class UserBatches:
             ArgumentError: The tail is "error" and the last batch is short.
             StateError: The saved position is none that this sampler comes to.
         """
-        if resumed is not None and resumed.ended:
+        resumed = resumed or LoaderState(epoch=epoch)
+        if resumed.ended:
             return iter(())
+        draw = Draw(self._own(epoch), epoch, PrivateRandomness(self.generators, self._seed_of(epoch)))
+        return self._seen_to_end(self._batches(draw, resumed), resumed)
+
+    def _seed_of(self, epoch: int) -> int:
+        return derive_seed("sampler", self.seed, epoch)
+
+    def _own(self, epoch: int) -> Any:
+        """Return the sampler for a pass: now, so that the pass keeps its epoch and place whatever is done meanwhile."""
         sampler: Any = self.batch_sampler
-        if hasattr(sampler, "set_epoch") and not _has_state(sampler):
-            sampler = copy.copy(sampler)  # now, so that this pass keeps its epoch whatever is set meanwhile
+        name, once = type(sampler).__name__, next((s for s in samplers(sampler) if isinstance(s, Iterator)), None)
+        if owner_of(sampler) is not None:
+            try:
+                sampler = self._copy()
+            except Exception as error:
+                self._begin(epoch, f"the batch_sampler {name} holds its position, and cannot be copied ({error})")
+        elif once is not None:
+            self._begin(epoch, f"the {type(once).__name__} of the batch_sampler can be iterated once only")
+        elif hasattr(sampler, "set_epoch"):
+            sampler = copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
         if self.consecutive and sampler.drop_last:  # by the tail, as the batches are when they are cut anew
-            sampler = copy.copy(sampler)
+            sampler = sampler if sampler is not self.batch_sampler else copy.copy(sampler)
             sampler.drop_last = False
-        drawn = self._draw(sampler, epoch, resumed.sampler if resumed is not None else None)
-        return self._seen_to_end(self._batches(drawn, resumed), resumed or LoaderState())
+        return sampler
+
+    def _begin(self, epoch: int, why: str) -> None:
+        if self._begun:
+            raise ArgumentError(
+                f"epoch {epoch}: {why}, and it has served a pass over epoch {self._begun[0]}, or a look at its first "
+                "batch. Give a sampler whose __iter__ begins anew each time, and which copy.deepcopy can copy if it "
+                "has a state_dict."
+            )
+        self._begun.append(epoch)
 
     def _seen_to_end(self, batches: Iterator[UserBatch], resumed: LoaderState) -> Iterator[UserBatch]:
         """Mark the last batch, where its length says that it could be the last.
@@ -197,13 +252,21 @@ class UserBatches:
             return steps
         return resumed.steps + steps - -(-resumed.samples // self.nominal_size)  # perhaps in another size from here on
 
-    def _batches(self, drawn: Iterator[Drawn], resumed: LoaderState | None) -> Iterator[UserBatch]:
+    def _batches(self, draw: Draw, resumed: LoaderState) -> Iterator[UserBatch]:
         head: list[Any] = []  # the first samples of the order, to pad with
-        step = 0
-        if resumed is not None and resumed.samples:
-            step = resumed.steps
-            if resumed.sampler is None:
-                drawn = self._replay(drawn, resumed.samples, head)
+        step, saved = resumed.steps, resumed.sampler or {}
+        if "now" in saved:
+            draw.load(saved["now"], saved["began"])
+        drawn: Iterator[Drawn] = iter(draw)
+        if resumed.samples and "now" not in saved:
+            drawn = self._replay(drawn, resumed, draw, head)
+        elif not resumed.samples and (first := next(drawn, None)) is not None:
+            drawn = chain([first], drawn)
+        elif not resumed.samples:
+            raise ArgumentError(
+                f"the batch_sampler {type(self.batch_sampler).__name__} has yielded no batch in epoch {draw.epoch}. "
+                "If it can be iterated once only, give one whose __iter__ begins anew each time."
+            )
         found = next(drawn, None)
         while found is not None:
             batch, state = found
@@ -211,57 +274,57 @@ class UserBatches:
             if self._is_short(batch):
                 following = next(drawn, None)
                 if following is None:
-                    yield from self._last(batch, head, step, state)
-                    return
+                    if "now" in saved and resumed.samples:
+                        head = self._head(draw)
+                    yield from self._last(batch, head, step, draw.noted(batch, state))
+                    break
                 self._check_size(batch, step)
-            yield UserBatch(indices=batch, micro_size=len(batch) // self.accumulation, sampler_state=state)
+            noted = draw.noted(batch, state)
+            yield UserBatch(indices=batch, micro_size=len(batch) // self.accumulation, **noted)
             found = next(drawn, None) if following is None else following
             if len(head) < self._head_size:
                 head += batch
             step += 1
+        if draw.owner is not None:
+            self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
 
-    def _draw(self, sampler: Any, epoch: int, state: Mapping[str, Any] | None) -> Iterator[Drawn]:
-        """Yield each batch of the sampler and the sampler's own state after it, if it has one."""
-        randomness = PrivateRandomness(self.generators, derive_seed("sampler", self.seed, epoch))
-        owner = next((s for s in (sampler, getattr(sampler, "sampler", None)) if _has_state(s)), None)
-        with randomness:
-            if state is not None:
-                if owner is None:
-                    raise StateError(
-                        f"state has the state of a sampler, but the loader's {type(sampler).__name__} has no "
-                        "load_state_dict. Give it the one that it had."
-                    )
-                owner.load_state_dict(state)
-            source = iter(sampler)
-        step = 0
-        while True:
-            with randomness:
-                found = next(source, _END)
-                after = owner.state_dict() if owner is not None and found is not _END else None
-            if found is _END:
-                return
-            yield _indices(found, step), after
-            step += 1
+    def _head(self, draw: Draw) -> list[Any]:
+        """Return the first samples of an epoch that was resumed by the sampler's own state."""
+        again = Draw(self._copy(), draw.epoch, PrivateRandomness(self.generators, self._seed_of(draw.epoch)))
+        again.load(draw.began, draw.began)
+        head: list[Any] = []
+        for batch, _ in again:
+            head += batch
+            if len(head) >= self._head_size:
+                break
+        return head
 
-    def _replay(self, drawn: Iterator[Drawn], samples: int, head: list[Any]) -> Iterator[Drawn]:
+    def _replay(self, drawn: Iterator[Drawn], resumed: LoaderState, draw: Draw, head: list[Any]) -> Iterator[Drawn]:
         """Draw up to a position without reading; go on from there, cutting anew if batches may be."""
-        passed, rest = 0, []
+        passed, rest, samples = 0, [], resumed.samples
+        name = type(self.batch_sampler).__name__
         while passed < samples:
             found = next(drawn, None)
             if found is None:
                 raise StateError(
-                    f"state stands at sample {samples}, but the batch_sampler {type(self.batch_sampler).__name__} "
-                    f"ends after {passed}: it draws another order than the one that was saved."
+                    f"state stands at sample {samples}, but the batch_sampler {name} "
+                    f"ends after {passed}: it draws another order than the one that was saved. {_REPLAYED}"
                 )
             batch, _ = found
             if len(head) < self._head_size:
                 head += batch
             passed += len(batch)
             rest = batch[len(batch) - (passed - samples) :] if passed > samples else []
+            draw.noted(batch[: len(batch) - len(rest)], None)
         if rest and not (self.consecutive and self.nominal_size):
             raise StateError(
-                f"state stands at sample {samples}, inside a batch of the batch_sampler "
-                f"{type(self.batch_sampler).__name__}: give it the batch size that it had."
+                f"state stands at sample {samples}, inside a batch of the batch_sampler {name}: give it the batch size "
+                "that it had."
+            )
+        if (resumed.sampler or {}).get("drawn", draw.digest) != draw.digest:
+            raise StateError(
+                f"state stands at sample {samples} of epoch {draw.epoch}, but the first {samples} samples that the "
+                f"batch_sampler {name} draws now are not those that were delivered. {_REPLAYED}"
             )
         if not rest:
             return drawn
@@ -296,9 +359,7 @@ class UserBatches:
             text = f"step {step} of the batch_sampler {type(self.batch_sampler).__name__}: {error}"
             raise type(error)(text) from None
 
-    def _last(
-        self, batch: list[Any], head: list[Any], step: int, state: Mapping[str, Any] | None
-    ) -> Iterator[UserBatch]:
+    def _last(self, batch: list[Any], head: list[Any], step: int, noted: dict[str, Any]) -> Iterator[UserBatch]:
         if self.tail == "drop":
             if not self._drops_itself:
                 return
@@ -313,27 +374,10 @@ class UserBatches:
             padding = max(padding, self.nominal_size - len(batch))
         order = head + batch
         indices = batch + [order[i % len(order)] for i in range(padding)]
-        yield UserBatch(
-            indices=indices, micro_size=len(indices) // self.accumulation, padding=padding, sampler_state=state
-        )
+        yield UserBatch(indices=indices, micro_size=len(indices) // self.accumulation, padding=padding, **noted)
 
 
-_END = object()
-Drawn = tuple[list[Any], Mapping[str, Any] | None]
-
-
-def _has_state(sampler: Any) -> bool:
-    return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
-
-
-def _indices(found: Any, step: int) -> list[Any]:
-    if isinstance(found, np.ndarray):
-        found = found.tolist()
-    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
-        raise ArgumentTypeError(
-            f"batch_sampler must yield lists of indices, got {type(found).__name__} at step {step}: "
-            f"{found!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
-        )
-    if len(found) == 0:
-        raise ArgumentError(f"batch_sampler yielded an empty batch at step {step}.")
-    return [index.item() if isinstance(index, np.integer) else index for index in found]
+_REPLAYED = (
+    "Let its order follow from the epoch, by set_epoch or by numpy's, Python's and Paddle's global generators, which "
+    "are seeded for it; or give it a state_dict and a load_state_dict."
+)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 
 import paddle_shard
-from paddle_shard.errors import ArgumentTypeError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -39,8 +39,9 @@ UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data rank
 def make(length=23, batch_size=4, mesh=ONE, *, workers=0, accumulation=1, sampler=None, shuffle=True, **options):
     if isinstance(shuffle, paddle_shard.Blocks):
         options["shuffle"] = shuffle
-    batch_sampler = sampler or BatchSampler(Ids(length), batch_size=batch_size, shuffle=shuffle is True)
+    batch_sampler = sampler
     if sampler is None:
+        batch_sampler = BatchSampler(Ids(length), batch_size=batch_size, shuffle=shuffle is True)
         batch_sampler._acc_steps = accumulation
     given = DataLoader(Ids(length), batch_sampler=batch_sampler, num_workers=workers)
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
@@ -448,16 +449,18 @@ class Draws(BatchSampler):
 
 
 class Counts(Draws):
-    """Has a state of its own, and counts how many batches it has drawn."""
+    """Has a state of its own, and counts how many batches all of them have drawn."""
+
+    drawn = 0
 
     def __init__(self, length, batch_size):
         super().__init__(length, batch_size)
-        self.at = self.drawn = 0
+        self.at = 0
 
     def __iter__(self):
         while self.at < self.length:
             first, self.at = self.at, self.at + self.batch_size
-            self.drawn += 1
+            Counts.drawn += 1
             yield list(range(first, min(self.at, self.length)))
         self.at = 0
 
@@ -511,9 +514,157 @@ def test_a_sampler_with_a_state_is_not_replayed():
     sampler = Counts(400, 4)
     again = make(sampler=sampler, length=400)
     again.load_state_dict(first.state_dict())
+    before = Counts.drawn
 
     assert content(next(iter(again)))[0] == [200, 201, 202, 203]
-    assert sampler.drawn == 1
+    assert Counts.drawn == before + 1
+
+
+class Walk(Counts):
+    """Goes on through the data from epoch to epoch, as its state says."""
+
+    def __init__(self, length, batch_size):
+        super().__init__(length, batch_size)
+        self.round = 0
+
+    def __iter__(self):
+        while self.at < self.length:
+            first, self.at = self.at, self.at + self.batch_size
+            yield [(i + 5 * self.round) % self.length for i in range(first, min(self.at, self.length))]
+        self.at, self.round = 0, self.round + 1
+
+    def state_dict(self):
+        self.state = {"at": self.at, "round": self.round}  # the object that it goes on to change
+        return self.state
+
+    def load_state_dict(self, state):
+        self.at, self.round = state["at"], state["round"]
+
+
+@pytest.mark.parametrize("kind", [Draws, Counts, Walk])
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 3}, {"workers": 2}])
+def test_passes_over_a_sampler_of_the_users_own_are_independent(kind, options):
+    """However far each has read ahead."""
+    whole = make(sampler=kind(22, 4), length=22)
+    epochs = [rest(whole), rest(whole), rest(whole)]
+    loader = make(sampler=kind(22, 4), length=22, **options)
+
+    assert [(content(a), content(b)) for a, b in zip(loader, loader, strict=False)] == [(b, b) for b in epochs[0]]
+    for steps in (1, 3, 5):  # a look; loops that are left
+        batches = iter(loader)
+        assert [content(next(batches)) for _ in range(steps)] == epochs[1][:steps]
+    assert rest(loader) == epochs[1]
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = make(sampler=kind(22, 4), length=22)
+    other.load_state_dict(state)
+    assert rest(loader) == rest(other) == epochs[2], "a state between two epochs holds the sampler's, too"
+
+
+@pytest.mark.parametrize("kind", [Draws, Counts, Walk])
+@pytest.mark.parametrize("tail", ["pad", "fill"])
+def test_padding_after_a_resume_is_that_of_the_straight_run(kind, tail):
+    mesh = dist.ProcessMesh(list(range(4)), dim_names=["dp"])
+
+    def loader():
+        return make(sampler=kind(21, 8), length=21, mesh=mesh, tail=tail)
+
+    def of_rank():
+        run = loader()
+        rest(run)
+        epoch, states = [], []
+        for batch in run:
+            epoch.append(content(batch)[0])
+            states.append(json.loads(json.dumps(run.state_dict())))
+        for step, state in enumerate(states):
+            again = loader()
+            if kind is not Walk:
+                again.set_epoch(1)
+            again.load_state_dict(state)
+            assert [content(batch)[0] for batch in again] == epoch[step + 1 :]
+        return epoch
+
+    per_rank = on_each_rank(range(4), of_rank)
+    assert sum(len(ids) for epoch in per_rank.values() for ids in epoch) == 24
+
+
+class OwnGenerator(Draws):
+    """Its generator starts anew in every process."""
+
+    def __init__(self, length, batch_size):
+        super().__init__(length, batch_size)
+        self.generator = np.random.default_rng(7)
+
+    def __iter__(self):
+        order = self.generator.permutation(self.length).tolist()
+        yield from (order[i : i + self.batch_size] for i in range(0, self.length, self.batch_size))
+
+
+def test_a_replay_that_draws_other_samples_is_refused():
+    first = make(sampler=OwnGenerator(22, 4), length=22)
+    straight = [rest(first)]
+    batches = iter(first)
+    got = [content(next(batches)) for _ in range(3)]
+    states = [first.state_dict()]
+
+    with pytest.raises(StateError, match="first 12 samples .* OwnGenerator draws now are not .* set_epoch"):
+        other = make(sampler=OwnGenerator(22, 4), length=22)
+        other.load_state_dict(states[0])
+        rest(other)
+    again = make(sampler=OwnGenerator(22, 4), length=22)
+    rest(again)
+    again.load_state_dict(states[0])
+    assert got + rest(again) == [*got, *(content(batch) for batch in batches)]
+    assert straight[0] != got
+
+
+@pytest.mark.parametrize(
+    ("sampler", "length", "field"),
+    [
+        (Draws(24, 4), 24, "num_samples: saved 22, now 24"),
+        (Buckets(22, 4), 22, "batch_sampler: saved 'Draws', now 'Buckets'"),
+        (BatchSampler(sampler=list(range(22)), batch_size=4), 22, "sampler: saved 'SequenceSampler', now 'list'"),
+        (Draws(20, 4), 22, "sampler_length: saved 22, now 20"),
+    ],
+)
+def test_a_state_of_other_data_or_of_another_sampler_is_refused(sampler, length, field):
+    state = make(sampler=Draws(22, 4), length=22).state_dict()
+
+    with pytest.raises(StateError, match=field):
+        make(sampler=sampler, length=length).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "once",
+    [
+        lambda: iter([[0, 1], [2, 3]]),
+        lambda: ([i, i + 1] for i in (0, 2)),
+        lambda: BatchSampler(sampler=(i for i in range(4)), batch_size=2),
+    ],
+)
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_sampler_that_can_be_iterated_once_says_so(once, left):
+    loader = make(4, sampler=once())
+    batches = iter(loader)
+    for _ in range(2 - left):
+        next(batches)
+    if not left:
+        assert next(batches, None) is None
+
+    with pytest.raises(ArgumentError, match="can be iterated once only, and it has served a pass over epoch 0"):
+        rest(loader)
+
+
+def test_a_sampler_that_yields_nothing_any_more_says_so():
+    class Emptied(Draws):
+        def __iter__(self):
+            self.left = getattr(self, "left", None) or iter([[0, 1], [2, 3]])
+            yield from self.left
+
+    loader = make(4, sampler=Emptied(4, 2))
+    assert len(rest(loader)) == 2
+
+    with pytest.raises(ArgumentError, match="Emptied has yielded no batch in epoch 1"):
+        rest(loader)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -775,8 +926,9 @@ KINDS = {
     "indices": lambda length, size: {"sampler": BatchSampler(sampler=list(range(length))[::-1], batch_size=size)},
     "draws": lambda length, size: {"sampler": Draws(length, 6)},
     "estimate": lambda length, size: {"sampler": Estimates(length, 6)},
+    "counts": lambda length, size: {"sampler": Counts(length, 6)},
 }
-OWN = ("indices", "draws", "estimate")
+OWN = ("indices", "draws", "estimate", "counts")
 
 
 class Estimates(Draws):

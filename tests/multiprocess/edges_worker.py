@@ -164,13 +164,21 @@ def split_empty():
 class Unseeded(paddle.io.IterableDataset):
     """The same numbers on each rank, in an order of its own from some number on."""
 
-    def __init__(self, generator, differs_from=0):
-        self.generator, self.differs_from = generator, differs_from
+    def __init__(self, generator, differs_from=0, length=64):
+        self.generator, self.differs_from, self.length = generator, differs_from, length
 
     def __iter__(self):
-        numbers = np.arange(64)
+        numbers = np.arange(self.length)
         yield from numbers[: self.differs_from]
         yield from self.generator.permutation(numbers[self.differs_from :])
+
+
+class WithinTurns(Unseeded):
+    """Whose first number of each global batch is the same on each rank."""
+
+    def __iter__(self):
+        for first in range(0, 64, 8):
+            yield from (first, *self.generator.permutation(np.arange(first + 1, first + 8)))
 
 
 class UnseededSampler(paddle.io.Sampler):
@@ -207,6 +215,18 @@ def different_data():
             "stream": lambda g: sharded(Unseeded(g()), size=8),
             "stream, late": lambda g: sharded(Unseeded(g(), 40), size=8),
             "stream, workers": lambda g: sharded(Unseeded(g()), size=8, workers=2, num_parts=4),
+            "within a turn": lambda g: sharded(WithinTurns(g()), size=8),
+            "length": lambda g: sharded(
+                Unseeded(np.random.default_rng(7), 64, length=64 - 24 * (RANK and not seeded)), size=8
+            ),
+            "length, drop": lambda g: sharded(
+                Unseeded(np.random.default_rng(7), 64, length=64 - 24 * (RANK and not seeded)), size=8, tail="drop"
+            ),
+            "number of batches": lambda g: paddle_shard.shard_dataloader(
+                lambda: iter([b.T for b in batches_of(np.random.default_rng(7))][: 8 - 3 * (RANK and not seeded)]),
+                mesh(),
+                shard_dims="dp",
+            ),
             "tail": lambda g: sharded(Unseeded(g()), size=8, tail="drop"),
             "batches": lambda g: paddle_shard.shard_dataloader([b.T for b in batches_of(g())], mesh(), shard_dims="dp"),
             "cut later": lambda g: sharded(Stream.of(Unseeded(g())).map(int).sharding_filter().map(np.array), size=8),

@@ -1,0 +1,100 @@
+"""What does a user's batch sampler draw in one pass, and what resumes it there?"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.plan.tally import as_ids
+from paddle_shard.samplers.randomness import PrivateRandomness
+
+Drawn = tuple[list[Any], Any]
+"""A batch, and the sampler's own state after it."""
+
+
+class Draw:
+    """The batches of a sampler in one pass, drawn under generators of its own, and what has been drawn so far."""
+
+    def __init__(self, sampler: Any, epoch: int, randomness: PrivateRandomness) -> None:
+        self._sampler, self.epoch, self._randomness = sampler, epoch, randomness
+        self.owner = owner_of(sampler)
+        """Has the sampler's state, if it has one."""
+        self._hash = hashlib.blake2b(digest_size=8)
+        with randomness:
+            self.began = self._state()
+            """The owner's state at the beginning of the epoch."""
+
+    def _state(self) -> Any:
+        # What is returned may be what the sampler goes on to change.
+        return None if self.owner is None else copy.deepcopy(self.owner.state_dict())
+
+    def load(self, now: Any, began: Any) -> None:
+        """Go on from a state of the sampler's own."""
+        if self.owner is None:
+            raise StateError(
+                f"state has the state of a sampler, but the loader's {type(self._sampler).__name__} has no "
+                "load_state_dict. Give it the one that it had."
+            )
+        with self._randomness:
+            self.owner.load_state_dict(copy.deepcopy(now))
+        self.began = began
+
+    def __iter__(self) -> Iterator[Drawn]:
+        with self._randomness:
+            source = iter(self._sampler)
+        for step in count():
+            with self._randomness:
+                found = next(source, _END)
+                after = self._state() if found is not _END else None
+            if found is _END:
+                return
+            yield _indices(found, step), after
+
+    @property
+    def digest(self) -> str:
+        """Of the samples that were noted, in their order."""
+        return self._hash.hexdigest()
+
+    def noted(self, batch: list[Any], state: Any) -> dict[str, Any]:
+        """Take note that a batch is served; return its samples and what resumes the sampler behind it."""
+        ids = as_ids(batch)
+        if self.owner is not None:
+            return {"drawn": ids, "sampler_state": {"now": state, "began": self.began}}
+        self._hash.update(ids.tobytes())
+        return {"drawn": ids, "sampler_state": {"drawn": self.digest}}
+
+
+_END = object()
+
+
+def samplers(sampler: Any) -> list[Any]:
+    """Return a batch sampler and the sampler that it draws from, or None."""
+    return [sampler, getattr(sampler, "sampler", None)]
+
+
+def owner_of(sampler: Any) -> Any:
+    """Return the one of a batch sampler and its sampler that can be asked for its state, or None."""
+    return next((s for s in samplers(sampler) if _has_state(s)), None)
+
+
+def _has_state(sampler: Any) -> bool:
+    return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
+
+
+def _indices(found: Any, step: int) -> list[Any]:
+    if isinstance(found, np.ndarray):
+        found = found.tolist()
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        raise ArgumentTypeError(
+            f"batch_sampler must yield lists of indices, got {type(found).__name__} at step {step}: "
+            f"{found!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
+        )
+    if len(found) == 0:
+        raise ArgumentError(f"batch_sampler yielded an empty batch at step {step}.")
+    return [index.item() if isinstance(index, np.integer) else index for index in found]
