@@ -129,7 +129,7 @@ class ChunkReader:
         self._usual = self._usual_of_parts(request, opening) if request.skip_errors else {}
 
     def _see(self, number: int, sample: Any) -> None:
-        """Look at a sample that all readers read; all have read the first of a turn of the parts, and what is before."""
+        """Look at a sample that all readers read: all come to the first of each turn, and so past those before it."""
         self._ahead_digest = digest(sample, self._ahead_digest)
         if number % self._see_every == 0:
             self._ahead.append((number // self._see_every, self._ahead_digest))

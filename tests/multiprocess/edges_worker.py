@@ -203,6 +203,10 @@ def sampled(generator):
     )
 
 
+def alike():
+    return np.random.default_rng(7)
+
+
 def different_data():
     """What is read by all: with a generator of each rank's own, and with one that is seeded alike."""
     found = {}
@@ -211,21 +215,16 @@ def different_data():
         def generator(seeded=seeded):
             return np.random.default_rng(7 if seeded else None)
 
+        length = 64 if seeded else 64 - 24 * RANK
         made = {
             "stream": lambda g: sharded(Unseeded(g()), size=8),
             "stream, late": lambda g: sharded(Unseeded(g(), 40), size=8),
             "stream, workers": lambda g: sharded(Unseeded(g()), size=8, workers=2, num_parts=4),
             "within a turn": lambda g: sharded(WithinTurns(g()), size=8),
-            "length": lambda g: sharded(
-                Unseeded(np.random.default_rng(7), 64, length=64 - 24 * (RANK and not seeded)), size=8
-            ),
-            "length, drop": lambda g: sharded(
-                Unseeded(np.random.default_rng(7), 64, length=64 - 24 * (RANK and not seeded)), size=8, tail="drop"
-            ),
-            "number of batches": lambda g: paddle_shard.shard_dataloader(
-                lambda: iter([b.T for b in batches_of(np.random.default_rng(7))][: 8 - 3 * (RANK and not seeded)]),
-                mesh(),
-                shard_dims="dp",
+            "length": lambda g, n=length: sharded(Unseeded(alike(), 64, length=n), size=8),
+            "length, drop": lambda g, n=length: sharded(Unseeded(alike(), 64, length=n), size=8, tail="drop"),
+            "number of batches": lambda g, n=length: paddle_shard.shard_dataloader(
+                lambda: iter([batch.T for batch in batches_of(alike())][: n // 8]), mesh(), shard_dims="dp"
             ),
             "tail": lambda g: sharded(Unseeded(g()), size=8, tail="drop"),
             "batches": lambda g: paddle_shard.shard_dataloader([b.T for b in batches_of(g())], mesh(), shard_dims="dp"),

@@ -102,7 +102,9 @@ def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_
         assert shown in text
 
 
-@pytest.mark.parametrize(("case", "text"), [("split_fails", "no disk"), ("split_empty", "is_dataset_splitted=True")])
+@pytest.mark.parametrize(
+    ("case", "text"), [("split_fails", "no disk"), ("split_empty", "has yielded no batch in epoch 0")]
+)
 def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(case, text, of_ranks):
     for (error,), seconds in of_ranks(2, case):
         assert text in error
