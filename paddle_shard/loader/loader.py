@@ -32,6 +32,7 @@ from paddle_shard.plan.coverage import Certificate
 from paddle_shard.plan.order import Shuffle
 from paddle_shard.plan.partition import nearest_multiples
 from paddle_shard.plan.shard_plan import ShardPlan, Where
+from paddle_shard.reading.failure import raised_by_a_handler
 from paddle_shard.reading.passes import shallow_copy
 from paddle_shard.reading.stream_pass import StreamLoader
 from paddle_shard.reading.user_loader import UserLoader
@@ -255,8 +256,14 @@ class ShardDataloader(PaddleShardDataloader):
         if self._source.stream is None:
             with ShardIterator(self, look=True) as iterator:
                 return next(iterator)
-        self._described = iter(self)
-        return self._described.peek()
+        self._described = described = iter(self)
+        try:
+            return described.peek()
+        except BaseException as error:
+            if not isinstance(error, Exception) or raised_by_a_handler(error):  # who knows what was read
+                self._described = None
+                described.close()
+            raise
 
     def __call__(self) -> LoaderCall:
         """Return an object that starts a fresh pass whenever it is iterated, and has a `next` of its own."""

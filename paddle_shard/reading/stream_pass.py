@@ -11,7 +11,7 @@ from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.failure import ReadFailure, log_skipped
+from paddle_shard.reading.failure import ReadFailure, log_skipped, raised_by_a_handler
 from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.reading.parcel import ToTensors
@@ -114,6 +114,8 @@ class StreamPass:
             found = self._joiner.join(chunks)
             return found if request.local_rows is None else self._own_rows.of(found, request)
         except Exception as error:
+            if raised_by_a_handler(error):
+                raise
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None
 
