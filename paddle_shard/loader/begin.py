@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import islice
@@ -160,15 +161,26 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
         def draw(count: int) -> None:
             drawn.draw(count + reading.num_ahead)
 
-    if look or len(loader._agreeing_ranks) == 1:
-        return PlacedPass(reading, place, prefetch, loader._worth, draw)
     read = (lambda found, made: made[1].digest) if _draws_for_all(loader._source) else None
-    return _agreed(loader, start, reading, place, ends_must_agree=True, worth=loader._worth, draw=draw, digest=read)
+    with _closed_on_failure(reading):
+        if look or len(loader._agreeing_ranks) == 1:
+            return PlacedPass(reading, place, prefetch, loader._worth, draw)
+        return _agreed(loader, start, reading, place, ends_must_agree=True, worth=loader._worth, draw=draw, digest=read)
 
 
 def _draws_for_all(source: Source) -> bool:
     """Return whether each rank draws the global batches from a sampler of the user's own."""
     return isinstance(source.batches, UserBatches) and not source.split
+
+
+@contextmanager
+def _closed_on_failure(reading: Any) -> Iterator[None]:
+    """Close a reading if a pass over it cannot be made, or a signal's handler raises before it is."""
+    try:
+        yield
+    except BaseException:
+        reading.close()
+        raise
 
 
 def _draw_nothing(count: int) -> None:
@@ -180,16 +192,18 @@ def stream_pass(loader: ShardDataloader, start: LoaderState) -> AgreedPass:
     source = loader._source
     assert source.stream is not None
     num_steps = source.stream.batches.steps_left(start)
-    return _agreed(
-        loader,
-        start,
-        _reading(loader, source.stream, start, num_steps),
-        _StreamSteps(loader, start),
-        ends_must_agree=source.tail == "error",
-        outlook=stream_outlook(source.tail, num_steps),
-        num_steps=num_steps,
-        digest=(lambda found, made: found.digest) if source.stream.read_by_all else None,
-    )
+    reading = _reading(loader, source.stream, start, num_steps)
+    with _closed_on_failure(reading):
+        return _agreed(
+            loader,
+            start,
+            reading,
+            _StreamSteps(loader, start),
+            ends_must_agree=source.tail == "error",
+            outlook=stream_outlook(source.tail, num_steps),
+            num_steps=num_steps,
+            digest=(lambda found, made: found.digest) if source.stream.read_by_all else None,
+        )
 
 
 def _agreed(

@@ -75,13 +75,7 @@ class ShardIterator:
             raise StopIteration
         entered = self._clock.enter()
         try:
-            with RecordEvent("paddle_shard: next batch"):
-                found = next(self._pass)
-            if found is None:
-                raise DataReadError(NO_STAND_IN.format("it was gone on from behind the end of its parts"))
-            placed, pending = found
-            if self._look:  # nothing is delivered
-                return placed
+            return self._deliver(entered)
         except StopIteration:
             self.close()
             self._clock.end(entered)
@@ -98,6 +92,15 @@ class ShardIterator:
         except BaseException:
             self.close()
             raise
+
+    def _deliver(self, entered: float) -> Any:
+        with RecordEvent("paddle_shard: next batch"):
+            found = next(self._pass)
+        if found is None:
+            raise DataReadError(NO_STAND_IN.format("it was gone on from behind the end of its parts"))
+        placed, pending = found
+        if self._look:  # nothing is delivered
+            return placed
         ids = pending.own_ids(self._loader._own_layout)
         if self._bar is not None:
             self._bar.step(self._loader.stats.epoch.starved)

@@ -29,6 +29,7 @@ from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer, BatchRows
 from paddle_shard.plan.certificate import Certificate
+from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.order import Shuffle
 from paddle_shard.plan.partition import nearest_multiples
 from paddle_shard.plan.shard_plan import ShardPlan, Where
@@ -266,8 +267,14 @@ class ShardDataloader(PaddleShardDataloader):
         if self._source.stream is None:
             with ShardIterator(self, look=True) as iterator:
                 return next(iterator)
-        self._described = iter(self)
-        return self._described.peek()
+        self._described = described = iter(self)
+        try:
+            return described.peek()
+        except BaseException as error:
+            if not isinstance(error, Exception) or raised_by_a_handler(error):  # who knows what was read
+                self._described = None
+                described.close()
+            raise
 
     def __call__(self) -> LoaderCall:
         """Return an object that starts a fresh pass whenever it is iterated, and has a `next` of its own."""

@@ -15,6 +15,7 @@ from typing import Any
 from paddle.base.framework import _current_expected_place, _set_expected_place
 
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
 """How long a read that cannot be interrupted is waited for when a pass is closed; then its thread ends by itself."""
@@ -58,9 +59,11 @@ class Ahead:
             return False
         with self._changed:
             if self._thread is None and not self._over and self._runs_free():
-                self._thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
-                self._thread.start()
-                _open.add(self)
+                thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
+                with signals_held():  # what a handler raises comes out when there is a thread to be ended
+                    thread.start()
+                    _open.add(self)
+                    self._thread = thread
             return self._running()
 
     @property

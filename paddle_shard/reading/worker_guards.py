@@ -8,8 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _PARENT_SECONDS = 1.0
 """How often a worker looks whether its parent is there."""
@@ -58,18 +59,34 @@ def garbage_left_to_the_parent() -> Iterator[None]:
 def signals_held() -> Iterator[None]:
     """Hold back signals that Python code handles.
 
-    What a handler raises while this process is forked is lost, and a child would run the user's handlers.
+    What a handler raises while this process is forked is lost, and a child would run the user's handlers; a thread that
+    is just being started would be left behind.
     """
     if threading.current_thread() is not threading.main_thread():  # where no handler runs
         yield
         return
     heard: list[int] = []
-    held = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in held}
+    handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
+        for number in before:  # the handler of one that is not held yet may raise
+            signal.signal(number, lambda number, _: heard.append(number))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for caught in dict.fromkeys(heard):
-            signal.raise_signal(caught)
+        _let_go(before, heard)
+
+
+def _let_go(before: dict[int, Callable[..., Any]], heard: list[int]) -> None:
+    """Put the handlers back and call those of what was heard, all of them, whatever one of them raises."""
+    try:
+        while before:
+            number = next(iter(before))
+            signal.signal(number, before[number])
+            before.pop(number, None)
+        while heard:
+            number = heard[0]
+            heard[:] = [other for other in heard if other != number]
+            signal.raise_signal(number)
+    except BaseException:
+        _let_go(before, heard)
+        raise

@@ -2,9 +2,13 @@
 
 import functools
 import gc
+import linecache
+import multiprocessing
 import os
+import pkgutil
 import signal
 import sqlite3
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -367,6 +371,115 @@ def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled
                 delivered.append(batch)
         assert len(delivered) < 4
     assert soon(lambda: not threads())
+
+
+def interrupted_at(line, work, number):
+    """Do some work, in which a signal comes at the n-th line of this library's that is run; return (where, error)."""
+    lines, library, process, where, error = 0, os.path.dirname(paddle_shard.__file__), os.getpid(), None, None
+
+    def at_line(frame, event, _):
+        nonlocal lines, where
+        path, caller = frame.f_code.co_filename, frame
+        if not path.startswith(library) or os.getpid() != process:
+            return None
+        while caller is not None and event == "call":
+            if caller.f_code.co_name == "__del__":  # out of which nothing comes
+                return None
+            caller = caller.f_back
+        # No handler runs where a `with` block is left, before its lock is.
+        if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith("with "):
+            lines += 1
+            if lines == line:
+                sys.settrace(None)
+                where = f"{os.path.relpath(path, library)}:{frame.f_lineno}"
+                signal.raise_signal(number)
+        return at_line
+
+    sys.settrace(at_line)
+    try:
+        work()
+    except BaseException as raised:  # not kept: its frames hold the iterator, which is to end without a collection
+        error = type(raised)
+    finally:
+        sys.settrace(None)
+    return where, error
+
+
+class Doubled(paddle.io.IterableDataset):
+    def __iter__(self):
+        return iter([np.array([i, 2 * i]) for i in range(64)])
+
+
+@pytest.mark.parametrize(("workers", "stream", "every"), [(0, False, 5), (0, True, 31), (2, False, 83), (2, True, 83)])
+def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_nothing(workers, stream, every):
+    before, handlers = signal.signal(signal.SIGUSR1, enough), None
+    try:
+        given = paddle.io.DataLoader(Doubled() if stream else Rows(), batch_size=8, num_workers=workers)
+
+        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **({} if stream else {"prefetch": 2}))
+
+        def work():
+            batches = iter(loader)
+            for _ in range(3):
+                next(batches)
+            batches.close()
+
+        work()  # what is done once
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        at, where = 1, "the beginning"
+        while where is not None:
+            where, error = interrupted_at(at, work, signal.SIGUSR1)
+            assert error is (None if where is None else Enough), (where, error)
+            if threads() or multiprocessing.active_children():
+                gc.collect()  # what was cut off before anything held it may be a circle
+            assert soon(lambda: not threads() and not multiprocessing.active_children()), where
+            assert {number: signal.getsignal(number) for number in handlers} == handlers, where
+            at += every
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("place", ["threading.Thread.start", "paddle_shard.reading.chunk.Joiner.join"])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_handler_raises_while_a_thread_starts_or_rows_are_joined_comes_out(handled, place, first, monkeypatch):
+    owner, name = pkgutil.resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
+    original = getattr(owner, name)
+
+    def interrupted(self, *args):
+        if first:
+            signal.raise_signal(handled)
+        found = original(self, *args)
+        signal.raise_signal(handled)
+        return found
+
+    data, options = (Rows(), {"prefetch": 2}) if "Thread" in place else (Doubled(), {})
+    given = paddle.io.DataLoader(data, batch_size=8, num_workers=0 if "Thread" in place else 2)
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(Enough):
+        list(loader)
+    monkeypatch.undo()
+
+    assert soon(lambda: not threads() and not multiprocessing.active_children())
+    assert len(list(loader)) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_description_that_a_handler_has_cut_off_loses_no_batch(handled, workers, monkeypatch):
+    from paddle_shard.loader.iteration import describe
+
+    def interrupted(self, chunks):
+        signal.raise_signal(handled)
+
+    given = paddle.io.DataLoader(Doubled(), batch_size=8, num_workers=workers)
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
+    monkeypatch.setattr("paddle_shard.reading.chunk.Joiner.join", interrupted)
+    with pytest.raises(Enough):
+        describe(loader)
+    monkeypatch.undo()
+
+    assert not multiprocessing.active_children()
+    assert [row[0] for batch in loader for row in rows(batch)] == list(range(64))
 
 
 @pytest.mark.parametrize(("in_bursts", "seconds"), [(True, 0.0), (False, 0.0), (True, 0.003)])
