@@ -196,6 +196,7 @@ class UserBatches:
             try:
                 sampler = self._copy()
             except Exception as error:
+                raise_if_a_handlers(error)
                 self._begin(epoch, f"the batch_sampler {name} holds its position, and cannot be copied ({error})")
         elif once is not None:
             self._begin(epoch, f"the {type(once).__name__} of the batch_sampler can be iterated once only")
