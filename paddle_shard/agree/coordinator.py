@@ -218,8 +218,9 @@ class Coordinator:
             return  # they are there, and read: the answer came with what was waited for, or a round is on its way
         logging.getLogger("paddle_shard").warning(
             "global rank %s has waited %.0f s for the other ranks at step %d of %s: %s. All ranks of a loader's meshes "
-            "iterate over it alike, so that they end, and fail, at the same step. It waits on, up to timeout=%g s. For "
-            "a loop on this rank alone give shard_dataloader(..., agree=False).",
+            "iterate over it alike, so that they end, and fail, at the same step: close() an iterator that only one "
+            "rank has left open. It waits on, up to timeout=%g s. For a loop on this rank alone give "
+            "shard_dataloader(..., agree=False).",
             self._name,
             waited,
             step,

@@ -238,6 +238,11 @@ def _custom(
         # The sampler yields single indices, so its length tells whether the last batch is short.
         full, rest = divmod(length, nominal)
         num_steps = full + (rest > 0 and chosen != "drop")
+        if length == 0:
+            raise ArgumentError(
+                f"the loader's {type(sampler.sampler).__name__} has no samples: there is nothing to serve. Check the "
+                "path and filters of the data set, on every rank."
+            )
         if num_steps == 0:
             raise ArgumentError(
                 f"tail='drop' leaves no batch: the loader's {type(sampler.sampler).__name__} has {length} samples and "
