@@ -538,7 +538,7 @@ def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_d
         told = together(
             lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
             lambda two=two, prefetch=prefetch, e=exhausted, n=length: reads(
-                two, same[:n], prefetch=prefetch, exhausted=e
+                two, same, prefetch=prefetch, exhausted=e, real=n
             ),
         )
         assert all("have read different data" in str(text) for _, text in told), (length, exhausted, prefetch, told)
