@@ -231,7 +231,7 @@ class Agreement:
             self._window += self._size
         if self.outlook.kind != OK:
             return True
-        if self._same_data and self._compared < self._released and not self.on_board:
+        if self._same_data and self._compared < self._released and (self._waiting or not self.on_board):
             return True
         if self._waiting:
             return self.outlook.step > released
@@ -246,6 +246,7 @@ class Agreement:
         self._confirmed = decision.matches and decision.same and compared
         if self._same_data and decision.kind == OK:
             if self.outlook.read:  # what was read before `released` has been compared
+                news = news or released > self._compared
                 self._compared = released
                 self._history.forget(released)
             self.outlook.read = self._history.before(self._released) or self.outlook.read

@@ -533,7 +533,7 @@ def test_a_single_rank_has_nobody_to_compare_with():
 
 def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_data():
     same = [number * 7 for number in range(40)]
-    for length, exhausted, prefetch, board in itertools.product((0, 1, 20, 38), (True, False), (1, 4), (True, False)):
+    for length, exhausted, prefetch, board in itertools.product((0, 38), (True, False), (1, 4), (True, False)):
         one, two = pair(size=2, board=board)
         told = together(
             lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
