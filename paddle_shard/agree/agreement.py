@@ -47,10 +47,16 @@ class Agreement:
         timeout: float,
         same_data: bool = False,
         ends_apart: int | None = None,
+        first_step: int = 0,
     ) -> None:
         """Start at step 0; see `Coordinator.open`."""
         self._coordinator, self._changed = coordinator, coordinator.changed
-        self._number, self._prefetch, self._ends_must_agree = number, prefetch, ends_must_agree
+        self.number, self.first_step, self._prefetch, self._ends_must_agree = (
+            number,
+            first_step,
+            prefetch,
+            ends_must_agree,
+        )
         self.label, self.name, self.timeout, self.exit_when_lost = label, name, timeout, False
         self.noticed = False
         """It has been said that this rank waits for others."""
@@ -70,6 +76,8 @@ class Agreement:
         """(step, note) of this rank that the others have not been told."""
         self._notes: dict[int, list[tuple[int, bytes]]] = {}
         self._same_data, self._ends_apart, self._history = same_data, ends_apart, ReadHistory()
+        self._differing: tuple[int, list[int]] | None = None
+        """The first step of which the ranks have not read the same, and what stands for what each has."""
         self.outlook.reads_on = 0 if ends_apart is None else 1
         self._compared = 0
         """Steps, of those that rounds have released, before which all ranks are known to have read the same."""
@@ -255,8 +263,9 @@ class Agreement:
             self._held = min((step for step, _ in self.unsent), default=NEVER)
         self._post()
         if decision.kind != OK:
-            if decision.kind == END and self._same_data and self._differing(outlooks) is not None:
-                decision = replace(decision, same=False)
+            if self._same_data and (decision.kind == END or not decision.same):
+                self._differing = self._first_difference(outlooks)
+                decision = replace(decision, same=decision.same and self._differing is None)
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 
@@ -295,7 +304,7 @@ class Agreement:
         """Say on the board how far this rank is; not past what is still to be told, nor past its last real row."""
         if self._coordinator.board is not None:
             step = min(self.outlook.step, self.outlook.exhausted, self._held)
-            self._coordinator.board.post(self._number, step)
+            self._coordinator.board.post(self.number, step)
 
     def _may_deliver(self, step: int) -> bool:
         known = not self._same_data or (self._verdict is not None and self._verdict.same)
@@ -304,7 +313,7 @@ class Agreement:
         board = self._board
         if board is None:
             return False
-        self._on_board = board.least(self._number)
+        self._on_board = board.least(self.number)
         return self._on_board > step
 
     def _wait(self, step: int) -> bool:
@@ -318,13 +327,13 @@ class Agreement:
                 if not self._waiting and (not self.on_board or waited > _PATIENCE):
                     self._waiting = True
                     self._changed.notify_all()
-                self._coordinator.wait(self, self._number, step, start, look_again)
+                self._coordinator.wait(self, step, start, look_again)
         finally:
             self._waiting = False
             self.waited += time.monotonic() - start
         return self._may_deliver(step)
 
-    def _differing(self, outlooks: Sequence[Outlook]) -> tuple[int, list[int]] | None:
+    def _first_difference(self, outlooks: Sequence[Outlook]) -> tuple[int, list[int]] | None:
         """Return the first step of which not all ranks have read the same, and what each has; None if there is none."""
         found = first_difference([outlook.report for outlook in outlooks])
         if found is not None or self._ends_apart is None:
@@ -348,26 +357,27 @@ class Agreement:
         if not verdict.matches:
             differ = differences({rank: o.report.decode(errors="replace") for rank, o in here})
             return ArgumentError(
-                f"The ranks differ where they must be the same, in pass {self._number} over a loader. {differ}. Give "
+                f"The ranks differ where they must be the same, in pass {self.number} over a loader. {differ}. Give "
                 "all ranks the same arguments and data, and start every loop on all of them, in the same order."
             )
         if not verdict.same:
-            found = self._differing(self._outlooks)
-            if found is None:  # so long ago that it is not told any more
-                return difference(self.name, f"Before step {step}", dict.fromkeys(names, 0))
-            return difference(self.name, f"At step {found[0]}", dict(zip(names, found[1], strict=True)))
+            if self._differing is None:  # so long ago that it is not told any more
+                return difference(self.name, f"Before step {self.first_step + step}", dict.fromkeys(names, 0))
+            first, digests = self._differing
+            return difference(self.name, f"At step {self.first_step + first}", dict(zip(names, digests, strict=True)))
         if verdict.kind == FAIL:
             failed = [(rank, o.report) for rank, o in here if o.kind == FAIL and o.step == step]
             failure = AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
             failure.step, failure.reports = step, tuple(failed)
             return failure
+        at = self.first_step + step
         if verdict.kind == END:
             unequal = UnequalEndsError("")
-            unequal.step = step
+            unequal.step = at
             unequal.ended = tuple(rank for rank, o in here if self._ends_here(o))
             unequal.went_on = tuple(rank for rank, o in here if not self._ends_here(o))
             unequal.args = (
-                f"tail='error', but at step {step} the data of global ranks {list(unequal.ended)} has ended and "
+                f"tail='error', but at step {at} the data of global ranks {list(unequal.ended)} has ended and "
                 f"that of {list(unequal.went_on)} has not. Make the data of equal length, or choose tail='drop', "
                 "'pad' or 'repeat', or num_batches=.",
             )
@@ -375,7 +385,7 @@ class Agreement:
         left = {rank: o.delivered for rank, o in here if o.kind == CLOSED and o.step == step}
         told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())
         return PeerLostError.of(
-            f"The loop was left by {told}, while this rank asks for step {step}. Leave it at the same step on all "
+            f"The loop was left by {told}, while this rank asks for step {at}. Leave it at the same step on all "
             "ranks, or let all iterate to the end.",
             left,
         )

@@ -96,6 +96,7 @@ class Coordinator:
         same_data: bool = False,
         ends_apart: int | None = None,
         exit_when_lost: bool = False,
+        first_step: int = 0,
     ) -> Agreement:
         """Start a pass; all ranks open theirs in the same order. Waits for nothing.
 
@@ -109,6 +110,7 @@ class Coordinator:
             same_data: Whether all ranks read the same, and say with each step what (`Agreement.note_read`).
             ends_apart: By how many steps their ends may differ then; None: by any number.
             exit_when_lost: Whether the process ends when a rank is lost while the pass is open.
+            first_step: The epoch's step with which the pass begins, for messages.
 
         Raises:
             ArgumentError: If `prefetch` is less than 1, or the coordinator is closed.
@@ -121,7 +123,9 @@ class Coordinator:
             patience = self.timeout if timeout is None else timeout
             several = self.group.size > 1
             same, apart = same_data and several, ends_apart if same_data and several else None
-            agreement = Agreement(self, self._opened, prefetch, ends_must_agree, label, name, patience, same, apart)
+            agreement = Agreement(
+                self, self._opened, prefetch, ends_must_agree, label, name, patience, same, apart, first_step
+            )
             agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:
                 self._passes[self._opened] = agreement
@@ -163,12 +167,11 @@ class Coordinator:
             agreement.advance(decide(agreement.outlook.vector()), [agreement.outlook])
             self.changed.notify_all()
 
-    def wait(self, agreement: Agreement, number: int, step: int, start: float, look_again: float | None = None) -> None:
+    def wait(self, agreement: Agreement, step: int, start: float, look_again: float | None = None) -> None:
         """Wait for news of a pass; called with the lock held.
 
         Args:
             agreement: Of the pass.
-            number: Of the pass.
             step: That is asked for.
             start: When that began.
             look_again: Seconds after which to return at the latest; None: until there is news.
@@ -190,7 +193,7 @@ class Coordinator:
             self._asking, self._answer = True, None
             self.changed.notify_all()
         if over >= grace or (over >= 0 and self._answer is not None):
-            behind = self._behind(number, step)
+            behind = self._behind(agreement, step)
             self._asking = False
             if told < timeout:
                 agreement.noticed = True
@@ -201,14 +204,15 @@ class Coordinator:
         longest = -over if over < 0 else max(grace - over, 0.001)
         self.changed.wait(longest if look_again is None else min(longest, look_again))
 
-    def _behind(self, number: int, step: int) -> dict[int, str]:
+    def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
+        number = agreement.number
         behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not come to any loop yet")
         for name, said in zip(self.group.names, self._answer or (), strict=False):
             if number not in said:
                 behind[name] = "has not started this loop"
             elif said[number].kind == OK and said[number].step <= step:
-                behind[name] = f"has read up to step {said[number].step}"
+                behind[name] = f"has read up to step {agreement.first_step + said[number].step}"
         return behind
 
     def _notice(self, agreement: Agreement, step: int, waited: float, behind: dict[int, str]) -> None:
@@ -223,7 +227,7 @@ class Coordinator:
             "shard_dataloader(..., agree=False).",
             self._name,
             waited,
-            step,
+            agreement.first_step + step,
             agreement.name,
             who,
             agreement.timeout,
@@ -231,9 +235,9 @@ class Coordinator:
 
     def _silence(self, agreement: Agreement, step: int, behind: dict[int, str]) -> PeerLostError:
         return PeerLostError.of(
-            f"Waited {agreement.timeout:g} s for the other ranks to reach step {step} of {agreement.name}: "
-            f"{_who(behind) or 'nobody answers'}. If a step may take longer than that (evaluation, saving), give a "
-            "longer timeout; for a loop on this rank alone, agree=False.",
+            f"Waited {agreement.timeout:g} s for the other ranks to reach step {agreement.first_step + step} of "
+            f"{agreement.name}: {_who(behind) or 'nobody answers'}. If a step may take longer "
+            "than that (evaluation, saving), give a longer timeout; for a loop on this rank alone, agree=False.",
             behind,
             agreement.timeout,
         )

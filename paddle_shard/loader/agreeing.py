@@ -63,6 +63,7 @@ def open_agreement(
     on_lost: str,
     same_data: bool = False,
     ends_apart: int | None = None,
+    first_step: int = 0,
 ) -> Agreement:
     """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
 
@@ -76,6 +77,7 @@ def open_agreement(
         on_lost: "raise" or "exit".
         same_data: Whether each of them reads all, to keep its own rows.
         ends_apart: By how many steps their ends may differ then; None: by any number.
+        first_step: The epoch's step with which the pass begins.
     """
     found = ranks, os.getpid()  # a forked process has coordinators of its own
     if found not in _coordinators:
@@ -89,6 +91,7 @@ def open_agreement(
         same_data=same_data,
         ends_apart=ends_apart,
         exit_when_lost=on_lost == "exit",
+        first_step=first_step,
     )
 
 

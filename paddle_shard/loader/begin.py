@@ -119,7 +119,8 @@ def _requests(
     source = loader._source
     key = derive_seed("sample", loader.seed, start.epoch)
     step = start.steps
-    several, own, drawn = loader._own_layout.num_data_ranks > 1, _draws_for_all(source), 0
+    several, drawn = loader._own_layout.num_data_ranks > 1, 0
+    compared = len(loader._agreeing_ranks) > 1 and _draws_for_all(source)
     for batch in batches:
         if source.item_is_batch:
             rows, indices = None, batch.take(range(1))
@@ -128,7 +129,7 @@ def _requests(
         else:
             rows = loader._rows(batch.num_rows, batch.micro_size)
             indices = batch.take(rows.asked)
-            if own:
+            if compared:
                 drawn = digest(batch.take(range(batch.num_rows)), drawn)
         pending.append(Pending(batch, rows, source.split, indices, digest=drawn, is_first=step == start.steps))
         split = several and (len(indices) < batch.num_rows or source.split)
@@ -346,20 +347,22 @@ def _agreement(loader: ShardDataloader, start: LoaderState, *, ends_must_agree: 
         on_lost=loader._on_lost,
         same_data=same_data,
         ends_apart=None if stream is None else stream.ends_apart,
+        first_step=start.steps,
     )
 
 
 def _reading(loader: ShardDataloader, stream: StreamSetup, start: LoaderState, num_steps: int | None) -> Any:
     """Start reading a stream's slices from a position on."""
     mixed = stream.batches.mixed
+    compared = len(loader._agreeing_ranks) > 1 or len(stream.chunks) > 1
     if mixed is None:
-        return loader._reading.start(stream.requests(start), stream.places(), stream.num_workers)
+        return loader._reading.start(stream.requests(start, compared), stream.places(), stream.num_workers)
     assert stream.batches.plan is not None  # it begins at a window of batches
     skip = start.steps % mixed[0]
     begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
     own = loader._own_layout
     return MixedPass(
-        loader._reading.start(stream.requests(begin), stream.places(), stream.num_workers),
+        loader._reading.start(stream.requests(begin, compared), stream.places(), stream.num_workers),
         loader._reading.gather,
         window=mixed[0],
         first_window=begin.steps // mixed[0],

@@ -81,10 +81,17 @@ class StreamSetup:
             return [np.zeros(1, np.int64)]
         return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in self.chunks]
 
-    def requests(self, start: LoaderState) -> Iterator[list[ChunkRequest]]:
-        """Return what the readers are asked for at each step, without an end."""
+    def requests(self, start: LoaderState, compared: bool) -> Iterator[list[ChunkRequest]]:
+        """Return what the readers are asked for at each step, without an end.
+
+        Args:
+            start: Where the pass begins.
+            compared: Whether there are other readers, on any rank, with whom this one's reading can be compared.
+        """
         number = next(_numbers)
-        return self._items(number, start) if self.batches.plan is None else self._rows(number, start)
+        return (
+            self._items(number, start, compared) if self.batches.plan is None else self._rows(number, start, compared)
+        )
 
     def first_item(self, epoch: int, local_rows: int) -> ChunkRequest:
         """Return the request for the first whole batch of an epoch."""
@@ -105,7 +112,7 @@ class StreamSetup:
             local_rows=None if batches.split_over is None else local_rows,
         )
 
-    def _rows(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
+    def _rows(self, number: int, start: LoaderState, compared: bool) -> Iterator[list[ChunkRequest]]:
         plan = self.batches.plan
         assert plan is not None
         opening = Opening(
@@ -130,11 +137,12 @@ class StreamSetup:
                     repeat=plan.repeats,
                     skip_errors=self.skip_errors,
                     rows_are_split=self.several or len(chunks) > 1,
+                    compared=compared,
                 )
                 for parts in chunks
             ]
 
-    def _items(self, number: int, start: LoaderState) -> Iterator[list[ChunkRequest]]:
+    def _items(self, number: int, start: LoaderState, compared: bool) -> Iterator[list[ChunkRequest]]:
         readers = max(1, self.num_workers)
         batches = self.batches
         local = dict(start.sampler or _UNREAD) if batches.split_over is not None else None
@@ -166,5 +174,6 @@ class StreamSetup:
                     repeat=batches.repeats and local is not None,
                     whole_items=True,
                     local_rows=None if local is None else local["rows"],
+                    compared=compared,
                 )
             ]

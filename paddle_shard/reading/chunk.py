@@ -55,6 +55,8 @@ class ChunkRequest:
     """Whether a sample that the user's code fails on is a row that is not valid."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
+    compared: bool = False
+    """Whether what is read for it is compared with what other readers of the same stream read."""
     fed: Fed | bytes | None = None
     """The samples, pickled or not, where the main process has read them; else the reader does."""
     failure: Any = None

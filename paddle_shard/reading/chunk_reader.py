@@ -123,7 +123,7 @@ class ChunkReader:
             self._padding = Padding(self._stage, opening)
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
             # Readers that repeat their parts may come to a round's beginning at different steps.
-            compared = not (request.repeat or _splits_behind_the_cut(self._stage))
+            compared = request.compared and not (request.repeat or _splits_behind_the_cut(self._stage))
             seen = self._see if compared else opening.seen
             self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if request.repeat else 1)
         self._usual = self._usual_of_parts(request, opening) if request.skip_errors else {}

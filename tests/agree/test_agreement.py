@@ -121,7 +121,7 @@ class PostsMadeUpRows(Agreement):
     """A planted defect: steps are posted that hold no real rows."""
 
     def _post(self):
-        self._coordinator.board.post(self._number, min(self.outlook.step, self._held))
+        self._coordinator.board.post(self.number, min(self.outlook.step, self._held))
 
 
 class PostsTheStepThatFails(Agreement):
@@ -129,7 +129,7 @@ class PostsTheStepThatFails(Agreement):
 
     def _post(self):
         if self._coordinator.board is not None:
-            self._coordinator.board.post(self._number, self.outlook.step + (self.outlook.kind != OK))
+            self._coordinator.board.post(self.number, self.outlook.step + (self.outlook.kind != OK))
 
 
 @pytest.mark.parametrize("defect", [PostsWhatIsNotTold, PostsWhenTold, PostsMadeUpRows, PostsTheStepThatFails])
@@ -480,9 +480,10 @@ def test_a_rank_that_dies_on_one_host_is_named_on_all(victim):
 # What all should have read
 
 
-def reads(coordinator, digests, *, prefetch, exhausted=False, real=None):
+def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_step=0):
     """Steps delivered, and how a pass ends in which each step is announced with what was read."""
-    agreement, step = coordinator.open(prefetch, same_data=True, ends_apart=1, name="words"), 0
+    agreement = coordinator.open(prefetch, same_data=True, ends_apart=1, name="words", first_step=first_step)
+    step = 0
     try:
         while True:
             while agreement.announced < agreement.wanted(step):
@@ -525,6 +526,21 @@ def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others
         for steps, text in told:
             assert f"At step {at} of words, global ranks 0, 2 and global rank 1 have read different data" in text
             assert at > 0 or steps == 0, "what differs from the first on is never delivered"
+
+
+def test_steps_in_messages_are_those_of_the_epoch():
+    coordinators = pair(timeout=1.0)
+    told = together(
+        lambda: reads(coordinators[0], [1, 2, 3], prefetch=1, first_step=70),
+        lambda: reads(coordinators[1], [1, 2, 4], prefetch=1, first_step=70),
+    )
+    assert all("At step 72 of words" in text for _, text in told)
+
+    first, second = pair(timeout=0.5)
+    second.open(4, first_step=70).announce_ok()  # and then nothing
+    (error,) = together(lambda: iterate(first.open(4, first_step=70)))
+    assert "to reach step 71 of" in str(error)
+    assert "global rank 1 has read up to step 71" in str(error)
 
 
 def test_a_single_rank_has_nobody_to_compare_with():
