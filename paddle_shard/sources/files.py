@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 from paddle_shard.errors import ArgumentError, MissingDependencyError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.names import is_remote, local_path, shown
+from paddle_shard.sources.remote import remote_file
 
 RETRIES = 3
 """Failures in a row after which a file is given up; a byte that arrives begins the count anew."""
@@ -220,13 +221,10 @@ def _discard(stream: Any, size: int) -> None:
 
 def _connect_fsspec(name: str, start: int) -> Connection:
     try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        system, path = remote_file(name)
     except ImportError as error:
-        raise MissingDependencyError(
-            f"reading {shown(name)} needs fsspec: pip install 'paddle_shard[webdataset]'"
-        ) from error
-    # Instances that are kept from before a fork belong to the parent's threads.
-    system, path = url_to_fs(name, skip_instance_cache=True)
+        extra = "s3" if name.startswith(("s3://", "s3a://")) else "webdataset"
+        raise MissingDependencyError(f"reading {shown(name)}: {error}: pip install 'paddle_shard[{extra}]'") from error
     stream = system.open(path, "rb")
     if start:
         stream.seek(start)

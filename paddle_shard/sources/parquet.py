@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +13,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDepende
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.arrow import NullFound, samples_of
 from paddle_shard.sources.names import Paths, is_remote, local_path, matched, shown
+from paddle_shard.sources.remote import remote_file
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.text import SPREAD
 
@@ -191,20 +190,12 @@ def _opened(file: str) -> Iterator[Any]:
             yield opened
         return
     try:
-        system = _system("/".join(file.split("/", 3)[:3]), os.getpid())
+        system, path = remote_file(file)
     except ImportError as error:
         extra = "s3" if file.startswith(("s3://", "s3a://")) else "parquet"
         raise MissingDependencyError(f"reading {shown(file)}: {error}: pip install 'paddle_shard[{extra}]'") from error
-    with system.open(file, "rb", cache_type="none") as stream, parquet(stream, pre_buffer=True) as opened:
+    with system.open(path, "rb", cache_type="none") as stream, parquet(stream, pre_buffer=True) as opened:
         yield opened
-
-
-@cache
-def _system(host: str, process: int) -> Any:
-    """Return what opens a host's, or a bucket's, files; one from before a fork would belong to the parent's threads."""
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    return url_to_fs(host, skip_instance_cache=True)[0]
 
 
 def _import_pyarrow() -> Any:

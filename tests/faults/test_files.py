@@ -23,11 +23,12 @@ from paddle_shard.sources import files
 from paddle_shard.sources.cache import cached
 from paddle_shard.sources.shard_index import read_index
 from tests.deadlines import HANG
+from tests.extras import needs
 from tests.faults.feeds import drawn_options
 from tests.faults.traces import children, kill
 from tests.sources.http_server import serving
 
-pytest.importorskip("webdataset")
+needs("webdataset")
 
 LENGTHS = [40, 24, 31, 33]
 BATCH = 8

@@ -410,7 +410,9 @@ class Doubled(paddle.io.IterableDataset):
         return iter([np.array([i, 2 * i]) for i in range(64)])
 
 
-@pytest.mark.parametrize(("workers", "stream", "every"), [(0, False, 5), (0, True, 31), (2, False, 83), (2, True, 83)])
+@pytest.mark.parametrize(
+    ("workers", "stream", "every"), [(0, False, 7), (0, True, 61), (2, False, 151), (2, True, 211)]
+)
 def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_nothing(workers, stream, every):
     before, handlers = signal.signal(signal.SIGUSR1, enough), None
     try:

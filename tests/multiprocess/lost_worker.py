@@ -30,10 +30,10 @@ class NumbersAt(paddle.io.Dataset):
         return np.array(index)
 
 
-def loader(kind, workers):
+def loader(kind, workers, **options):
     dataset = NumbersAt() if kind == "map" else Numbers()
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
-    dataloader = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers)
+    dataloader = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, **options)
     return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp")
 
 
@@ -57,7 +57,8 @@ def lost(kind, workers, loop, victim):
 
 def spawned():
     dist.init_parallel_env()
-    batches = loader("stream", 2)
+    # Here each worker is a new process that imports all again, too: one, for both epochs.
+    batches = loader("stream", 1, persistent_workers=True)
     report([[batch._local_value().numpy().tolist() for batch in batches] for _ in range(2)])
     dist.barrier()
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from paddle_shard import Blocks, ShardPlan
 from paddle_shard.errors import ArgumentError
@@ -16,6 +15,9 @@ from paddle_shard.plan.blocks import TABLE, BlockOrder, num_parts
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.samplers.plan_batches import resumed_plan
+from tests.extras import Lazy
+
+stats = Lazy("scipy.stats")
 
 blocks = st.builds(Blocks, size=st.integers(1, 50), window=st.integers(1, 9))
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from paddle_shard.plan import shuffle
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
+from tests.extras import Lazy
+
+stats = Lazy("scipy.stats")
 
 ALPHA = 1e-4
 LENGTHS = [2, 3, 4, 5, 7, 16, 100, 1000, 4096, 4097, 5000, 10007, 65537]

@@ -8,9 +8,10 @@ from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, MissingDependencyError, SplitError
 from paddle_shard.sources.grain import grain_dataset, grain_loader
 from paddle_shard.testing.simulated import on_each_rank
+from tests.extras import needs
 from tests.sources.library_laws import check_laws
 
-grain = pytest.importorskip("grain")
+grain = needs("grain")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

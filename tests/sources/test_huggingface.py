@@ -8,10 +8,10 @@ from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, SplitError
 from paddle_shard.plan.opening import Opening
 from paddle_shard.sources.huggingface import huggingface_source
+from tests.extras import needs
 from tests.sources.library_laws import check_laws, steps_of
 
-datasets = pytest.importorskip("datasets")
-split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
+datasets = needs("datasets")
 
 
 def streamed(length=24, num_shards=4):
@@ -108,7 +108,7 @@ def test_an_uncut_stream_of_one_shard_is_the_way_out():
 
 def test_what_would_lose_or_repeat_samples_is_refused():
     with pytest.raises(SplitError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
-        huggingface_source(split_dataset_by_node(streamed(), rank=1, world_size=2))
+        huggingface_source(needs("datasets.distributed").split_dataset_by_node(streamed(), rank=1, world_size=2))
     with pytest.raises(ArgumentError, match="shuffled without a seed"):
         huggingface_source(streamed().shuffle(buffer_size=3).map(lambda sample: sample))
     with pytest.raises(ArgumentTypeError, match=r"got Dataset. A datasets.Dataset has an index: give it to paddle.io"):

@@ -1,0 +1,33 @@
+"""Which of fsspec's file systems has a file?"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+
+def remote_file(url: str) -> tuple[Any, str]:
+    """Return (file system, path in it) of a file; one file system serves all that a process reads of a host or bucket.
+
+    Making one takes long: of S3 most of a second. Those that fsspec keeps from before a fork belong to the parent's
+    threads.
+
+    Raises:
+        ImportError: fsspec is not installed, or what it needs for such a URL.
+    """
+    if "::" in url:  # of a file in a file, which is its own file system
+        return _made(url)
+    return _kept("/".join(url.split("/", 3)[:3]), os.getpid()), url
+
+
+def _made(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    system, path = url_to_fs(url, skip_instance_cache=True)
+    return system, path
+
+
+@cache
+def _kept(host: str, process: int) -> Any:
+    return _made(host)[0]
