@@ -17,7 +17,6 @@ from paddle_shard.errors import (
     UnequalEndsError,
 )
 from paddle_shard.loader.begin import Pending, index_pass, stream_pass, unequal_ends
-from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.progress_bar import ProgressBar
 from paddle_shard.loader.stats import PassClock
 from paddle_shard.loader.uneven import say_if_uneven
@@ -148,34 +147,6 @@ class ShardIterator:
     def __del__(self) -> None:
         if hasattr(self, "_pass"):
             self.close()
-
-
-class LoaderCall:
-    """What `loader()` returns: iterating starts a fresh pass every time, and so does a bare `next`.
-
-    Trainers call the loader once and enumerate the result every epoch; `dist.to_static` takes one `next`.
-    """
-
-    def __init__(self, loader: ShardDataloader) -> None:
-        self._loader = loader
-        self._iterator: ShardIterator | None = None
-
-    def __iter__(self) -> ShardIterator:
-        return iter(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __next__(self) -> Any:
-        if asked_by_to_static():
-            return describe(self._loader)
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._iterator = None
-            raise
 
 
 def describe(loader: ShardDataloader) -> Any:

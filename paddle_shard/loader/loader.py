@@ -13,10 +13,10 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
 from paddle_shard.errors import ArgumentError, BatchStructureError
-from paddle_shard.loader.compat import in_auto_dp_mode, mend_process_mesh
+from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.facts import check_ranks, facts_of
 from paddle_shard.loader.generators import generators
-from paddle_shard.loader.iteration import LoaderCall, ShardIterator
+from paddle_shard.loader.iteration import ShardIterator, describe
 from paddle_shard.loader.options import check_no_stream_options, check_options, checked_prefetch
 from paddle_shard.loader.progress_bar import import_tqdm
 from paddle_shard.loader.run import Run
@@ -42,7 +42,14 @@ from paddle_shard.replicas.split_check import SplitCheck
 mend_process_mesh()
 
 
-class ShardDataloader(PaddleShardDataloader):
+class _OwnNext:
+    """What `loader()` does not share with the loader."""
+
+    __slots__ = ("_next_of",)
+    _next_of: ShardIterator | None
+
+
+class ShardDataloader(_OwnNext, PaddleShardDataloader):
     """Batches of a DataLoader as distributed tensors; make one with `shard_dataloader`.
 
     Iterating makes a new, independent `ShardIterator` over the current epoch; when one has come to its end,
@@ -140,7 +147,7 @@ class ShardDataloader(PaddleShardDataloader):
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
             self._split_check = SplitCheck(own.layout, own.data_axes)
         self._rows_of_size: dict[tuple[int, int], BatchRows] = {}
-        self._call: LoaderCall | None = None
+        self._next_of = None
         self.stats = LoaderStats()
         self._described: ShardIterator | None = None
         make = TensorMaker(dataloader.places[0])
@@ -276,14 +283,27 @@ class ShardDataloader(PaddleShardDataloader):
                 described.close()
             raise
 
-    def __call__(self) -> LoaderCall:
-        """Return an object that starts a fresh pass whenever it is iterated, and has a `next` of its own."""
-        return LoaderCall(self)
+    def __call__(self) -> ShardDataloader:
+        """Return this loader with a `next` of its own: all else, the epoch and the position too, is one and the same.
+
+        Trainers call the loader once, enumerate the result every epoch, and ask it for what they would ask the loader;
+        `dist.to_static` takes one `next` of it.
+        """
+        other = object.__new__(type(self))
+        other.__dict__, other._next_of = self.__dict__, None
+        return other
 
     def __next__(self) -> Any:
-        if self._call is None:
-            self._call = LoaderCall(self)
-        return next(self._call)
+        """Return the next batch of a pass that goes on from `next` to `next`; after its end, of a fresh one."""
+        if asked_by_to_static():
+            return describe(self)
+        if self._next_of is None:
+            self._next_of = iter(self)
+        try:
+            return next(self._next_of)
+        except StopIteration:
+            self._next_of = None
+            raise
 
     def close(self) -> None:
         """End persistent workers; open iterators keep theirs."""

@@ -140,3 +140,28 @@ def test_a_bare_next_of_a_call_is_the_first_batch_of_a_pass():
 
     loader.set_epoch(0)
     assert first == [x._local_value().numpy().tolist() for x, _ in called]
+
+
+def test_what_a_call_returns_is_the_loader_in_all_but_next():
+    loader = sharded(length=8)
+    called = loader()
+
+    assert isinstance(called, PaddleShardDataloader)
+    assert isinstance(called, paddle_shard.ShardDataloader)
+    for name in (*vars(loader), "batch_sampler", "batch_size", "dataset", "epoch", "_dataloader"):
+        assert getattr(called, name) is getattr(loader, name) or getattr(called, name) == getattr(loader, name), name
+    called._input_keys = ["x"]  # as a trainer does
+    assert loader._input_keys == ["x"]
+    loader._input_keys = None
+
+    next(called), next(called)
+    assert called.state_dict() == loader.state_dict()
+    assert len(list(called)) == len(called) == len(loader) == 2
+    assert (called.epoch, loader.epoch) == (1, 1)
+
+    a, b = loader(), loader()
+    assert [x[0].numpy().tolist() for x in (next(a), next(b))] == [next(loader)[0].numpy().tolist()] * 2
+    with pytest.raises(StopIteration):
+        for _ in range(3):
+            next(a)
+    next(a)  # of a fresh pass
