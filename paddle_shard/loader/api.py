@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle.distributed as dist
+import paddle.io
 from paddle.distributed import auto_parallel
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, PaddleShardError
 from paddle_shard.loader.loader import ShardDataloader
+from paddle_shard.loader.say_once import say_once
 from paddle_shard.plan.order import Shuffle
 
 
@@ -50,7 +52,8 @@ def shard_dataloader(
             an iterable of global batches: a list, a generator, or a function that returns one.
         meshes: A `ProcessMesh` for all fields; or a list with one for each field, by position or by
             `input_keys`, where a field that is a list may have a list of meshes.
-        input_keys: Where batches are dicts: the keys that `meshes` is for.
+        input_keys: Where batches are dicts: the keys that are delivered, in this order, each on its mesh of `meshes`
+            or all on the only one; which others are left out is logged. None: all keys.
         shard_dims: The axes that split the rows: a name or an index for all meshes, or a list with an entry
             for each mesh. With one mesh, a list is several axes that act as one; with several, a tuple inside
             the list is. None: not split, every rank gets the whole global batch.
@@ -128,7 +131,7 @@ def shard_dataloader(
 class PaddlePatch:
     """`paddle_shard.shard_dataloader` in place of Paddle's, until `undo()` or the end of a `with` block."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], on_loader: Callable[[ShardDataloader], Any] | None) -> None:
         self._original = dist.shard_dataloader
         self._places = [
             module
@@ -137,7 +140,10 @@ class PaddlePatch:
         ]
 
         def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
-            return shard_dataloader(*args, **{**options, **kwargs})
+            loader = _with_defaults(args, kwargs, options)
+            if on_loader is not None:
+                on_loader(loader)
+            return loader
 
         shard_dataloader_of_paddle_shard.__doc__ = shard_dataloader.__doc__
         self.replacement = shard_dataloader_of_paddle_shard
@@ -158,14 +164,40 @@ class PaddlePatch:
         self.undo()
 
 
-def patch_paddle(**options: Any) -> PaddlePatch:
+def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]) -> ShardDataloader:
+    """Make a loader as it was asked for, with those of the options beside it that it can have."""
+    sampler = getattr(args[0] if args else given.get("dataloader"), "batch_sampler", None)
+    options = {name: value for name, value in options.items() if name not in given}
+    shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
+    if not isinstance(options.get("shuffle"), bool) and not shuffles:
+        options.pop("shuffle", None)  # it says how, not whether
+    if getattr(sampler, "drop_last", False):
+        options.pop("tail", None)  # the loader has said
+    try:
+        return shard_dataloader(*args, **{**given, **options})
+    except PaddleShardError:
+        loader = shard_dataloader(*args, **given)
+    for name, value in options.items():
+        try:
+            loader = shard_dataloader(*args, **{**given, name: value})
+            given = {**given, name: value}
+        except PaddleShardError as error:
+            say_once("patch_paddle(%s=%r) is left out for a loader that cannot have it: %s", name, value, error)
+    return loader
+
+
+def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, **options: Any) -> PaddlePatch:
     """Put this library in place of `paddle.distributed.shard_dataloader`, so that a trainer need not be edited.
 
     Call it before the trainer is imported: a name that a module has taken with
     `from paddle.distributed import shard_dataloader` is not reached, and a warning names such modules.
 
     Args:
-        options: Keyword-only arguments of `shard_dataloader` for every loader, such as `tail="fill"`.
+        on_loader: Is called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
+            makes: for `state_dict`, `stats`, `certificate`.
+        options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. What
+            the trainer gives itself stands. A loader that cannot have one is made without it, and a line in the log
+            says so; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
 
     Returns:
         The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
@@ -184,7 +216,9 @@ def patch_paddle(**options: Any) -> PaddlePatch:
         for name, module in list(sys.modules.items())
         if not name.startswith("paddle.") and getattr(module, "__dict__", {}).get("shard_dataloader") is original
     )
-    patch = PaddlePatch(options)
+    if on_loader is not None and not callable(on_loader):
+        raise ArgumentError(f"on_loader must be a function that takes a loader, got {on_loader!r}.")
+    patch = PaddlePatch(options, on_loader)
     if missed:
         warnings.warn(
             f"patch_paddle: these modules took shard_dataloader with `from ... import` before and still have "

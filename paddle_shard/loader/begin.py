@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -21,6 +21,7 @@ from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreemen
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import PlacedPass
 from paddle_shard.loader.prefetch import DrawnAhead
+from paddle_shard.loader.say_once import say_once
 from paddle_shard.loader.source import Source
 from paddle_shard.loader.stream_pass import AgreedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
@@ -297,6 +298,9 @@ def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any,
         pending.rows = loader._item_rows(batch)
     pending.row_shapes, pending.num_bytes = _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
     placed, pending.layout = loader._placer.place(batch, pending.rows, loader._input_keys)
+    if pending.is_first and isinstance(batch, Mapping) and len(placed) < len(batch):
+        left_out = [key for key in batch if key not in placed]
+        say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(placed)), repr(left_out))
     return placed, pending
 
 

@@ -46,19 +46,18 @@ class Assignment:
         unknown = [key for key in self.overrides if key not in dict(pairs)]
         if unknown:
             raise BatchStructureError(
-                f"placements names {unknown}, which the batch does not have; it has {[k for k, _ in pairs]}."
+                f"placements names {unknown}, which is not delivered; of the batch is {[k for k, _ in pairs]}."
             )
         return [(key, self.overrides.get(key, entry)) for key, entry in pairs]
 
     def _by_key(self, batch: Mapping[Any, Any], keys: tuple[Any, ...] | None) -> list[tuple[Any, Entry]]:
         wanted = tuple(batch) if keys is None else keys
         missing = [key for key in wanted if key not in batch]
-        extra = [key for key in batch if key not in wanted]
         if missing:
             raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
         if len(self.entries) == 1:
-            # Keys that are not named come first: a static model takes the last one for the label.
-            return [(key, self.entries[0]) for key in (*extra, *wanted)]
+            return [(key, self.entries[0]) for key in wanted]
+        extra = [key for key in batch if key not in wanted]
         if extra:
             raise BatchStructureError(
                 f"the batch has the keys {extra}, which input_keys {list(wanted)} does not name, so their "

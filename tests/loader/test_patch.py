@@ -42,6 +42,82 @@ def test_a_trainer_gets_our_loader_until_it_is_undone():
     assert dist.auto_parallel.api.shard_dataloader is ORIGINAL
 
 
+def made(given, **options):
+    return dist.shard_dataloader(given, [dist.ProcessMesh([0])], shard_dims=0, **options)
+
+
+class Halves(paddle.io.BatchSampler):
+    """Batches of two, the last one dropped, as a trainer's own sampler may."""
+
+    def __init__(self):
+        self.batch_size, self.drop_last = 2, True
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self):
+        return 2
+
+
+OTHERS = {
+    "drop_last": lambda: paddle.io.DataLoader(Ids(), batch_size=4, drop_last=True),
+    "a sampler of its own": lambda: paddle.io.DataLoader(Ids(), batch_sampler=Halves()),
+    "Paddle's sampler": lambda: paddle.io.DataLoader(
+        Ids(), batch_sampler=paddle.io.DistributedBatchSampler(Ids(), 2, num_replicas=1, rank=0, drop_last=True)
+    ),
+    "a stream": lambda: paddle.io.DataLoader(paddle_shard.Stream.of(range(6)), batch_size=4, num_workers=0),
+    "shuffled": lambda: paddle.io.DataLoader(Ids(), batch_size=4, shuffle=True),
+    "global batches": lambda: [np.arange(4), np.arange(4)],
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "options",
+    [{"tail": "fill"}, {"tail": "repeat"}, {"shuffle": "blocks"}, {"num_batches": 3}, {"prefetch": 2, "tail": "fill"}],
+)
+def test_an_option_is_a_default_with_which_no_loader_fails_that_works_without(kind, options):
+    plain = [
+        batch.shape for batch in paddle_shard.shard_dataloader(OTHERS[kind](), dist.ProcessMesh([0]), shard_dims=0)
+    ]
+    with paddle_shard.patch_paddle(**options):
+        shapes = [batch.shape for batch in made(OTHERS[kind]())]
+
+    assert len(shapes) == (3 if "num_batches" in options and kind in ("a stream", "global batches") else len(plain))
+    assert shapes[0] == plain[0]
+
+
+def test_what_a_loader_cannot_have_is_said_and_the_rest_is_taken(caplog):
+    with paddle_shard.patch_paddle(tail="repeat", seed=11):
+        loader = made(OTHERS["shuffled"]())
+
+    assert loader.seed == 11
+    (record,) = caplog.records
+    assert "patch_paddle(tail='repeat') is left out for a loader that cannot have it: tail" in record.getMessage()
+
+
+def test_a_kind_of_shuffle_is_for_those_that_shuffle():
+    with paddle_shard.patch_paddle(shuffle="paddle"):
+        assert [b.numpy().tolist() for b in made(paddle.io.DataLoader(Ids(), batch_size=6))] == [[0, 1, 2, 3, 4, 5]]
+        assert next(iter(made(OTHERS["shuffled"]()))).numpy().tolist() != [0, 1, 2, 3]
+
+
+def test_what_the_trainer_gives_stands_and_its_mistakes_are_its_own():
+    with paddle_shard.patch_paddle(seed=3):
+        assert made(OTHERS["shuffled"](), seed=4).seed == 4
+        with pytest.raises(ArgumentError, match="needs shard_dims"):
+            dist.shard_dataloader(OTHERS["shuffled"](), dist.ProcessMesh([0]), is_dataset_splitted=True)
+
+
+def test_each_loader_that_a_trainer_makes_can_be_had():
+    seen = []
+    with paddle_shard.patch_paddle(on_loader=seen.append):
+        loaders = [made(OTHERS["shuffled"]()), made(OTHERS["drop_last"]())]
+    assert seen == loaders
+    with pytest.raises(ArgumentError, match="on_loader must be a function"):
+        paddle_shard.patch_paddle(on_loader=3)
+
+
 def test_it_is_undone_at_the_end_of_a_with_block_also_by_an_error():
     with pytest.raises(ZeroDivisionError), paddle_shard.patch_paddle():
         assert dist.shard_dataloader is not ORIGINAL
