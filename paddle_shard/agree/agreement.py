@@ -78,6 +78,7 @@ class Agreement:
         self._same_data, self._ends_apart, self._history = same_data, ends_apart, ReadHistory()
         self._differing: tuple[int, list[int]] | None = None
         """The first step of which the ranks have not read the same, and what stands for what each has."""
+        self._posts = True
         self.outlook.reads_on = 0 if ends_apart is None else 1
         self._compared = 0
         """Steps, of those that rounds have released, before which all ranks are known to have read the same."""
@@ -126,7 +127,11 @@ class Agreement:
             self._history.note(digest)
 
     def report_read(self) -> None:
-        """Put into the report, for a gather, what was read of each step; called with the lock held."""
+        """Put into the report, for a gather, what was read of each step; called with the lock held.
+
+        No rank posts from here on: when all have gathered, all see the same on the board.
+        """
+        self._posts = False
         if self._same_data and self.outlook.kind != FAIL:
             self.outlook.report = self._history.report()
 
@@ -248,6 +253,7 @@ class Agreement:
     def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
         """Take over what all ranks have agreed on; called with the lock held. Returns whether it is news."""
         news = decision.step > self._released or decision.kind != OK
+        seen = 0 if self._board is None else self._board.least(self.number)
         released, self._released = self._released, max(decision.step, self._released)
         # What the board shows is delivered without a round: not before the first steps were seen to be the same.
         compared = not self._same_data or self.outlook.read != 0
@@ -266,6 +272,7 @@ class Agreement:
             if self._same_data and (decision.kind == END or not decision.same):
                 self._differing = self._first_difference(outlooks)
                 decision = replace(decision, same=decision.same and self._differing is None)
+                self._compared = max(self._compared, seen)  # what any rank may have delivered, all do
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 
@@ -302,7 +309,7 @@ class Agreement:
 
     def _post(self) -> None:
         """Say on the board how far this rank is; not past what is still to be told, nor past its last real row."""
-        if self._coordinator.board is not None:
+        if self._coordinator.board is not None and self._posts:
             step = min(self.outlook.step, self.outlook.exhausted, self._held)
             self._coordinator.board.post(self.number, step)
 

@@ -480,7 +480,7 @@ def test_a_rank_that_dies_on_one_host_is_named_on_all(victim):
 # What all should have read
 
 
-def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_step=0):
+def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_step=0, pace=0):
     """Steps delivered, and how a pass ends in which each step is announced with what was read."""
     agreement = coordinator.open(prefetch, same_data=True, ends_apart=1, name="words", first_step=first_step)
     step = 0
@@ -496,6 +496,7 @@ def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_s
                     agreement.announce_exhausted()
                 else:
                     agreement.announce_end()
+            time.sleep(pace)
             if not agreement.deliver(step):
                 return step, "ended"
             step += 1
@@ -526,6 +527,25 @@ def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others
         for steps, text in told:
             assert f"At step {at} of words, global ranks 0, 2 and global rank 1 have read different data" in text
             assert at > 0 or steps == 0, "what differs from the first on is never delivered"
+
+
+@pytest.mark.parametrize("board", [False, True])
+@pytest.mark.parametrize("exhausted", [False, True])
+def test_ranks_that_have_read_different_data_all_stop_at_the_same_step(exhausted, board):
+    rng = random.Random(7)
+    for trial in range(60):
+        at, longer, size = rng.randint(0, 12), rng.choice([0, 0, 2, 5]), rng.choice([2, 3])
+        same = [number * 7 for number in range(12)]
+        other = [*same[:at], *(digest + 1 for digest in same[at:]), *range(100, 100 + longer)]
+        if other == same:
+            continue
+        ranks = zip(pair(size=size, board=board), (same, other, same), strict=False)
+        how = [{"prefetch": rng.choice([1, 4, 9]), "pace": rng.choice([0, 0, 0.002])} for _ in range(size)]
+        told = together(
+            *(lambda c=c, d=d, k=k: reads(c, d, exhausted=exhausted, **k) for (c, d), k in zip(ranks, how, strict=True))
+        )
+        assert all("have read different data" in str(text) for _, text in told), (trial, told)
+        assert len({steps for steps, _ in told}) == 1, (trial, at, longer, told)
 
 
 def test_steps_in_messages_are_those_of_the_epoch():
