@@ -9,8 +9,12 @@ from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 
-from paddle_shard.errors import ArgumentTypeError
+from paddle_shard.errors import ArgumentTypeError, SplitError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.reading.digest import digest
+
+_END = object()
 
 
 @dataclass(slots=True)
@@ -87,10 +91,38 @@ class SelfSplit(Stage):
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the parts."""
-        return [self._items(part, opening) for part in opening.parts]
+        begun: dict[int, tuple[int, int]] = {}
+        return [self._items(part, opening, begun) for part in opening.parts]
 
-    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
+    def _items(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> Iterator[Any]:
         key = opening.key(part, "source")
         opening.seed_generators(key)
         info = ShownInfo(part, opening.num_parts, self._dataset, key & 0x7FFFFFFF)
-        yield from opening.drawn(_begun(self._dataset, info), key)
+        items = opening.drawn(_begun(self._dataset, info), key)
+        first, failure = next(items, _END), None
+        if first is _END:
+            return
+        try:
+            second = next(items, _END)
+        except Exception as error:  # raised at its own sample
+            raise_if_a_handlers(error)
+            second, failure = _END, error
+        if second is not _END:
+            begun[part] = digest(first), digest(second)
+            self._check(part, opening, begun)
+        yield first
+        if failure is not None:
+            raise failure
+        if second is not _END:
+            yield second
+            yield from items
+
+    def _check(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> None:
+        """Refuse a stream of which all parts that are read here begin with the same two samples."""
+        alike = len(begun) == len(opening.parts) > 1 and len(set(begun.values())) == 1
+        if alike and len(set(begun[part])) > 1:
+            raise SplitError(
+                f"splits_itself=True, but the parts {str(list(opening.parts))[1:-1]} begin with the same samples: the "
+                f"{type(self._dataset).__name__} does not split itself by paddle.io.get_worker_info(), so each part "
+                "would be all of it. Leave splits_itself out."
+            )

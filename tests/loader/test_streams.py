@@ -173,6 +173,30 @@ def test_a_function_that_splits_itself_is_called_for_each_part(workers):
         Stream.of(iter(range(4)), splits_itself=True)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_does_not_split_itself_though_it_was_said_is_refused_before_anything_is_delivered(workers):
+    stream = Stream.of(lambda: iter(range(32)), splits_itself=True)
+
+    with pytest.raises(
+        DataReadError, match="splits_itself=True, but the parts .* does not split itself"
+    ):
+        next(iter(sharded(stream, workers=workers)))
+
+    assert len(real_rows(sharded(Stream.of(lambda: iter([7] * 4), splits_itself=True), workers=workers))) > 0
+
+
+def test_a_failing_second_sample_of_a_stream_that_splits_itself_is_raised_at_its_place():
+    def broken():
+        info = paddle.io.get_worker_info()
+        yield info.id
+        raise OSError("no disk")
+
+    batches = iter(sharded(Stream.of(broken, splits_itself=True)))
+    assert next(batches).numpy().tolist() == list(range(8))
+    with pytest.raises(DataReadError, match="no disk"):
+        next(batches)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool", "complex64"])
 def test_chunks_of_several_workers_are_joined_for_every_dtype(dtype):
     rows = [np.array([i % 2, 1]).astype(dtype) for i in range(32)]
