@@ -10,12 +10,18 @@ from paddle_shard.sources.shards import ShardSource
 
 if TYPE_CHECKING:
     from paddle_shard.loader.loader import ShardDataloader
+    from paddle_shard.loader.stream_setup import StreamSetup
 
-_REMEDY = (
+_REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
+_COUNT = (
     "Files that are counted (counts=True; for tars index=, made by `python -m paddle_shard.cli.index_shards`) are cut "
-    "into equal parts. Else fewer parts (num_parts=), or many files of one size, make them more alike; with "
-    "tail='repeat' or num_batches= parts that have ended are read again."
+    f"into equal parts. Else fewer parts (num_parts=), or many files of one size, make them more alike. {_REPEAT}"
 )
+_FILTERED = (
+    "The source cuts equal parts, and what stands behind it (a filter, a batch) has left more of some than of others: "
+    f"fewer parts (num_parts=), or a shuffle in front of it, make them more alike. {_REPEAT}"
+)
+_OWN = f"Give every data rank as much data. {_REPEAT}"
 
 
 def say_if_uneven(loader: ShardDataloader, epoch: int) -> None:
@@ -34,7 +40,7 @@ def say_if_uneven(loader: ShardDataloader, epoch: int) -> None:
             rows,
             rank,
             plan.num_parts,
-            _REMEDY,
+            _remedy(stream),
         )
     stage = stream.stage
     if plan.tail == "drop" and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
@@ -48,13 +54,26 @@ def say_if_uneven(loader: ShardDataloader, epoch: int) -> None:
                 counts.batches * plan.batch_size,
                 plan.num_parts,
                 "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes",
-                _REMEDY,
+                _remedy(stream),
             )
+
+
+def _remedy(stream: StreamSetup) -> str:
+    if stream.batches.split_over is not None:
+        return _OWN
+    source = _source(stream.stage)
+    parts = Opening(parts=(0,), num_parts=1)
+    return _COUNT if isinstance(source, ShardSource) and source.lengths(parts) is None else _FILTERED
+
+
+def _source(stage: Stage) -> Stage:
+    while stage.upstream is not None:
+        stage = stage.upstream
+    return stage
 
 
 def _dropped(stage: Stage, opening: Opening) -> float | None:
     """Return which share of the bytes lies behind the end of the shortest part; None if that is not known."""
-    while stage.upstream is not None:
-        stage = stage.upstream
-    sizes = stage.part_sizes(opening) if isinstance(stage, ShardSource) else None
+    source = _source(stage)
+    sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
     return 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None

@@ -227,6 +227,8 @@ def certify(
     whole = [leg for leg in legs if leg.data_rank == ALL]
     size = (lambda first, end: end - first) if expected is None else (lambda first, end: expected(first, end)[0])
     at = missed = repeated = 0
+    known = all(leg.data_rank in (ALL, DRAWN) for leg in legs)
+    left_out = "were not delivered" if known else "are not known to have been delivered by all data ranks"
     for leg in whole:
         stretch = f"positions [{leg.first}, {leg.end})"
         if leg.times < 0:
@@ -235,7 +237,7 @@ def certify(
             continue
         if leg.first > at:
             missed += size(at, leg.first)
-            problems.append(f"positions [{at}, {leg.first}) were not delivered")
+            problems.append(f"positions [{at}, {leg.first}) {left_out}")
         elif leg.first < at:
             repeated += size(leg.first, min(at, leg.end))
             problems.append(f"positions [{leg.first}, {min(at, leg.end)}) were delivered again")
@@ -247,7 +249,7 @@ def certify(
         problems.append(f"{drawn_by} has not been seen to end after position {at}")
     elif at < num_positions:
         missed += size(at, num_positions)
-        problems.append(f"positions [{at}, {num_positions}) were not delivered")
+        problems.append(f"positions [{at}, {num_positions}) {left_out}")
     for what, wanted, found in _compared(legs, expected):
         if found[0] != wanted[0]:
             problems.append(f"{what} hold {wanted[0]} samples, but {found[0]} were delivered")

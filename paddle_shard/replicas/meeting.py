@@ -74,7 +74,8 @@ class Meeting:
                 whose = f"global rank {self.owner}, which" if self.early else "Global rank 0, whose process"
                 what = "is to have the store for these ranks" if self.early else "has the store of paddle.distributed"
                 raise PeerLostError.of(
-                    f"{whose} {what}, cannot be reached at {self.host}:{self.port} ({error}); its own log may say why.",
+                    f"{whose} {what}, cannot be reached at {self.host}:{self.port} ({error}); its own log may say why. "
+                    "Or it takes no part: has its loader agree=False?",
                     [self.owner],
                 ) from error
         return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))

@@ -177,9 +177,7 @@ def test_a_function_that_splits_itself_is_called_for_each_part(workers):
 def test_a_stream_that_does_not_split_itself_though_it_was_said_is_refused_before_anything_is_delivered(workers):
     stream = Stream.of(lambda: iter(range(32)), splits_itself=True)
 
-    with pytest.raises(
-        DataReadError, match="splits_itself=True, but the parts .* does not split itself"
-    ):
+    with pytest.raises(DataReadError, match="splits_itself=True, but the parts .* does not split itself"):
         next(iter(sharded(stream, workers=workers)))
 
     assert len(real_rows(sharded(Stream.of(lambda: iter([7] * 4), splits_itself=True), workers=workers))) > 0
