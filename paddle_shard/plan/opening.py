@@ -17,7 +17,7 @@ def _leave_generators(seed: int) -> None:
     """Seed nothing."""
 
 
-def _leave_sample(number: int, sample: Any) -> None:
+def leave_sample(number: int, sample: Any) -> None:
     """Look at nothing."""
 
 
@@ -48,7 +48,7 @@ class Opening:
     seed_generators: Callable[[int], None] = _leave_generators
     """Seeds the global random generators with a number in [0, 2^64); called before each piece of the user's code."""
 
-    seen: Callable[[int, Any], None] = _leave_sample
+    seen: Callable[[int, Any], None] = leave_sample
     """Told (number, sample) of each sample of a stream that all readers read whole, where it is cut."""
 
     skip_errors: bool = False

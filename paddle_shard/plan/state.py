@@ -87,8 +87,8 @@ class LoaderState:
         if "num_parts" in different:  # parts that were cut otherwise hold other samples
             raise StateError(
                 f"state is of a stream in {then.get('num_parts')} parts, but this one is cut into "
-                f"{now.get('num_parts')}, which hold other samples. Give num_parts={then.get('num_parts')}, and a batch "
-                "whose rows it divides; it cannot be overridden."
+                f"{now.get('num_parts')}, which hold other samples. Give num_parts={then.get('num_parts')}, and a "
+                "batch whose rows it divides; it cannot be overridden."
             )
         differing = [name for name in different if name not in override]
         if differing:

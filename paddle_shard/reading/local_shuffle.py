@@ -105,17 +105,13 @@ class MixedPass:
                 raise StopIteration
             return
         sizes = [len(one.real) for one in held]
-        total = sum(sizes)
-        order = Permutation(total, derive_key(self._key, number, size=64))(np.arange(total, dtype=np.int64))
         real = np.concatenate([one.real for one in held])
+        # Missing rows stay where they are: a batch holds as many real ones as it would have unmixed.
+        order, own = np.arange(len(real)), np.flatnonzero(real)
+        order[own] = own[Permutation(len(own), derive_key(self._key, number, size=64))(np.arange(len(own)))]
         skipped = np.concatenate([np.zeros_like(one.real) if one.skipped is None else one.skipped for one in held])
-        # Missing rows stay last, so that only the last batch has any.
-        order = np.concatenate([order[real[order]], order[~real[order]]])
-        ends = np.cumsum(sizes)
-        for end, size in zip(ends.tolist(), sizes, strict=True):
-            rows = order[end - size : end]
-            batch = take_rows([one.batch for one in held], sizes, rows, self._gather)
+        for end, one in zip(np.cumsum(sizes).tolist(), held, strict=True):
+            rows = order[end - len(one.real) : end]
+            batch = take_rows([other.batch for other in held], sizes, rows, self._gather)
             lost = skipped[rows] if skipped.any() else None
-            self._mixed.append(
-                Slice(batch, real[rows], any(one.fresh for one in held), None, lost, digest=held[-1].digest)
-            )
+            self._mixed.append(Slice(batch, one.real, one.fresh, None, lost, digest=one.digest))

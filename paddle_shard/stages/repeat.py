@@ -8,7 +8,7 @@ from itertools import count, repeat
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.opening import Opening, Stage, leave_sample
 from paddle_shard.plan.parts import check_count
 
 
@@ -86,7 +86,8 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterato
                 skip -= lengths[0]
                 continue
             if lengths is not None and skip:
-                items, found, skip = stage.open(replace(one, skip=skip))[0], True, 0
+                # Each part by itself, so each sample of a stream that all read would be seen for each of them.
+                items, found, skip = stage.open(replace(one, skip=skip, seen=leave_sample))[0], True, 0
             else:
                 items, found = of_round(number, part), False
             for item in items:

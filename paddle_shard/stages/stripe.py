@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.plan.opening import Opening, Stage, leave_sample
 
 FAILED_AT = "_paddle_shard_failed_at"
 """Attribute of an exception: (part, position) of the sample that failed before the cut, whoever was to get it."""
@@ -62,7 +62,7 @@ class _Turns:
         self._rounds, self._ended = opening.rounds, ended
         self._stripe, self._num_parts, self._seen = opening.stripe, opening.num_parts, opening.seen
         if opening.round:  # its readers may come to it at different steps
-            self._seen = lambda number, sample: None
+            self._seen = leave_sample
         # [part] -> (rounds of the stream before it, sample)
         self._waiting: dict[int, deque[tuple[int, Any]]] = {part: deque() for part in opening.parts}
 

@@ -76,6 +76,28 @@ def test_local_shuffle_mixes_within_windows_and_keeps_to_the_end():
     assert sorted(flat(exact)) == list(range(32))
 
 
+REPEATED = {
+    "repeated": lambda: Stream.of(range(21)).repeat(2),
+    "cut, then repeated": lambda: Stream.of(range(21)).sharding_filter().repeat(2),
+    "shuffled, cut, then repeated": lambda: Stream.of(range(21)).shuffle(5).sharding_filter().repeat(2),
+    "repeated, then cut": lambda: Stream.of(range(21)).repeat(2).sharding_filter(),
+    "mixed": lambda: Stream.of(range(21)).local_shuffle(3),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_pass_goes_on_with_readers_that_begin_in_the_midst_of_it(kind):
+    straight = real_rows(sharded(REPEATED[kind](), size=4))
+    for stop in range(len(straight)):
+        first, second = sharded(REPEATED[kind](), size=4), sharded(REPEATED[kind](), size=4, workers=2)
+        batches = iter(first)
+        for _ in range(stop):
+            next(batches)
+        batches.close()
+        second.load_state_dict(first.state_dict())
+        assert real_rows(second) == straight[stop:], stop
+
+
 @pytest.mark.parametrize("workers", [0, 2, 3])
 def test_round_robin_reads_once_and_maps_in_the_workers(workers):
     opened = []

@@ -17,6 +17,7 @@ ROWS = (101, 58)
 CASES = {
     2: [
         "streams",
+        "mixed",
         "fails",
         "certificate",
         "too_large",
@@ -57,6 +58,14 @@ def test_uneven_files_make_the_same_steps_on_all_ranks_and_deliver_each_row_once
     for passes in zip(*of_ranks(2, "streams"), strict=True):
         assert len({len(steps) for steps in passes}) == 1
         assert sorted(row for steps in passes for step in steps for row in step) == list(range(1, sum(ROWS) + 1))
+
+
+def test_rows_that_are_mixed_within_uneven_parts_are_each_delivered_once_in_as_many_steps_on_all_ranks(of_ranks):
+    first, second = of_ranks(2, "mixed")
+    for name in first:
+        assert len(first[name]) == len(second[name]), name
+        rows = [row for step in first[name] + second[name] for row in step]
+        assert len(rows) == len(set(rows)) == int(name.split()[0]), name
 
 
 def test_a_bad_sample_is_raised_on_all_ranks_at_the_same_step(of_ranks):
