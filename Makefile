@@ -6,13 +6,14 @@ READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
 OLDEST := .venv-oldest
 ADAPTERS ?= torchdata mds dali ffcv
+TRAINERS ?= paddlenlp paddleformers_auto paddleformers
 STEPS ?= 100000
 # Tests wait more than they compute. The tests of a file share jobs, so they stay together.
 JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-oldest test-adapters faults bench soak lint clean
+.PHONY: help demo demos test quick test-oldest test-adapters test-trainers faults bench soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -42,6 +43,11 @@ test-oldest: $(OLDEST)/.ready
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 
+## test-trainers: auto-parallel trainers that nobody edits, each package in its own environment (TRAINERS=paddlenlp: one)
+test-trainers: $(TRAINERS:%=.venv-%/.ready)
+	for trainer in $(TRAINERS); do echo "== $$trainer"; \
+	PADDLE_SHARD_TRAINER=$$trainer .venv-$$trainer/bin/python -m pytest -v tests/trainers || exit 1; done
+
 ## faults: the fault suite 50 times, each with another seed, over an hour (FAULT_ROUNDS=5 FAULT_SEED=100: seeds 100 to 104)
 faults: $(READY)
 	$(PY) tests/faults/rounds.py
@@ -64,7 +70,7 @@ lint: $(READY)
 
 ## clean: remove what the others made
 clean:
-	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 # The demo needs a fraction of what all tests need.
 $(DEMO_READY): setup.py
@@ -97,4 +103,16 @@ $(patsubst %,.venv-%/.ready,torchdata mds dali ffcv): .venv-%/.ready: setup.py
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.3.1 pytest scikit-learn $(FIRST_$*)
 	$(BEFORE_$*)
 	$(WITH_$*) .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_$*) -e '.[$*]' $(FIRST_$*)
+	touch $@
+
+# The packages' own requirements do not fit together any more: what is pinned here lets their trainers be imported.
+PINS := datasets==3.6.0 pyarrow==19.0.1 protobuf==5.29.5
+WITH_paddlenlp := paddlepaddle==3.0.0 paddlenlp==3.0.0b4 aistudio-sdk==0.2.6
+WITH_paddleformers_auto := paddlepaddle==3.3.1 paddleformers==0.4.1
+WITH_paddleformers := paddlepaddle==3.3.1 paddleformers==1.2.0
+
+$(patsubst %,.venv-%/.ready,paddlenlp paddleformers_auto paddleformers): .venv-%/.ready: setup.py
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(WITH_$*) $(PINS) pytest
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@

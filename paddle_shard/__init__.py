@@ -20,6 +20,7 @@ _LAZY = {
     "ShardDataloader": "paddle_shard.loader.loader",
     "Share": "paddle_shard.sources.foreign",
     "Stream": "paddle_shard.loader.stream",
+    "TrainerCallback": "paddle_shard.loader.trainer",
     "gather_valid": "paddle_shard.loader.metrics",
     "patch_paddle": "paddle_shard.loader.api",
     "shard_dataloader": "paddle_shard.loader.api",

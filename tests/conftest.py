@@ -11,7 +11,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.
 STARTS_PROCESSES = {"faults", "launch", "multiprocess", "test_worker_processes", "test_worker_batches", "test_channel"}
-OTHERS = {"adapters": "PADDLE_SHARD_ADAPTER", "demos": "PADDLE_SHARD_DEMOS"}
+OTHERS = {
+    "adapters": "PADDLE_SHARD_ADAPTER",
+    "demos": "PADDLE_SHARD_DEMOS",
+    "trainers": "PADDLE_SHARD_TRAINER",
+}
 collect_ignore = [folder for folder, asked in OTHERS.items() if asked not in os.environ]
 
 

@@ -178,6 +178,15 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         return self._given.dataset
 
     @property
+    def is_dataset_splitted(self) -> bool:
+        """Whether each data rank reads rows of its own."""
+        return self._source.split
+
+    def reads(self, dataloader: Any) -> bool:
+        """Return whether this is the DataLoader that it was made from."""
+        return self._given is dataloader
+
+    @property
     def plan(self) -> ShardPlan | None:
         """The order of the run, pure and without the data; None where a sampler of the user's decides it."""
         return self._run.plan
@@ -189,7 +198,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         plan = None if source.stream is None else source.stream.batches.plan
         if plan is not None:
             order = f"stream in {plan.num_parts} parts"
-        if self.plan is not None and self.plan.shuffle:
+        if source.custom_sampler is None and self.plan is not None and self.plan.shuffle:
             order = f"shuffled with seed {self.seed}"
         return (
             f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "

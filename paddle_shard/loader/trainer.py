@@ -1,0 +1,128 @@
+"""How does a trainer's checkpoint hold where its data stands?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import paddle.distributed as dist
+
+from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.loader.loader import ShardDataloader
+
+FILE = "paddle_shard.json"
+"""In a checkpoint's folder. Where each rank has data of its own, the others' names hold the rank, too."""
+
+
+class TrainerCallback:
+    """Saves where the training data stands with each checkpoint of a trainer, and goes on from there.
+
+    For the trainers of PaddleNLP and PaddleFormers, which read the first steps of an epoch again to get to where they
+    stopped, always in the order of epoch 0. Give it to the trainer, which then skips nothing, and let it see the
+    loaders that the trainer makes.
+
+    Examples:
+        >>> position = paddle_shard.TrainerCallback()  # doctest: +SKIP
+        >>> paddle_shard.patch_paddle(on_loader=position.add)  # doctest: +SKIP
+        >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
+        >>> trainer = Trainer(..., callbacks=[position])  # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str] | None = None) -> None:
+        """Watch nothing yet.
+
+        Args:
+            checkpoint: The folder from which the trainer goes on. None: `args.resume_from_checkpoint` where that is a
+                path, else the one in `args.output_dir` that has the trainer's global step.
+        """
+        self._checkpoint = checkpoint
+        self._loaders: list[ShardDataloader] = []
+        self._loaded: dict[str, Any] | None = None
+
+    def add(self, loader: ShardDataloader) -> None:
+        """Take note of a loader that a trainer has made; for `patch_paddle(on_loader=...)`."""
+        self._loaders.append(loader)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Have the trainer skip no data."""
+        args.ignore_data_skip = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Read the position of the checkpoint from which the trainer goes on.
+
+        Raises:
+            StateError: The checkpoint holds none.
+            ArgumentError: The trainer will read the data again up to there.
+        """
+        self._loaded = self._read(args, state.global_step) if state.global_step else None
+        if self._loaded is not None and not args.ignore_data_skip:
+            raise ArgumentError(
+                "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give the "
+                "callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Put the loader where it stood."""
+        saved, self._loaded = self._loaded, None
+        if saved is not None:
+            loader = self._loader(others.get("train_dataloader"))
+            loader.load_state_dict(saved)
+            loader.set_epoch(saved["epoch"] + saved["ended"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Write the position into the checkpoint; on all ranks, at the same step."""
+        loader = self._loader(others.get("train_dataloader"))
+        with suppress(ArgumentError):  # of streams, whose samples have no number
+            loader.certificate()  # so that what all ranks have delivered is in the state
+        if dist.get_rank() and not loader.is_dataset_splitted:
+            return
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank()))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(loader.state_dict()))
+        new.replace(path)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _loader(self, given: Any) -> ShardDataloader:
+        """Return the loader of the trainer's own DataLoader, of which a static model's trainer makes two."""
+        if isinstance(given, ShardDataloader):
+            return given
+        found = [loader for loader in self._loaders if given is None or loader.reads(given)]
+        if not found:
+            raise ArgumentError(
+                "TrainerCallback has not seen the loader that the trainer trains on. Give its `add` to the patch, "
+                "before the trainer is imported: paddle_shard.patch_paddle(on_loader=callback.add)."
+            )
+        return found[0]
+
+    def _read(self, args: Any, global_step: int) -> dict[str, Any]:
+        folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
+        if not isinstance(folder, str | os.PathLike):
+            folder = Path(args.output_dir, f"checkpoint-{global_step}")
+        for name in (_name(dist.get_rank()), FILE):
+            path = Path(folder, name)
+            if path.is_file():
+                found: dict[str, Any] = json.loads(path.read_text())
+                return found
+        raise StateError(
+            f"{folder} holds no {FILE}, so it is not known where the data stood at global step {global_step}. Give "
+            "TrainerCallback(checkpoint=...) the folder from which the trainer goes on; or leave the callback out, if "
+            "that was made without it: the trainer then reads the data again up to there."
+        )
+
+
+def _name(rank: int) -> str:
+    return f"paddle_shard-{rank}.json" if rank else FILE
+
+
+def _nothing(*args: Any, **others: Any) -> None:
+    """Do nothing, at an event that does not matter here."""

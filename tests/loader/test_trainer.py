@@ -1,0 +1,95 @@
+"""`TrainerCallback` in a loop like a trainer's; the real ones are tried by `make test-trainers`."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard.errors import ArgumentError, StateError
+
+EPOCH = 5
+"""Steps of an epoch."""
+
+
+class Ids(paddle.io.Dataset):
+    def __len__(self):
+        return 4 * EPOCH
+
+    def __getitem__(self, index):
+        return np.array(index)
+
+
+def sharded(given):
+    return dist.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0)
+
+
+def trained(folder, position, *, stop=None, global_step=0, epochs=3, static=False):
+    """The rows of each step of a trainer that saves at each, up to a step; it goes on from a global step."""
+    given = paddle.io.DataLoader(Ids(), batch_size=4, shuffle=True)
+    args = SimpleNamespace(output_dir=str(folder), ignore_data_skip=False, resume_from_checkpoint=None)
+    state = SimpleNamespace(global_step=global_step)
+    told = (args, state, SimpleNamespace())
+    position.on_init_end(*told)
+    assert args.ignore_data_skip
+    position.on_train_begin(*told, train_dataloader=given)
+    with paddle_shard.patch_paddle(on_loader=position.add):
+        sharded(paddle.io.DataLoader(Ids(), batch_size=2))  # to evaluate
+        loader = sharded(given)
+        if static:  # to describe the inputs of a static program
+            next(sharded(given)())
+    batches, found = loader(), []
+    for _ in range(global_step // EPOCH, epochs):
+        position.on_epoch_begin(*told, train_dataloader=given)
+        for _, batch in enumerate(batches):
+            found.append(batch.numpy().tolist())
+            state.global_step += 1
+            position.on_step_end(*told, train_dataloader=given)
+            position.on_save(*told, train_dataloader=given)
+            if state.global_step == stop:
+                return found
+    return found
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("stop", range(1, 3 * EPOCH))
+def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(stop, static, tmp_path):
+    straight = trained(tmp_path / "straight", paddle_shard.TrainerCallback(), static=static)
+    for first in range(0, 3 * EPOCH, EPOCH):
+        assert sorted(row for step in straight[first : first + EPOCH] for row in step) == list(range(4 * EPOCH))
+    assert straight[:EPOCH] != straight[EPOCH : 2 * EPOCH]
+
+    begun = trained(tmp_path, paddle_shard.TrainerCallback(), stop=stop, static=static)
+    position = paddle_shard.TrainerCallback()
+    rest = trained(tmp_path, position, global_step=stop, static=static)
+
+    assert begun + rest == straight
+
+
+def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(tmp_path):
+    trained(tmp_path / "old", paddle_shard.TrainerCallback(), stop=2)
+
+    with pytest.raises(StateError, match=r"holds no paddle_shard.json, .* global step 2\. Give TrainerCallback\(ch"):
+        trained(tmp_path / "new", paddle_shard.TrainerCallback(), global_step=2)
+    position = paddle_shard.TrainerCallback(tmp_path / "old" / "checkpoint-2")
+    assert len(trained(tmp_path / "new", position, global_step=2)) == 3 * EPOCH - 2
+
+
+def test_a_loader_that_it_has_not_seen_is_asked_for(tmp_path):
+    position = paddle_shard.TrainerCallback()
+    told = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=1), None
+
+    with pytest.raises(ArgumentError, match=r"patch_paddle\(on_loader=callback.add\)"):
+        position.on_save(*told, train_dataloader=paddle.io.DataLoader(Ids(), batch_size=4))
+    with pytest.raises(AttributeError, match="no attribute 'of_no_event'"):
+        _ = position.of_no_event
+
+
+def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
+    trained(tmp_path, paddle_shard.TrainerCallback(), stop=2)
+    args = SimpleNamespace(output_dir=str(tmp_path), ignore_data_skip=False)  # as of a callback that was added later
+
+    with pytest.raises(ArgumentError, match="ignore_data_skip=True"):
+        paddle_shard.TrainerCallback().on_train_begin(args, SimpleNamespace(global_step=2), None)

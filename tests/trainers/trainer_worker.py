@@ -1,0 +1,170 @@
+"""A tiny random model, trained by a package's auto-parallel trainer that nobody edits: `trainer_worker.py OPTIONS`.
+
+Options, in JSON: the package's `name`, the folder `out`, and `static`, `accumulation`, `rows`, `max_steps`, `resume`.
+Each rank reports [rows of its slice, loss] of each micro-step.
+"""
+
+import json
+import os
+import sys
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard.testing import cpu_static, report
+
+VOCABULARY, LENGTH, BATCH = 128, 6, 8
+"""Rows are of so many tokens; the global micro-batch has so many rows."""
+
+
+class Rows(paddle.io.Dataset):
+    """Random tokens, of which the first is the row's number."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        draw = np.random.RandomState(1000 + index)
+        tokens, labels = draw.randint(0, VOCABULARY, (2, LENGTH))
+        tokens[0] = index
+        return {"input_ids": tokens.astype("int64"), "labels": labels.astype("int64")}
+
+
+class Config:
+    """What PaddleFormers asks of a model's configuration."""
+
+    def save_pretrained(self, *args, **options):
+        pass
+
+    def to_dict(self):
+        return {}
+
+
+class Tiny(paddle.nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+        self.embedding = paddle.nn.Embedding(VOCABULARY, 16)
+        self.out = paddle.nn.Linear(16, VOCABULARY)
+
+    def can_generate(self):
+        return False
+
+    def get_hardware_flops(self, *args, **options):
+        return None
+
+    def forward(self, input_ids, labels=None):
+        return self.out(self.embedding(input_ids))
+
+
+class Loss(paddle.nn.Layer):
+    def forward(self, logits, labels):
+        return paddle.nn.functional.cross_entropy(logits.reshape([-1, VOCABULARY]), labels.reshape([-1]))
+
+
+def model():
+    paddle.seed(11)
+    return Tiny()
+
+
+def on_cpu():
+    """What in Paddle and the packages takes a GPU for granted; none of it has to do with data."""
+    paddle.Tensor.cuda = lambda self, *args, **options: self
+    try:  # Paddle 3.3 refuses the nested dict that PaddleFormers 0.4.1 loads
+        from paddle.distributed.flex_checkpoint.dcp.utils import flatten_state_dict
+    except ImportError:
+        return
+    load = dist.load_state_dict
+    dist.load_state_dict = lambda state, *args, **options: load(flatten_state_dict(state)[0], *args, **options)
+
+
+def imported(name):
+    """(trainer, its arguments) of a package."""
+    if name == "paddlenlp":
+        from paddlenlp.trainer.auto_trainer import AutoTrainer
+        from paddlenlp.trainer.auto_training_args import AutoTrainingArguments
+
+        return AutoTrainer, AutoTrainingArguments
+    if name == "paddleformers_auto":
+        from paddleformers.trainer.auto_trainer import AutoTrainer
+        from paddleformers.trainer.auto_training_args import AutoTrainingArguments
+
+        return AutoTrainer, AutoTrainingArguments
+    import paddleformers.trainer.trainer as trainer
+    from paddleformers.trainer import Trainer, TrainingArguments
+
+    trainer.fully_shard = lambda model, mesh: model  # its fusion of tensors knows no CPU
+    return Trainer, TrainingArguments
+
+
+def rows_of(inputs):
+    """The numbers of this rank's rows."""
+    while not isinstance(inputs, paddle.Tensor):
+        inputs = inputs["input_ids"] if isinstance(inputs, dict) else inputs[0]
+    local = inputs._local_value() if inputs.is_dist() else inputs
+    return local.numpy()[:, 0].tolist()
+
+
+def main(options):
+    on_cpu()
+    position = paddle_shard.TrainerCallback(options.get("resume"))
+    paddle_shard.patch_paddle(on_loader=position.add)
+    trainer_class, arguments_class = imported(options["name"])
+    static, accumulation = options.get("static", False), options.get("accumulation", 1)
+    found = []
+
+    class Watched(trainer_class):
+        def training_step(self, model, inputs, *args, **others):
+            rows = rows_of(inputs)
+            loss = super().training_step(model, inputs, *args, **others)
+            local = loss._local_value() if isinstance(loss, paddle.Tensor) and loss.is_dist() else loss
+            found.append([rows, float(local) * (1 if static else accumulation)])
+            return loss
+
+    world = int(os.environ["PADDLE_TRAINERS_NUM"])
+    others = {}
+    if options["name"] == "paddleformers":
+        others = {"amp_master_grad": False, "convert_from_hf": False, "save_to_hf": False}
+    arguments = arguments_class(
+        output_dir=options["out"],
+        device="cpu",
+        enable_auto_parallel=True,
+        to_static=static,
+        per_device_train_batch_size=BATCH // world,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=2,
+        max_steps=options.get("max_steps", -1),
+        logging_steps=1,
+        save_steps=options.get("save_steps", 10**9),
+        save_strategy="steps" if "save_steps" in options else "no",
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        report_to=[],
+        seed=42,
+        sharding="",
+        **others,
+    )
+    mesh = dist.fleet.auto.get_mesh()
+    if mesh is None:
+        mesh = dist.ProcessMesh(np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"])
+        dist.fleet.auto.set_mesh(mesh)
+    layer = model()
+    dist.shard_layer(layer, mesh.get_mesh_with_dim("pp")[0], lambda name, part, mesh: None)
+    trainer = Watched(
+        model=layer, criterion=Loss(), args=arguments, train_dataset=Rows(options["rows"]), callbacks=[position]
+    )
+    if static:
+        cpu_static()
+    trainer.train(resume_from_checkpoint=options.get("resume"))
+    report(found)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
