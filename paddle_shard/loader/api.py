@@ -59,7 +59,8 @@ def shard_dataloader(
             the list is. None: not split, every rank gets the whole global batch.
         is_dataset_splitted: The loader of each data rank has rows of its own already.
         dense_tensor_idx: For each field, the items that stay local tensors; a field that is a tensor stays
-            local where its entry is not empty.
+            local where its entry is not empty. Such a tensor need not have a row for each sample (image patches):
+            then it is what `collate_fn` has made of this rank's samples.
         shuffle: None: as the DataLoader says. True or False for one without a sampler of the user's own;
             "blocks" for data on disk, where a full shuffle would open a block (a chunk, a page, a row group) for
             every sample: each block is opened by one data rank. Its size is the data set's `block_size` if it
@@ -77,7 +78,9 @@ def shard_dataloader(
             It divides the rows of a micro-batch, and the data ranks divide it. None: the largest divisor of the
             rows up to 64, and for files that are not counted up to their number, or to what their sizes let be even.
         placements: For single fields, by key or position, the tensor dim that each axis splits, such as
-            `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention.
+            `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention. "as read" for a field
+            whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` has made of
+            its own samples, and all must have as many rows.
         seed_paddle: Seed Paddle's random generator before each sample too, not only numpy's and Python's
             (about 6 us a sample), for data sets and transforms that draw from it.
         agree: Let all ranks fail at the same step, when a read fails on one, and name a rank that is lost. For it

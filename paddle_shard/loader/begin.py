@@ -297,7 +297,9 @@ def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any,
     if pending.rows is None:
         pending.rows = loader._item_rows(batch)
     pending.row_shapes, pending.num_bytes = _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
-    placed, pending.layout = loader._placer.place(batch, pending.rows, loader._input_keys)
+    placed, pending.layout, apart = loader._placer.place(batch, pending.rows, loader._input_keys)
+    if apart:
+        pending.row_shapes = [*pending.row_shapes, *apart]
     if pending.is_first and isinstance(batch, Mapping) and len(placed) < len(batch):
         left_out = [key for key in batch if key not in placed]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(placed)), repr(left_out))

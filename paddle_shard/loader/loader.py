@@ -325,12 +325,14 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         if key not in self._rows_of_size:
             if len(self._rows_of_size) > 64:
                 self._rows_of_size.clear()
-            self._rows_of_size[key] = BatchRows(num_rows, micro_size, self._placer.layouts)
+            rows = self._rows_of_size[key] = BatchRows(num_rows, micro_size, self._placer.layouts)
+            rows.apart = isinstance(self._source.custom_sampler, paddle.io.DistributedBatchSampler)
         return self._rows_of_size[key]
 
     def _split_rows(self, num_local_rows: int) -> BatchRows:
         own = self._own_layout
         rows = BatchRows(num_local_rows * own.num_data_ranks, None, [own])
+        rows.apart = True
         if not own.on_mesh:
             rows.read = np.arange(num_local_rows)
         return rows

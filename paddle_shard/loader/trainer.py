@@ -62,8 +62,8 @@ class TrainerCallback:
         self._loaded = self._read(args, state.global_step) if state.global_step else None
         if self._loaded is not None and not args.ignore_data_skip:
             raise ArgumentError(
-                "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give the "
-                "callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
+                "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "
+                "the callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
             )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -13,6 +13,10 @@ Entry = FieldLayout | list[FieldLayout]
 """The layout of all leaves of a field, or one for each item of a field that is a list."""
 
 
+AS_READ = "as read"
+"""A field's entry in `placements`: its rows are not the samples, and each data rank keeps what was made of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """Layouts by the position or the key of a batch's fields."""
@@ -46,7 +50,8 @@ class Assignment:
         unknown = [key for key in self.overrides if key not in dict(pairs)]
         if unknown:
             raise BatchStructureError(
-                f"placements names {unknown}, which is not delivered; of the batch is {[k for k, _ in pairs]}."
+                f"placements names {unknown}, which the batch does not have, or input_keys leaves out; there are "
+                f"{[k for k, _ in pairs]}."
             )
         return [(key, self.overrides.get(key, entry)) for key, entry in pairs]
 
@@ -119,7 +124,9 @@ def assignment(
             entries.append(field_layout(mesh, dims, **common))
     overrides = {}
     for key, wanted in _placement_items(placements):
-        overrides[key] = field_layout(_mesh_of(key, given, input_keys), wanted, **common)
+        number, mesh = _mesh_of(key, given, input_keys)
+        as_read = wanted == AS_READ
+        overrides[key] = field_layout(mesh, axes[number] if as_read else wanted, own_rows=as_read, **common)
     return Assignment(
         entries=tuple(entries),
         keys=None if input_keys is None else tuple(input_keys),
@@ -174,25 +181,27 @@ def _placement_items(placements: Any) -> list[tuple[Any, Any]]:
     items = list(placements.items()) if isinstance(placements, Mapping) else None
     if isinstance(placements, list | tuple):
         items = [(i, wanted) for i, wanted in enumerate(placements) if wanted is not None]
-    if items is None or not all(isinstance(wanted, Mapping) for _, wanted in items):
+    if items is None or not all(isinstance(wanted, Mapping) or wanted == AS_READ for _, wanted in items):
         raise ArgumentError(
             "placements must map a field's key or position to {axis: tensor dim}, such as "
-            f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, got {placements!r}."
+            f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, or to 'as read', got {placements!r}."
         )
     return items
 
 
-def _mesh_of(key: Any, meshes: Sequence[Any], input_keys: Sequence[Any] | None) -> Any:
+def _mesh_of(key: Any, meshes: Sequence[Any], input_keys: Sequence[Any] | None) -> tuple[int, Any]:
+    """Return the number of a field's mesh, and the mesh."""
     if len(meshes) == 1:
-        mesh = meshes[0]
+        number = 0
     elif input_keys is not None and key in input_keys:
-        mesh = meshes[list(input_keys).index(key)]
+        number = list(input_keys).index(key)
     elif isinstance(key, int) and 0 <= key < len(meshes):
-        mesh = meshes[key]
+        number = key
     else:
         raise ArgumentError(
             f"placements names the field {key!r}, whose mesh is unknown: name it in input_keys, or give one mesh."
         )
+    mesh = meshes[number]
     if isinstance(mesh, list | tuple):
         raise ArgumentError(f"placements for {key!r}: a field with a list of meshes cannot have placements.")
-    return mesh
+    return number, mesh

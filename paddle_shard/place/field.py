@@ -39,6 +39,8 @@ class FieldLayout:
     global_rank: int
     replicated_in_name: bool = False
     """Data is split, but placements say `Replicate` (Paddle's auto-DP mode)."""
+    own_rows: bool = False
+    """The rows are not the samples: each data rank has what was made of its own."""
 
     @cached_property
     def on_mesh(self) -> bool:
@@ -99,7 +101,12 @@ def mesh_layout(mesh: Any) -> MeshLayout:
 
 
 def field_layout(
-    mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: int, *, replicated_in_name: bool = False
+    mesh: Any,
+    axes: Axes | Mapping[str | int, Any],
+    global_rank: int,
+    *,
+    replicated_in_name: bool = False,
+    own_rows: bool = False,
 ) -> FieldLayout:
     """Return the layout of a field.
 
@@ -108,6 +115,7 @@ def field_layout(
         axes: The axes that split the rows (`shard_dims`), or a mapping of each axis to its tensor dim.
         global_rank: Paddle's process id.
         replicated_in_name: See `FieldLayout`.
+        own_rows: See `FieldLayout`.
 
     Raises:
         AxisError: An axis that the mesh does not have.
@@ -131,6 +139,7 @@ def field_layout(
         dims=dims,
         global_rank=global_rank,
         replicated_in_name=replicated_in_name,
+        own_rows=own_rows,
     )
 
 

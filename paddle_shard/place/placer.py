@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -31,6 +31,8 @@ class BatchRows:
             whole: Every rank has read the whole global batch.
         """
         self.num_rows = num_rows
+        self.apart = False
+        """Each data rank has read rows of its own, which it need not share."""
         self._micro_size = micro_size
         self._positions: dict[int, Rows] = {}
         mine = [layout.rows(num_rows, micro_size) for layout in layouts if layout.on_mesh]
@@ -52,6 +54,20 @@ class BatchRows:
             self._positions[id(layout)] = found
         return found
 
+    def cuts(self, layout: FieldLayout) -> bool:
+        """Whether a field takes only some of the rows that were read."""
+        return len(self.positions(layout)) < len(self.read)
+
+
+class Placed(NamedTuple):
+    """A batch of distributed tensors."""
+
+    batch: Any
+    last: FieldLayout
+    """The layout of its last field."""
+    apart: tuple[tuple[Any, ...], ...]
+    """(field, *shape) of each distributed tensor whose rows are not the samples, over several data ranks."""
+
 
 class BatchPlacer:
     """Makes distributed tensors of a batch's leaves; the structure stays, and so does what is no tensor."""
@@ -61,8 +77,8 @@ class BatchPlacer:
         self.layouts = list(assignment.layouts())
         self._dense = dense_tensor_idx
 
-    def place(self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None) -> tuple[Any, FieldLayout]:
-        """Return the batch as distributed tensors, and the layout of its last field.
+    def place(self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None) -> Placed:
+        """Return the batch as distributed tensors.
 
         Args:
             batch: Holds the rows `rows.read`.
@@ -72,16 +88,17 @@ class BatchPlacer:
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
+        apart: list[tuple[Any, ...]] = []
         if not _is_tensor(batch) and (is_sequence(batch) or isinstance(batch, Mapping)):
             fields = self.assignment.fields(batch, keys)
             last = fields[-1][1] if fields else self.layouts[0]
             placed = {
-                key: self._field(batch[key], entry, f"[{key!r}]", self._dense_items(number), rows)
+                key: self._field(batch[key], entry, f"[{key!r}]", self._dense_items(number), rows, apart)
                 for number, (key, entry) in enumerate(fields)
             }
             whole = rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
-            return whole, last[-1] if isinstance(last, list) else last
-        return _leaf(batch, self.layouts[0], "", rows, dense=False), self.layouts[0]
+            return Placed(whole, last[-1] if isinstance(last, list) else last, tuple(apart))
+        return Placed(_leaf(batch, self.layouts[0], "", rows, apart, dense=False), self.layouts[0], tuple(apart))
 
     @staticmethod
     def valid(mask: np.ndarray[Any, Any], rows: BatchRows, layout: FieldLayout) -> Any:
@@ -99,9 +116,10 @@ class BatchPlacer:
     def num_rows(self, batch: Any, keys: Sequence[Any] | None = None) -> int | None:
         """Return the rows of a global batch that was read whole; None if no field of it is split by rows."""
         if is_sequence(batch) or isinstance(batch, Mapping):
-            for key, entry in self.assignment.fields(batch, keys):
+            for number, (key, entry) in enumerate(self.assignment.fields(batch, keys)):
                 layouts = entry if isinstance(entry, list) else [entry]
-                if any(layout.data_axes for layout in layouts):
+                own = self._dense_items(number) or any(layout.own_rows for layout in layouts)
+                if not own and any(layout.data_axes for layout in layouts):
                     for tensor in tensors(batch[key]):
                         if tensor.shape:
                             return int(tensor.shape[0])
@@ -119,7 +137,15 @@ class BatchPlacer:
             )
         return self._dense[number]
 
-    def _field(self, value: Any, entry: Entry, path: str, dense: Sequence[int], rows: BatchRows) -> Any:
+    def _field(
+        self,
+        value: Any,
+        entry: Entry,
+        path: str,
+        dense: Sequence[int],
+        rows: BatchRows,
+        apart: list[tuple[Any, ...]],
+    ) -> Any:
         if not is_sequence(value) or _is_row_like(value):
             if isinstance(entry, list):
                 if _is_tensor(value) or isinstance(value, Mapping):
@@ -128,7 +154,7 @@ class BatchPlacer:
                         f"{len(entry)}: give it one mesh, or make it a list of as many items."
                     )
                 entry = entry[0]
-            return _value(value, entry, path, rows, dense=len(dense) > 0)
+            return _value(value, entry, path, rows, apart, dense=len(dense) > 0)
         entries = entry if isinstance(entry, list) else [entry] * len(value)
         if len(entries) != len(value):
             raise BatchStructureError(
@@ -136,31 +162,38 @@ class BatchPlacer:
                 f"{len(entries)}."
             )
         items = [
-            _value(item, layout, f"{path}[{i}]", rows, dense=i in dense)
+            _value(item, layout, f"{path}[{i}]", rows, apart, dense=i in dense)
             for i, (item, layout) in enumerate(zip(value, entries, strict=True))
         ]
         return rebuild(value, items)
 
 
-def _value(value: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> Any:
+def _value(
+    value: Any, layout: FieldLayout, path: str, rows: BatchRows, apart: list[tuple[Any, ...]], *, dense: bool
+) -> Any:
     if isinstance(value, Mapping):
-        named = {k: _value(v, layout, f"{path}[{k!r}]", rows, dense=dense) for k, v in value.items()}
+        named = {k: _value(v, layout, f"{path}[{k!r}]", rows, apart, dense=dense) for k, v in value.items()}
         return rebuild(value, named)
     if is_sequence(value) and not _is_row_like(value):
-        items = [_value(v, layout, f"{path}[{i}]", rows, dense=dense) for i, v in enumerate(value)]
+        items = [_value(v, layout, f"{path}[{i}]", rows, apart, dense=dense) for i, v in enumerate(value)]
         return rebuild(value, items)
-    return _leaf(value, layout, path, rows, dense=dense)
+    return _leaf(value, layout, path, rows, apart, dense=dense)
 
 
-def _leaf(value: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> Any:
+def _leaf(
+    value: Any, layout: FieldLayout, path: str, rows: BatchRows, apart: list[tuple[Any, ...]], *, dense: bool
+) -> Any:
     if not _is_tensor(value):
         if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
             positions = rows.positions(layout)
             return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
         return value
     by_rows = len(layout.data_axes) > 0
-    if by_rows:
-        _check_rows(value, len(rows.read), path)
+    if by_rows and (layout.own_rows or not value.shape or value.shape[0] != len(rows.read)):
+        _check_own_rows(value, layout, path, rows, dense=dense)
+        by_rows = False
+        if not dense and layout.num_data_ranks > 1:
+            apart.append((f"field {path or 'batch'}", *value.shape))
     if dense:
         return take_rows(value, rows.positions(layout)) if by_rows and layout.on_mesh else value
     if not layout.on_mesh:
@@ -170,19 +203,28 @@ def _leaf(value: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense:
     return place(split_sequence(value, layout, path), layout)
 
 
-def _check_rows(tensor: Any, wanted: int, path: str) -> None:
-    shape = tensor.shape
-    if shape and shape[0] == wanted:
-        return
-    if not shape:
+def _check_own_rows(tensor: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:
+    """Refuse a field whose rows are not the samples where it would have to be cut, or cannot be a global tensor."""
+    name, shape = f"field {path or 'batch'}", list(tensor.shape)
+    if not shape and not dense:
         raise BatchStructureError(
-            f"field {path or 'batch'} is a 0-d tensor, which has no rows to split over the data axes. "
+            f"{name} is a 0-d tensor, which has no rows to split over the data axes. "
             "Give it a first dim, or a mesh of its own with shard_dims None (the same on every rank)."
         )
+    what = f"{name} has {shape[0]} rows (shape {shape})" if shape else f"{name} is a 0-d tensor"
+    what += f" for {len(rows.read)} samples"
+    if layout.on_mesh and rows.cuts(layout):
+        raise BatchStructureError(
+            f"{what}: this rank has read other samples, too, and it cannot be told which of its rows are whose. Split "
+            "all fields alike (shard_dims), so that each rank reads its own samples only, or make one row a sample."
+        )
+    if dense or layout.own_rows or rows.apart or layout.num_data_ranks == 1:
+        return
     raise BatchStructureError(
-        f"field {path or 'batch'} has {shape[0]} rows (shape {list(shape)}) for {wanted} samples: it "
-        "cannot be split by rows. A collate_fn must make one row a sample; what is the same for all samples "
-        "needs a mesh of its own with shard_dims None."
+        f"{what}: it cannot be split by rows. A collate_fn must make one row a sample. What is the same for all "
+        "samples needs a mesh of its own with shard_dims None. Where each rank is to have what the collate_fn has made "
+        "of its own samples: dense_tensor_idx gives it as a local tensor, placements={field: 'as read'} as a "
+        "distributed one, of which all data ranks must have as many rows."
     )
 
 

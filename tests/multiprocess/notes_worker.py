@@ -63,5 +63,22 @@ for kind in ("index", "stream"):
             rows = batch._local_value().numpy()[:, 0].tolist()
             masks.append([(row if good else None) for row, good in zip(rows, mask, strict=True)])
         found[f"{kind} {workers}"] = (steps, error, masks)
+
+
+def of_pairs(samples):
+    """As many rows of the second field on each rank, but for the second step of rank 1."""
+    rows = 1 + (ME and samples[0] >= 4)
+    return [paddle.to_tensor(np.array(samples)), paddle.to_tensor(np.zeros([rows, 2], "float32"))]
+
+
+given = paddle.io.DataLoader(Rows(lambda i: i), batch_size=4, collate_fn=of_pairs)
+try:
+    steps = [
+        list(batch[1].shape)
+        for batch in paddle_shard.shard_dataloader(given, DP, shard_dims="dp", placements={1: "as read"}, timeout=60)
+    ]
+except BatchStructureError as raised:
+    steps = str(raised)
+found["own rows"] = steps
 report(found)
 dist.barrier()

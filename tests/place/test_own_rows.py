@@ -1,0 +1,115 @@
+"""Fields whose rows are not the samples, such as image patches and pairs of answers."""
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+
+ONE, TWO = dist.ProcessMesh([0], dim_names=["dp"]), dist.ProcessMesh([0, 1], dim_names=["dp"])
+REPLICAS = dist.ProcessMesh([0, 1], dim_names=["mp"])
+DENSE = [[], [0], []]
+
+
+class Pictures(paddle.io.Dataset):
+    """Sample i has i % 3 + 1 patches."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index, np.full((index % 3 + 1, 5), index, "float32")
+
+
+def patches(samples):
+    """[ids, patches of all samples one after the other, how many each has], as Qwen2-VL's."""
+    ids, pixels = zip(*samples, strict=True)
+    arrays = np.array(ids), np.concatenate(pixels), np.array([[len(p), 1] for p in pixels])
+    return [paddle.to_tensor(array) for array in arrays]
+
+
+def pairs(samples):
+    """A row for every two samples."""
+    ids = np.array([index for index, _ in samples])
+    return [paddle.to_tensor(ids), paddle.to_tensor(ids.reshape(-1, 2)), paddle.to_tensor(ids)]
+
+
+def sharded(collate, mesh=TWO, workers=0, size=4, shard_dims="dp", **options):
+    given = paddle.io.DataLoader(Pictures(), batch_size=size, collate_fn=collate, num_workers=workers)
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
+
+
+def local(leaf):
+    return (leaf._local_value() if leaf.is_dist() else leaf).numpy().tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mesh", [ONE, TWO])
+def test_a_dense_field_is_what_was_made_of_the_ranks_own_samples(mesh, workers):
+    def run():
+        return [
+            [local(leaf) for leaf in batch] + [batch[1].is_dist()]
+            for batch in sharded(patches, mesh, workers, dense_tensor_idx=DENSE)
+        ]
+
+    width, data = 4 // mesh.size, Pictures()
+    for rank, steps in on_each_rank(range(mesh.size), run).items():
+        for step, found in enumerate(steps):
+            first = 4 * step + width * rank
+            own = [data[index] for index in range(first, first + width)]
+            assert found == [*(leaf.numpy().tolist() for leaf in patches(own)), False]
+
+
+def test_where_one_data_rank_reads_all_a_distributed_field_is_taken_as_it_is():
+    batch = next(iter(sharded(patches, ONE)))
+
+    assert batch[1].is_dist()
+    assert list(batch[1].shape) == [1 + 2 + 3 + 1, 5]
+    assert list(next(iter(sharded(patches, REPLICAS, shard_dims=None)))[1].shape) == [7, 5]
+
+
+def test_over_several_data_ranks_it_has_to_be_said():
+    with (
+        simulated_rank(1),
+        pytest.raises(BatchStructureError, match=r"dense_tensor_idx gives it .* 'as read'") as raised,
+    ):
+        next(iter(sharded(pairs)))
+    assert "field [1] has 1 rows (shape [1, 2]) for 2 samples" in str(raised.value)
+
+    def run():
+        batches = sharded(pairs, placements={1: "as read"})
+        return [[local(batch[1]), list(batch[1].shape), str(batch[1].placements)] for batch in batches]
+
+    got = on_each_rank(range(2), run)
+    assert got[0] == [[[[0, 1]], [2, 2], "[Shard(dim=0)]"], [[[4, 5]], [2, 2], "[Shard(dim=0)]"]]
+    assert got[1] == [[[[2, 3]], [2, 2], "[Shard(dim=0)]"], [[[6, 7]], [2, 2], "[Shard(dim=0)]"]]
+
+
+def test_data_that_is_split_already_is_taken_as_it_is():
+    def run(own):
+        sampler = own or paddle.io.DistributedBatchSampler(Pictures(), 2, num_replicas=2, rank=dist.get_rank())
+        given = paddle.io.DataLoader(Pictures(), batch_sampler=sampler, collate_fn=pairs)
+        loader = paddle_shard.shard_dataloader(given, TWO, shard_dims="dp", is_dataset_splitted=True)
+        return [[local(batch[1]), list(batch[1].shape)] for batch in loader]
+
+    for own in (None, paddle.io.BatchSampler(Pictures(), batch_size=2)):
+        got = on_each_rank(range(2), lambda own=own: run(own))
+        assert all(shape == [2, 2] for rank in got for _, shape in got[rank])
+        assert got[0][0][0] in ([[0, 2]], [[0, 1]])
+
+
+def test_what_would_have_to_be_cut_is_refused():
+    for options in ({"dense_tensor_idx": DENSE}, {"placements": {1: "as read"}}):
+        loader = None
+        with simulated_rank(0), pytest.raises(BatchStructureError, match="Split all fields alike"):
+            loader = sharded(patches, [TWO, TWO, TWO], shard_dims=["dp", "dp", None], **options)
+            next(iter(loader))
+        del loader
+
+
+def test_a_word_that_says_nothing_is_refused():
+    with pytest.raises(ArgumentError, match="placements must map a field's key .* or to 'as read'"):
+        sharded(pairs, placements={1: "as it is"})
