@@ -101,7 +101,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         check_ranks(layouts, num_ranks())
         here = [layout for layout in layouts if layout.on_mesh] or layouts
         self._own_layout = max(here, key=lambda layout: layout.num_data_ranks)
-        stream, split = as_stream_loader(dataloader), bool(is_dataset_splitted)
+        split, self._original = bool(is_dataset_splitted), dataloader
+        stream = as_stream_loader(dataloader, split=split)
         if stream is not None:
             dataloader = stream
             self._source = read_stream(
@@ -184,7 +185,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
 
     def reads(self, dataloader: Any) -> bool:
         """Return whether this is the DataLoader that it was made from."""
-        return self._given is dataloader
+        return self._original is dataloader
 
     @property
     def plan(self) -> ShardPlan | None:

@@ -26,8 +26,12 @@ from paddle_shard.sources.foreign import Foreign, ForeignSource
 from paddle_shard.stages import Repeat, Stripe
 
 
-def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
+def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
     """Return the DataLoader over a stream that was given, or one that is made for a stream; None if it is none.
+
+    Args:
+        given: What the user gave.
+        split: Whether it holds a data rank's own rows.
 
     Raises:
         ArgumentTypeError: Neither a DataLoader nor anything that yields batches.
@@ -35,6 +39,8 @@ def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
     if isinstance(given, ShardDataloader):
         return None  # which is refused
     if isinstance(given, paddle.io.DataLoader):
+        if split and _reads_for_itself(given):  # its batches are taken as they come
+            return paddle.io.DataLoader(Stream.of(lambda: iter(given)), batch_size=None, places=given.places)
         check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
     check_is_paddles(given)
@@ -56,6 +62,14 @@ def as_stream_loader(given: Any) -> paddle.io.DataLoader | None:
             f"generator, a function that returns one), got {type(given).__name__}: {given!r}."
         )
     return paddle.io.DataLoader(Stream.of(given), batch_size=None)
+
+
+def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
+    """Whether a subclass has an `__iter__` that does not go on to Paddle's, as PaddleNLP's DistDataLoader."""
+    iterates: Any = type(dataloader).__iter__
+    if iterates is paddle.io.DataLoader.__iter__ or not hasattr(iterates, "__code__"):
+        return False
+    return "__iter__" not in iterates.__code__.co_names
 
 
 def read_stream(

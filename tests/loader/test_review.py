@@ -429,6 +429,42 @@ def test_a_subclass_that_keeps_its_batches_and_their_order_is_followed(name, wor
     assert [ids(loader) for _ in range(2)] == [expected, expected]
 
 
+class ReadsForItself(DataLoader):
+    """Has a DataLoader inside, and hands on what that yields, as PaddleNLP's DistDataLoader; a pass at a time."""
+
+    def __init__(self, rank, workers):
+        super().__init__(Make(length=10), batch_size=2)  # of which nothing is read
+        rows = list(range(4 * rank, 4 * rank + 4)) + list(range(10 + 4 * rank, 14 + 4 * rank))
+        self._inner = DataLoader(Make(lambda i: rows[i], length=8), batch_size=2, num_workers=workers)
+        self._batches = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._batches is None:
+            self._batches = iter(self._inner)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = None
+            raise
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_subclass_that_reads_for_itself_is_taken_as_it_comes_where_the_data_is_split(workers):
+    def run():
+        loader = sharded(ReadsForItself(dist.get_rank(), workers), is_dataset_splitted=True)
+        return [[batch._local_value().numpy().tolist() for batch in loader] for _ in range(2)]
+
+    got = on_each_rank(range(2), run)
+
+    assert got[0] == [[[0, 1], [2, 3], [10, 11], [12, 13]]] * 2
+    assert got[1] == [[[4, 5], [6, 7], [14, 15], [16, 17]]] * 2
+    with pytest.raises(BatchStructureError, match="yields more batches than it was asked for"):
+        next(iter(sharded(ReadsForItself(0, workers))))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("dtype", "text"), [(">f4", "in another byte order"), (np.longdouble, "no tensors of dtype float128")]
