@@ -29,7 +29,8 @@ class TensorMaker:
         """Return the tensors of arrays, or of a framework's tensors.
 
         Args:
-            leaves: Numpy arrays, Paddle's tensors (which are detached), or another library's (where their memory is).
+            leaves: Numpy arrays, Paddle's tensors (which are detached, and moved where they are in the host's memory),
+                or another library's (where their memory is).
         """
         return self._made(leaves, adopt=False)
 
@@ -41,11 +42,10 @@ class TensorMaker:
     def _made(self, leaves: Sequence[Any], *, adopt: bool) -> list[Any]:
         if self._feed is None:
             return [self._one(leaf, adopt) for leaf in leaves]
-        arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray) and leaf.size]
-        moved = iter(self._feed([_dense(array, adopt) for array in arrays]) if arrays else ())
-        return [
-            next(moved) if isinstance(leaf, np.ndarray) and leaf.size else self._one(leaf, adopt) for leaf in leaves
-        ]
+        goes = [_in_host_memory(leaf) and leaf.size > 0 for leaf in leaves]
+        dense = [_dense(leaf, adopt) for leaf, moves in zip(leaves, goes, strict=True) if moves]
+        moved = iter(self._feed(dense) if dense else ())
+        return [next(moved) if moves else self._one(leaf, adopt) for leaf, moves in zip(leaves, goes, strict=True)]
 
     def _one(self, leaf: Any, adopt: bool) -> Any:
         if isinstance(leaf, paddle.Tensor):
@@ -109,7 +109,16 @@ def _end(queue: Any, reader: Any, process: int) -> None:
     reader.shutdown()
 
 
+def _in_host_memory(leaf: Any) -> bool:
+    """Whether a leaf has to be moved to a device, as Paddle's reader moves what a collate_fn returns."""
+    if isinstance(leaf, paddle.Tensor):
+        return is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place()
+    return isinstance(leaf, np.ndarray)
+
+
 def _dense(array: Any, adopt: bool) -> Any:
+    if isinstance(array, paddle.Tensor):
+        return array.value().get_tensor()
     dense = core.DenseTensor()
     # A subclass of ndarray may share its memory with others, and only rows that lie in order can be taken over.
     mine = adopt and type(array) is np.ndarray and array.size > 0 and array.flags.c_contiguous

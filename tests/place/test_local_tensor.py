@@ -255,3 +255,17 @@ assert is_fed(1)
 """
     found = subprocess.run([sys.executable, "-c", script], timeout=HANG, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
+
+
+@HOW
+def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_does(how):
+    maker, moved = fed(), []
+    feed = maker._feed
+    maker._feed = lambda tensors: moved.extend(tensors) or feed(tensors)
+    mine = paddle.to_tensor(np.arange(6.0).reshape(2, 3), place=paddle.CPUPlace())
+    leaves = [np.arange(3), mine, np.zeros((0, 2)), mine * 2, np.float32([1])]
+
+    found = getattr(maker, how)(leaves)
+
+    assert len(moved) == 4, "all but the one without elements"
+    assert [leaf.numpy().tolist() for leaf in found] == [np.asarray(leaf).tolist() for leaf in leaves]
