@@ -33,9 +33,16 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
 }
 
 
+def _checks_types(node):
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def imports(path):
     """Every module that a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if path.parent == PACKAGE:  # the public names, as type checkers see them
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and _checks_types(node))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
