@@ -44,6 +44,8 @@ class ShardIterator:
         self._loader = loader
         self.start = start = loader._run.start()
         self.epoch = start.epoch
+        if not look:
+            loader._run.say_if_begun_again(start)
         self._progress = loader._run.begin(start)
         self._closed, self._look = False, look
         self._current: Pending | None = None

@@ -16,6 +16,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.account import Delivered
 from paddle_shard.loader.agreeing import gather_of
 from paddle_shard.loader.progress import PassProgress, numbers
+from paddle_shard.loader.say_once import say_once
 from paddle_shard.loader.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import Account, Certificate, certify, expected_of_plan, merge
@@ -119,6 +120,15 @@ class Run:
         if self._resumed is not None and self._resumed.epoch == epoch:
             return self._resumed
         return LoaderState(epoch=epoch)
+
+    def say_if_begun_again(self, start: LoaderState) -> None:
+        """Log, once, that a pass begins an epoch again that a loop before it has left."""
+        left = self._newest
+        if left is not None and left.closed and left.epoch == start.epoch and left.steps > start.steps:
+            say_once(
+                "a loop over this loader was left before its end, and the next one begins the same epoch again. Call "
+                "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to go on with it."
+            )
 
     def begin(self, start: LoaderState) -> PassProgress:
         """Return the progress of a pass that begins at a position."""

@@ -11,6 +11,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, SplitError
+from paddle_shard.loader import say_once
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 
 
@@ -30,6 +31,7 @@ def mesh(ids, *names):
 
 
 DP2 = mesh([0, 1])
+ONE = mesh([0])
 
 
 def sharded(given, meshes=DP2, dims="dp", **options):
@@ -526,3 +528,25 @@ def test_patching_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
     with paddle_shard.patch_paddle():
         assert dist.shard_dataloader is not original
     assert dist.shard_dataloader is original
+
+
+def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
+    monkeypatch.setattr(say_once, "_SAID", set())
+    loader = sharded(DataLoader(Make(length=8), batch_size=4), ONE)
+
+    def said():
+        return [text for record in caplog.records if "begins the same epoch again" in (text := record.getMessage())]
+
+    list(loader), list(zip(loader, loader, strict=True))
+    loader.set_epoch(3)
+    for _ in loader:
+        break
+    loader.set_epoch(4)
+    iterator = iter(loader)
+    next(iterator)
+    list(iterator)
+    assert said() == []
+    for _ in range(2):
+        next(iter(loader))
+    list(loader)
+    assert len(said()) == 1
