@@ -147,6 +147,11 @@ class Stage:
         return self.upstream is not None and self.upstream.endless
 
     @property
+    def once(self) -> bool:
+        """Whether it can be opened once only."""
+        return self.upstream is not None and self.upstream.once
+
+    @property
     def cuts(self) -> bool:
         """Whether it can open a part without reading the others, or is where the stream is cut."""
         return False
