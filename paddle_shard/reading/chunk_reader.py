@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
+from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.opening import Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Fed
@@ -97,6 +98,9 @@ class ChunkReader:
             index = getattr(error, FAILED_AT, None)
             if index is not None:  # it was read on the way to this reader's own
                 at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
+            elif at["index"] is not None and not isinstance(error, PaddleShardError):
+                part, number = at["index"]
+                at["what"] = f"reading {self._named(part, number, request)}"
             return ReadFailure.of(error, worker=worker, **at)
 
     def close(self) -> None:
@@ -227,7 +231,7 @@ class ChunkReader:
         for row, why in sorted(failed.items()):
             part, number = places[row]
             if real[row]:
-                told.append((row, f"sample {number} of part {part}: {why}"))
+                told.append((row, f"{self._named(part, number, request)}: {why}"))
         return batch, told
 
     def _of_the_order(self, part: int, failed: dict[int, str]) -> Usual:
@@ -239,6 +243,11 @@ class ChunkReader:
             raise ValueError(
                 f"{next(iter(failed.values()))}; and no other sample was read that its row could hold"
             ) from None
+
+    def _named(self, part: int, number: int, request: ChunkRequest) -> str:
+        """Return which sample that is, for messages."""
+        origin = None if request.whole_items else self._stage.origin(request.opening, part, number)
+        return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
     @staticmethod
     def _place_of(row: int, request: ChunkRequest) -> tuple[int, int]:

@@ -472,6 +472,45 @@ def test_samples_of_parts_that_a_reader_only_looks_at_are_not_kept():
         assert most < 64
 
 
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+@pytest.mark.parametrize("kind", ["lines", "csv"])
+@pytest.mark.parametrize("counts", [None, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_there(
+    on_error, kind, counts, workers, tmp_path, caplog
+):
+    paths = [tmp_path / f"{letter}.txt" for letter in "abc"]
+    for path, values in zip(paths, (range(7), range(100, 104), range(200, 211)), strict=True):
+        path.write_text("".join(f"{value}\n" for value in values))
+
+    def number(sample):
+        value = int(sample if isinstance(sample, str) else sample[0])
+        if value == 103:
+            raise ValueError(value)
+        return np.array([value, 0])
+
+    options = {"header": False} if kind == "csv" else {}
+    given = getattr(Stream, kind)(list(map(str, paths)), shuffle_shards=False, counts=counts, **options)
+    loader = paddle_shard.shard_dataloader(
+        paddle.io.DataLoader(given.map(number), batch_size=4, num_workers=workers),
+        ONE,
+        shard_dims="dp",
+        on_error=on_error,
+        num_parts=2,
+    )
+    where = "" if counts is False else f" (sample 3 of {paths[1]})"
+    if on_error == "raise":
+        with pytest.raises(DataReadError, match=r"reading sample \d+ of part \d") as raised:
+            trace(loader)
+        text = str(raised.value)
+        assert f"{where} failed" in text
+    else:
+        trace(loader)
+        text = caplog.text
+        assert f"{where}: ValueError: 103" in text
+    assert ("b.txt)" in text) == bool(where)
+
+
 IMAGES = {5: np.zeros((4, 4)), 11: None, 17: {"x": 1}, 23: np.zeros((3, 4, 5)), 29: "text"}
 IMAGES[30] = np.zeros((3, 4, 4), "U1")
 
