@@ -253,6 +253,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
     def certificate(self) -> Certificate:
         """Return what the run has delivered of the epoch of its last batch; of the loaded one right after a load.
 
+        `set_epoch` does not change that: the epoch is another one when a batch of it is delivered.
+
         Collective: every rank calls it, at the same step. What counts is every batch of the epoch that any iterator
         of this loader has delivered since it was made or has loaded a state, and what that state holds of the epoch:
         what was delivered before the stop, on another mesh, with another batch size, too. So an epoch that was left

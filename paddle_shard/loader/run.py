@@ -94,7 +94,13 @@ class Run:
         """Move on to the next epoch, when a pass over this one has come to its end."""
         if progress.number < self._first_pass:
             return
-        self._latest = progress
+        if self._latest is None or progress.number >= self._latest.number:
+            self._latest = progress
+        if progress.steps == 0:
+            say_once(
+                "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
+                "smaller batch, or tail='pad' or 'fill'."
+            )
         self._count(progress)
         progress.end()
         if isinstance(self._source.batches, UserBatches):
@@ -235,7 +241,8 @@ class Run:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""
         if (why := self._no_index()) is not None:
             raise ArgumentError(f"certificate() cannot tell how often a sample should be delivered: this is {why}.")
-        epoch = self.epoch if self._latest is None else self._latest.epoch
+        last = self._latest or self._resumed
+        epoch = self.epoch if last is None else last.epoch
         plan = self._plan_from(self._start_of(epoch)) if self._latest is None else self._latest.plan
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
@@ -247,7 +254,8 @@ class Run:
         gathered = _gathered([self._delivered.account(one) for one in epochs], self._ranks, self._timeout)
         accounts = {one: [Account(*rank[at]) for rank in gathered] for at, one in enumerate(epochs)}
         if plan is not None:
-            found = certify(accounts[epoch], epoch, plan.num_served, expected_of_plan(plan, epoch))
+            expected = expected_of_plan(plan, epoch)
+            found = certify(accounts[epoch], epoch, plan.num_served, expected, num_samples=plan.num_samples)
         else:
             drawn_by = f"the loader's {type(self._sampler).__name__}"
             found = certify(accounts[epoch], epoch, self._delivered.end(epoch), None, drawn_by)

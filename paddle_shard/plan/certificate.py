@@ -181,12 +181,15 @@ class Certificate:
     epoch: int
     num_samples: int
     """Samples that the epoch delivers: all, but for what the tail drops."""
+    dropped: int = 0
+    """Samples that the tail drops, as far as the order tells: not where a sampler of the user's own has it."""
     delivered: int
     """Samples that were delivered, counted as often as they were."""
     missed: int
-    """Samples that were not delivered, as far as the stretches tell."""
+    """Deliveries that are missing, as far as the stretches tell: of a sample that cannot be read, one each time that
+    its stretch was delivered. `delivered` is `num_samples - missed + repeated`."""
     repeated: int
-    """Samples that were delivered again, as far as the stretches tell."""
+    """Deliveries beyond the first of each sample, those that are missing of them counted in."""
     problems: tuple[str, ...]
     """Everything that speaks against "exactly once"; empty where it is proved."""
     drawn_by: str | None = None
@@ -200,6 +203,8 @@ class Certificate:
 
     def __str__(self) -> str:
         what = f"each of {self.num_samples} samples"
+        if self.dropped:
+            what += f" (of {self.num_samples + self.dropped}; tail='drop' leaves out {self.dropped})"
         if self.drawn_by is not None:
             what += f" that {self.drawn_by} drew"
         if self.exact:
@@ -213,6 +218,7 @@ def certify(
     num_positions: int | None,
     expected: Expected | None,
     drawn_by: str | None = None,
+    num_samples: int | None = None,
 ) -> Certificate:
     """Return what the accounts of all ranks prove of an epoch.
 
@@ -222,6 +228,7 @@ def certify(
         num_positions: Positions of its order that are served; None: the sampler has not been seen to end.
         expected: What belongs at the positions. None: only a sampler knows, so what was drawn is compared.
         drawn_by: The sampler's name.
+        num_samples: Of the data set; None where only a sampler knows what it draws of them.
     """
     legs, problems = merge(accounts)
     whole = [leg for leg in legs if leg.data_rank == ALL]
@@ -250,15 +257,19 @@ def certify(
     elif at < num_positions:
         missed += size(at, num_positions)
         problems.append(f"positions [{at}, {num_positions}) {left_out}")
+    if num_positions == 0:
+        problems.append("no sample was delivered: it had none, or tail='drop' left all of them out")
     for what, wanted, found in _compared(legs, expected):
         if found[0] != wanted[0]:
             problems.append(f"{what} hold {wanted[0]} samples, but {found[0]} were delivered")
             missed, repeated = missed + max(0, wanted[0] - found[0]), repeated + max(0, found[0] - wanted[0])
         elif found != wanted:
             problems.append(f"in {what} some samples were missed and as many repeated")
+    served = size(0, at if num_positions is None else num_positions)
     return Certificate(
         epoch=epoch,
-        num_samples=size(0, at if num_positions is None else num_positions),
+        num_samples=served,
+        dropped=0 if num_samples is None else num_samples - served,
         delivered=sum(leg.num for leg in whole),
         missed=missed,
         repeated=repeated,

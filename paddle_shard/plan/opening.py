@@ -131,6 +131,10 @@ class Stage:
         """Return how many samples each of the parts has without skipping; None if that shows only at the end."""
         return None if self.upstream is None else self.upstream.lengths(opening)
 
+    def origin(self, opening: Opening, part: int, number: int) -> str | None:
+        """Return where a part's sample, counted from 0, stands in a file, for messages; None if only reading tells."""
+        return None
+
     @property
     def num_shards(self) -> int | None:
         """Files that the stream is made of; None where it is not made of files."""
@@ -145,6 +149,11 @@ class Stage:
     def endless(self) -> bool:
         """Whether its parts have no end."""
         return self.upstream is not None and self.upstream.endless
+
+    @property
+    def once(self) -> bool:
+        """Whether it can be opened once only."""
+        return self.upstream is not None and self.upstream.once
 
     @property
     def cuts(self) -> bool:

@@ -23,6 +23,8 @@ class Fed(NamedTuple):
     """For some parts, their first samples, which missing rows are made of."""
     why: str = ""
     """Why there are none."""
+    first: bytes = b""
+    """Pickled, for some parts, their first samples, which tell what is usual: on their own, as they are read twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,22 +6,22 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import repeat
 from typing import Any
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
-from paddle_shard.plan.opening import Opening, Stage, Stated, Unreadable
+from paddle_shard.plan.opening import Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Fed
 from paddle_shard.reading.digest import digest
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.first_samples import first_of_dealt, opened_with_first
 from paddle_shard.reading.local_batch import num_rows_of
 from paddle_shard.reading.padding import Padding
 from paddle_shard.reading.reader import collate_rows
-from paddle_shard.reading.skipping import COMPARED, TRIED, Usual, collate_skipping
+from paddle_shard.reading.skipping import Usual, collate_skipping
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.batch import Unbatch
-from paddle_shard.stages.repeat import in_rounds
 from paddle_shard.stages.stripe import FAILED_AT, Stripe
 
 
@@ -58,7 +58,7 @@ class ChunkReader:
         self._padding: Padding | None = None
         self._why = ""  # why missing rows could not be made up
         self._state: Any = None
-        self._usual: dict[int, Usual | None] = {}
+        self._usual: Usual | None = None
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """Return the rows of a request, or its failure."""
@@ -98,6 +98,9 @@ class ChunkReader:
             index = getattr(error, FAILED_AT, None)
             if index is not None:  # it was read on the way to this reader's own
                 at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
+            elif at["index"] is not None and not isinstance(error, PaddleShardError):
+                part, number = at["index"]
+                at["what"] = f"reading {self._named(part, number, request)}"
             return ReadFailure.of(error, worker=worker, **at)
 
     def close(self) -> None:
@@ -119,14 +122,17 @@ class ChunkReader:
             self._dealt = {part: deque() for part in opening.parts}
             opening = replace(opening, dealt={part: _taken(queue) for part, queue in self._dealt.items()})
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
+            first = first_of_dealt(self._stage, opening, request.fed) if isinstance(request.fed, Fed) else []
         else:
             self._padding = Padding(self._stage, opening)
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
             # Readers that repeat their parts may come to a round's beginning at different steps.
             compared = request.compared and not (request.repeat or _splits_behind_the_cut(self._stage))
             seen = self._see if compared else opening.seen
-            self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if request.repeat else 1)
-        self._usual = self._usual_of_parts(request, opening) if request.skip_errors else {}
+            times = None if request.repeat else 1
+            self._parts, found = opened_with_first(self._stage, replace(opening, seen=seen), times)
+            first = [sample for samples in found.values() for sample in samples]
+        self._usual = self._most_like(first, request) if request.skip_errors else None
 
     def _see(self, number: int, sample: Any) -> None:
         """Look at a sample that all readers read: all come to the first of each turn, and so past those before it."""
@@ -202,28 +208,12 @@ class ChunkReader:
             return None
         return {"shard": request.opening.parts[0], "rows": request.local_rows, "library": self._state}
 
-    def _usual_of_parts(self, request: ChunkRequest, opening: Opening) -> dict[int, Usual | None]:
-        """Return what most of each part's first samples are like; of samples that are dealt nothing is known yet."""
-        if request.fed is not None:
-            return {}
-        heads = self._read_before(opening) if opening.skip else None
-        if heads is None:
-            heads = [list(_head(items)) for items in self._parts]
-            self._parts = [chain(head, items) for head, items in zip(heads, self._parts, strict=True)]
-        found = {}
-        for part, head in zip(opening.parts, heads, strict=True):
-            samples = [sample for _, sample in head if not isinstance(sample, Unreadable)]
-            self._seed(opening.key(part, "compare"))
-            alike = self._collate_fn is None or request.rows_are_split
-            found[part] = Usual.of(samples, lambda rows: self._collated(rows, request), alike=alike)
-        return found
-
-    def _read_before(self, opening: Opening) -> list[list[tuple[int, Any]]] | None:
-        """Return the first samples of parts that are read from further on; None where they can be read once only."""
-        try:
-            return [list(_head(items)) for items in in_rounds(self._stage, replace(opening, skip=0), 1)]
-        except ArgumentError:
-            return None
+    def _most_like(self, first: Sequence[Any], request: ChunkRequest) -> Usual | None:
+        """Return what most of a stream's first samples are like."""
+        self._seed(request.opening.key(0, "compare"))
+        alike = self._collate_fn is None or request.rows_are_split
+        readable = [sample for sample in first if not isinstance(sample, Unreadable)]
+        return Usual.of(readable, lambda rows: self._collated(rows, request), alike=alike)
 
     def _batch(
         self, samples: list[Any], real: list[bool], request: ChunkRequest
@@ -233,18 +223,15 @@ class ChunkReader:
             return self._collated(samples, request), ()
         failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
         places = [self._place_of(row, request) for row in range(len(samples))]
-        usual = [self._usual.get(part) for part, _ in places]
-        if len(failed) == len(samples):
-            usual = [
-                one if one is not None and one.of_one_size else self._of_the_order(part, failed)
-                for one, (part, _) in zip(usual, places, strict=True)
-            ]
+        usual = self._usual
+        if usual is None and len(failed) == len(samples):
+            usual = self._of_the_order(places[0][0], failed)
         batch = collate_skipping(samples, failed, usual, lambda rows: self._collated(rows, request))
         told = []
         for row, why in sorted(failed.items()):
             part, number = places[row]
             if real[row]:
-                told.append((row, f"sample {number} of part {part}: {why}"))
+                told.append((row, f"{self._named(part, number, request)}: {why}"))
         return batch, told
 
     def _of_the_order(self, part: int, failed: dict[int, str]) -> Usual:
@@ -256,6 +243,11 @@ class ChunkReader:
             raise ValueError(
                 f"{next(iter(failed.values()))}; and no other sample was read that its row could hold"
             ) from None
+
+    def _named(self, part: int, number: int, request: ChunkRequest) -> str:
+        """Return which sample that is, for messages."""
+        origin = None if request.whole_items else self._stage.origin(request.opening, part, number)
+        return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
     @staticmethod
     def _place_of(row: int, request: ChunkRequest) -> tuple[int, int]:
@@ -284,13 +276,3 @@ def _splits_behind_the_cut(stage: Stage | None) -> bool:
             return True
         stage = stage.upstream
     return False
-
-
-def _head(items: Iterator[Any]) -> Iterator[Any]:
-    """Yield samples until there are enough that can be read to know what is usual."""
-    readable = 0
-    for item in islice(items, TRIED):
-        yield item
-        readable += not isinstance(item[1], Unreadable)
-        if readable == COMPARED:
-            return

@@ -13,9 +13,9 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Stage
 from paddle_shard.reading.chunk import ChunkRequest, Fed
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.first_samples import opened_with_first
 from paddle_shard.reading.padding import Padding
 from paddle_shard.samplers.randomness import Generator, kept
-from paddle_shard.stages.repeat import in_rounds
 from paddle_shard.stages.stripe import FAILED_AT
 
 _SPARE = 64
@@ -43,6 +43,7 @@ def fed(
     padding: Padding | None = None
     told: set[int] = set()  # parts of which the first samples were sent
     failure: ReadFailure | None = None
+    first = b""
     for step in requests:
         asked = []
         for request in step:
@@ -58,8 +59,9 @@ def fed(
                                 request.opening, parts=mine, seed_generators=seed, skip_errors=request.skip_errors
                             )
                             padding = Padding(stage, opening)
-                            opened = in_rounds(stage, opening, None if request.repeat else 1)
+                            opened, looked = opened_with_first(stage, opening, None if request.repeat else 1)
                             parts = dict(zip(mine, opened, strict=True))
+                            first = _pickled(looked) if looked else b""
                         for part in request.opening.parts:
                             own: list[tuple[int, Any]] = []
                             samples[part], at = own, request.position
@@ -78,7 +80,7 @@ def fed(
                     part, at = getattr(error, FAILED_AT, (part, at))
                     what = f"reading sample {at} of part {part}"
                     failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
-            sent: Any = found
+            sent: Any = found._replace(first=first) if request.step == request.first_step else found
             if to_workers and failure is None:
                 try:
                     sent = pickle.dumps(sent)
@@ -88,6 +90,15 @@ def fed(
                     failure = ReadFailure.of(error, what=what, index=None, worker=None)
             asked.append(replace(request, fed=None if failure else sent, failure=failure))
         yield asked
+
+
+def _pickled(first: Any) -> bytes:
+    """Return the samples on their own; nothing if they cannot be sent, which shows where they are delivered."""
+    try:
+        return pickle.dumps(first)
+    except Exception as error:
+        raise_if_a_handlers(error)
+        return b""
 
 
 def _with_spare(found: Fed, part: int, padding: Padding, count: int) -> Fed:

@@ -13,9 +13,9 @@ from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 
 COMPARED = 8
-"""Samples that are compared to know what is usual."""
+"""Samples of a data set that are compared to know what is usual."""
 TRIED = 64
-"""Samples that are tried to find so many."""
+"""Samples that are tried to find some that can be read."""
 
 _VALUES = "OSUV"
 """numpy's kinds of arrays whose items are no numbers."""
@@ -152,21 +152,19 @@ def read_skipping(indices: Sequence[Any], read: Callable[[Any], Any], collate: C
             raise_if_a_handlers(error)
             samples.append(None)
             failed[row] = described(error)
-    batch = collate_skipping(samples, failed, [usual] * len(samples), collate)
+    batch = collate_skipping(samples, failed, usual, collate)
     if batch is None:
         raise ValueError(f"{next(iter(failed.values()))}; and no other sample was read that its row could hold")
     return Patched(batch, [(row, f"sample {indices[row]!r}: {why}") for row, why in sorted(failed.items())])
 
 
-def collate_skipping(
-    samples: Sequence[Any], failed: dict[int, str], usual: Sequence[Usual | None], collate: Collate
-) -> Any:
+def collate_skipping(samples: Sequence[Any], failed: dict[int, str], usual: Usual | None, collate: Collate) -> Any:
     """Return a batch of samples, with the usual sample in the place of each that cannot be read or collated.
 
     Args:
         samples: One for each row.
         failed: row -> why, of those that could not be read; those that cannot be collated with the usual are added.
-        usual: For each row; None where nothing is known, so that the samples are compared with each other.
+        usual: None where nothing is known, so that the samples are compared with each other.
         collate: Makes a batch of samples.
 
     Returns:
@@ -176,35 +174,28 @@ def collate_skipping(
         Exception: What `collate` raised, if that is no single sample's fault.
     """
     good = [sample for row, sample in enumerate(samples) if row not in failed]
-    known = [one for one in usual if one is not None]
-    if not (known or good):
+    if usual is None and not good:
         return None
 
-    def filled(other: Any) -> list[Any]:
-        stand_ins = [one.sample if one is not None and one.of_one_size else other for one in usual]
-        return [stand_ins[row] if row in failed else sample for row, sample in enumerate(samples)]
+    def filled(other: Usual | None) -> list[Any]:
+        stand_in = (usual if usual is not None and usual.of_one_size else other or usual or Usual(good[0])).sample
+        return [stand_in if row in failed else sample for row, sample in enumerate(samples)]
 
-    batch, why = _tried(filled(good[0] if good else known[0].sample), collate)
-    if not why and all(one.allows(batch) for one in {id(one): one for one in known}.values()):
+    batch, why = _tried(filled(Usual(good[0]) if good else None), collate)
+    if not why and (usual is None or usual.allows(batch)):
         return batch
     for row, sample in enumerate(samples):
-        if row not in failed and (odd := _why_odd(usual[row], [sample], collate)):
+        if row not in failed and (odd := _why_odd(usual, [sample], collate)):
             failed[row] = odd
     good = [sample for row, sample in enumerate(samples) if row not in failed]
-    other = Usual.of(good, collate, alike=False) or next(iter(known), None)
+    other = Usual.of(good, collate, alike=False) or usual
     if other is None:
         return None
-    for own in (list(usual), [None] * len(samples)):  # the second only where parts of a stream are not like each other
-        for row, sample in enumerate(samples):
-            one = own[row]
-            beside = one if one is not None and one.of_one_size else other
-            if row not in failed and (odd := _why_odd(one, [beside.sample, sample], collate)):
-                failed[row] = odd
-        usual = own
-        batch, why = _tried(filled(other.sample), collate)
-        if not why:
-            return batch
-    return collate(filled(other.sample))
+    beside = usual if usual is not None and usual.of_one_size else other
+    for row, sample in enumerate(samples):
+        if row not in failed and (odd := _why_odd(usual, [beside.sample, sample], collate)):
+            failed[row] = odd
+    return collate(filled(other))
 
 
 def _tried(samples: list[Any], collate: Collate) -> tuple[Any, str]:

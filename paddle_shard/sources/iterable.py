@@ -51,6 +51,11 @@ class IterableSource(Stage):
         """Return the length of a list."""
         return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
 
+    @property
+    def once(self) -> bool:
+        """Whether it is an iterator."""
+        return self._one_shot
+
     def fingerprint(self) -> list[Any]:
         """Return the length of a list."""
         return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]

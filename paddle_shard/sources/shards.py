@@ -128,6 +128,13 @@ class ShardSource(Stage):
         cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
         return [stop - start for start, stop in cuts]
 
+    def origin(self, opening: Opening, part: int, number: int) -> str | None:
+        """Return the shard and the sample's number in it, where the shards are counted and each is read once."""
+        if self._counts is None or self._resample:
+            return None
+        shard, offset, _ = next(self._cut_out(opening, part, number), (None, 0, None))
+        return None if shard is None else f"sample {offset} of {shown(self._names[shard])}"
+
     def sizes(self) -> list[int | None]:
         """Return the bytes of each shard's file; None where asking for them would cost a request."""
         return [local_size(file) for file in self._files]

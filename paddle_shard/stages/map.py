@@ -26,6 +26,10 @@ class Map(Stage):
         opened = self._upstream.open(opening)
         return [self._changed(items, part, opening) for part, items in zip(opening.parts, opened, strict=True)]
 
+    def origin(self, opening: Opening, part: int, number: int) -> str | None:
+        """Return that of the sample which is changed."""
+        return self._upstream.origin(opening, part, number)
+
     def _changed(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
         for number in count(opening.skip):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count, repeat
 from typing import Any
@@ -53,20 +53,24 @@ class Repeat(Stage):
         return [*self._upstream.fingerprint(), ["repeat", self._times]]
 
 
-def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterator[tuple[int, Any]]]:
+def in_rounds(
+    stage: Stage, opening: Opening, times: int | None, first: Mapping[int, Iterator[Any]] | None = None
+) -> list[Iterator[tuple[int, Any]]]:
     """Open parts so that each is opened again when it has ended.
 
     Args:
         stage: What is opened.
         opening: Of the first round; `skip` counts over all rounds.
         times: Rounds; None: without an end.
+        first: The parts of the first round where they are open already, from their beginning.
 
     Returns:
         For each part, pairs of the round, from 0, and the sample.
     """
     if times == 1:
-        return [zip(repeat(0), items, strict=False) for items in stage.open(opening)]
-    opened: dict[int, dict[int, Iterator[Any]]] = {}
+        items = stage.open(opening) if first is None else [first[part] for part in opening.parts]
+        return [zip(repeat(0), one, strict=False) for one in items]
+    opened: dict[int, dict[int, Iterator[Any]]] = {} if first is None else {0: dict(first)}
 
     def of_round(number: int, part: int) -> Iterator[Any]:
         if number not in opened:  # for all parts at once, so that they share a reading

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 from paddle_shard.plan.opening import Opening, Stage, leave_sample
 
@@ -63,8 +64,9 @@ class _Turns:
         self._stripe, self._num_parts, self._seen = opening.stripe, opening.num_parts, opening.seen
         if opening.round:  # its readers may come to it at different steps
             self._seen = leave_sample
-        # [part] -> (rounds of the stream before it, sample)
-        self._waiting: dict[int, deque[tuple[int, Any]]] = {part: deque() for part in opening.parts}
+        # [part] -> (rounds of the stream before it, sample), kept by the one who reads the part only: what nobody will
+        # take does not pile up.
+        self._waiting: dict[int, ref[deque[tuple[int, Any]]]] = {}
 
     def _owner(self) -> tuple[int, int]:
         """(part, position in it) of the next sample."""
@@ -73,7 +75,11 @@ class _Turns:
         return part, turn * self._stripe + within
 
     def of(self, part: int) -> Iterator[Any]:
-        mine = self._waiting[part]
+        mine: deque[tuple[int, Any]] = deque()
+        self._waiting[part] = ref(mine)
+        return self._taken(part, mine)
+
+    def _taken(self, part: int, mine: deque[tuple[int, Any]]) -> Iterator[Any]:
         while True:
             while not mine:
                 try:
@@ -87,8 +93,9 @@ class _Turns:
                 owner, _ = self._owner()
                 self._seen(self._at, item)
                 self._at += 1
-                if owner in self._waiting:
-                    self._waiting[owner].append((self._ended[0] if self._ended is not None else 0, item))
+                held = self._waiting.get(owner)
+                if held is not None and (queue := held()) is not None:
+                    queue.append((self._ended[0] if self._ended is not None else 0, item))
             rounds, item = mine.popleft()
             if self._ended is not None:
                 self._rounds[part] = rounds

@@ -11,6 +11,8 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, DataReadError, MissingDependencyError
+from paddle_shard.plan.opening import Opening
+from paddle_shard.reading.first_samples import opened_with_first
 from paddle_shard.testing.simulated import on_each_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -360,6 +362,153 @@ def test_dealt_samples_of_which_the_first_cannot_be_read_are_no_special_case():
                 found += batch._local_value()[batches.valid._local_value()].tolist()
             assert found == [x for x in range(64) if x not in bad]
             assert loader.stats.total.skipped == len(bad)
+
+
+def files(tmp_path, length):
+    paths = [tmp_path / f"{number}.txt" for number in range(8)]
+    for number, path in enumerate(paths):
+        path.write_text("".join(f"{i}\n" for i in range(number, length, 8)))
+    return Stream.lines(list(map(str, paths)))
+
+
+ODD = {
+    "shape": lambda i: np.full(2, i),
+    "none": lambda i: None,
+    "dims": lambda i: np.int64(i),
+    "text": lambda i: "x",
+    "dict": lambda i: {"a": np.full(3, i)},
+}
+STREAMS = {
+    "by turns": lambda made, length, path: Stream.of(range(length)).map(made),
+    "behind the cut": lambda made, length, path: Stream.of(range(length)).sharding_filter().map(made),
+    "shuffled": lambda made, length, path: Stream.of(range(length)).shuffle(5).sharding_filter().map(made),
+    "twice": lambda made, length, path: Stream.of(range(length)).sharding_filter().map(made).repeat(2),
+    "read once": lambda made, length, path: Stream.of(iter(range(length))).map(made),
+    "dealt": lambda made, length, path: Stream.of(range(length)).round_robin().map(made),
+    "files": lambda made, length, path: files(path, length).map(lambda line: made(int(line))),
+}
+
+
+def odd_in(kind, bad):
+    return lambda i: ODD[kind](i) if i in bad else np.full(3, i)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(("length", "bad"), [(24, {0}), (24, {9}), (24, {6, 14, 22}), (16, {8, 9})])
+def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(stream, kind, length, bad, tmp_path):
+    """Also where a reader sees few samples, or none but bad ones: of eight parts the first may hold them all."""
+    times = 2 if stream == "twice" else 1
+
+    def rank(ranks):
+        given = paddle.io.DataLoader(STREAMS[stream](odd_in(kind, bad), length, tmp_path), batch_size=8)
+        mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
+        options = {"num_batches": times * length // 8, "agree": False} if ranks > 1 else {}
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", num_parts=8, **options)
+        batches, found = iter(loader), []
+        for batch in batches:
+            rows, valid = batch._local_value().numpy(), batches.valid._local_value().numpy()
+            assert rows.shape[1:] == (3,)
+            found += rows[valid][:, 0].tolist()
+        return found
+
+    for ranks in (1, 2, 4, 8):
+        found = on_each_rank(range(ranks), lambda ranks=ranks: rank(ranks))
+
+        assert sorted(chain(*found.values())) == sorted(times * [i for i in range(length) if i not in bad])
+
+
+@pytest.mark.parametrize("stream", ["by turns", "dealt", "files"])
+def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behind_a_resume(stream, tmp_path):
+    bad, length = {6, 14, 22}, 24
+
+    def loader(workers):
+        given = paddle.io.DataLoader(
+            STREAMS[stream](odd_in("shape", bad), length, tmp_path), batch_size=8, num_workers=workers
+        )
+        return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=8)
+
+    straight = trace(loader(0))
+    assert sorted(valid_ids(straight)) == [i for i in range(length) if i not in bad]
+    for workers in (1, 2, 4):
+        assert trace(loader(workers)) == straight
+        half, resumed = loader(workers), loader(workers)
+        trace(half, 2)
+        resumed.load_state_dict(half.state_dict())
+        assert trace(resumed) == straight[2:]
+
+
+def test_a_short_last_group_is_bad_for_any_number_of_workers():
+    for workers in (0, 2, 4):
+        given = paddle.io.DataLoader(Stream.of(range(35)).batch(3).map(np.array), batch_size=4, num_workers=workers)
+        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=4)
+        rows = [row for rows, valid in trace(loader) for row, good in zip(rows, valid, strict=True) if good]
+        assert sorted(chain(*rows)) == [i for i in range(35) if i not in (27, 31)]
+        assert loader.stats.total.skipped == 1
+
+
+def test_samples_of_parts_that_a_reader_only_looks_at_are_not_kept():
+    alive = set()
+
+    class Counted:
+        def __init__(self, number):
+            self.number = number
+            alive.add(number)
+
+        def __del__(self):
+            alive.discard(self.number)
+
+    for stream in (
+        Stream.of(lambda: map(Counted, range(4000))),
+        Stream.of(lambda: map(Counted, range(2000))).sharding_filter().repeat(2),
+    ):
+        opening = Opening(parts=(3,), num_parts=8, skip_errors=True)
+        (mine,), first = opened_with_first(stream.stage(), opening, 1)
+        assert sum(map(len, first.values())) == 16
+        first.clear()
+        most = 0
+        for _ in mine:
+            most = max(most, len(alive))
+        assert most < 64
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+@pytest.mark.parametrize("kind", ["lines", "csv"])
+@pytest.mark.parametrize("counts", [None, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_there(
+    on_error, kind, counts, workers, tmp_path, caplog
+):
+    paths = [tmp_path / f"{letter}.txt" for letter in "abc"]
+    for path, values in zip(paths, (range(7), range(100, 104), range(200, 211)), strict=True):
+        path.write_text("".join(f"{value}\n" for value in values))
+
+    def number(sample):
+        value = int(sample if isinstance(sample, str) else sample[0])
+        if value == 103:
+            raise ValueError(value)
+        return np.array([value, 0])
+
+    options = {"header": False} if kind == "csv" else {}
+    given = getattr(Stream, kind)(list(map(str, paths)), shuffle_shards=False, counts=counts, **options)
+    loader = paddle_shard.shard_dataloader(
+        paddle.io.DataLoader(given.map(number), batch_size=4, num_workers=workers),
+        ONE,
+        shard_dims="dp",
+        on_error=on_error,
+        num_parts=2,
+    )
+    where = "" if counts is False else f" (sample 3 of {paths[1]})"
+    if on_error == "raise":
+        with pytest.raises(DataReadError, match=r"reading sample \d+ of part \d") as raised:
+            trace(loader)
+        text = str(raised.value)
+        assert f"{where} failed" in text
+    else:
+        trace(loader)
+        text = caplog.text
+        assert f"{where}: ValueError: 103" in text
+    assert ("b.txt)" in text) == bool(where)
 
 
 IMAGES = {5: np.zeros((4, 4)), 11: None, 17: {"x": 1}, 23: np.zeros((3, 4, 5)), 29: "text"}

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections import Counter, defaultdict
+from itertools import islice
 from unittest import mock
 
 import numpy as np
@@ -15,6 +16,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.loader.say_once import _SAID
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -260,7 +262,8 @@ def test_what_an_epoch_that_has_ended_delivered_is_the_same_on_both_sides_of_a_l
     other = make(11, size, tail=tail, shuffle=shuffle)
     other.load_state_dict(state)
     assert rest(other) == []
-    assert str(other.certificate()) == str(told) == f"epoch 0: each of {told.num_samples} samples exactly once"
+    assert str(other.certificate()) == str(told)
+    assert told.exact
     assert told.num_samples == (8 if tail == "drop" else 11)
     assert [other.where(sample=sample, epoch=0) for sample in range(11)] == places
     assert other.where(sample=last[1], epoch=0).step == last[0]
@@ -733,6 +736,88 @@ def test_a_full_epoch_is_certified():
     assert str(run_epoch(loader)) == "epoch 1: each of 100 samples exactly once"
 
 
+def test_what_the_tail_drops_is_told():
+    for size in (8, 12):
+        left_out = 100 % size
+        told = run_epoch(make(100, size, tail="drop"))
+        assert (told.exact, told.num_samples, told.dropped) == (True, 100 - left_out, left_out)
+        assert str(told) == (
+            f"epoch 0: each of {100 - left_out} samples (of 100; tail='drop' leaves out {left_out}) exactly once"
+        )
+    assert run_epoch(make(100, 10, tail="drop")).dropped == run_epoch(make(100, 8)).dropped == 0
+
+
+@pytest.mark.parametrize("kind", ["sampler", "stream"])
+def test_a_loop_without_a_batch_says_so_and_is_not_certified(kind, caplog):
+    class OneBatch(paddle.io.BatchSampler):
+        batch_size, drop_last = 16, False
+
+        def __init__(self):
+            pass
+
+        def __len__(self):
+            return 1
+
+        def __iter__(self):
+            yield list(range(14))
+
+    if kind == "sampler":
+        given = paddle.io.DataLoader(Ids(14), batch_sampler=OneBatch())
+    else:
+        given = paddle.io.DataLoader(paddle_shard.Stream.of(lambda: iter(range(14))), batch_size=16)
+    _SAID.clear()
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", tail="drop")
+    assert [*loader] == [*loader] == []
+
+    assert caplog.text.count("ended without a batch") == 1
+    if kind == "sampler":
+        told = loader.certificate()
+        assert not told.exact
+        assert "no sample was delivered" in str(told)
+
+
+def test_a_sample_that_is_missed_in_two_deliveries_is_two_deliveries_that_are_missing():
+    class OneBad(Ids):
+        def __getitem__(self, index):
+            if index == 1:
+                raise ValueError
+            return super().__getitem__(index)
+
+    given = paddle.io.DataLoader(OneBad(10), batch_size=5)
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+    next(iter(loader))
+    told = run_epoch(loader)
+
+    assert (told.missed, told.repeated) == (2, 5)
+    assert told.delivered == 4 + 9 == told.num_samples - told.missed + told.repeated
+
+
+def test_an_older_iterator_that_ends_does_not_take_the_certificate_back():
+    loader = make(8, 4)
+    older = iter(loader)
+    assert len([*islice(older, 2)]) == 2
+    run_epoch(loader)
+    next(iter(loader))
+    assert next(older, None) is None
+
+    assert loader.certificate().epoch == 1
+
+
+@pytest.mark.parametrize("steps", [0, 3, 13])
+def test_setting_the_epoch_moves_the_certificate_behind_a_load_no_more_than_without_one(steps):
+    loader = make(100, 8)
+    for _ in zip(range(steps), iter(loader), strict=False):
+        pass
+    before, state = loader.certificate().epoch, loader.state_dict()
+    other = make(100, 8)
+    other.load_state_dict(state)
+    for one in (loader, other) if steps else (other,):
+        one.set_epoch(5)
+        assert one.certificate().epoch == before
+        next(iter(one))
+        assert one.certificate().epoch == 5
+
+
 @pytest.mark.parametrize("shuffle", [True, BLOCKS])
 def test_a_stopped_run_is_certified_over_its_stops(shuffle):
     state = None
@@ -887,7 +972,7 @@ class Job:
             return
         own = self.kind in OWN
         complete = left == 0 or (self.tail == "drop" and (ended or left < self.size))
-        assert told.delivered == sum(got.values())
+        assert told.delivered == sum(got.values()) == told.num_samples - told.missed + told.repeated
         if told.exact:
             assert once, (told, got)
             assert complete, (told, got)
@@ -914,7 +999,7 @@ class Job:
         told_all, self.told_all = self.told_all, False
         other.unknown = {epoch} if self.given[epoch] and (epoch in self.unknown or not known) else set()
         other.told_all = told_all
-        other.ended, other.last = ({epoch} if states[0]["ended"] else set()), None
+        other.ended, other.last = ({epoch} if states[0]["ended"] else set()), epoch
         own = how != "one"
         other.each(lambda rank: other.loaders[rank].load_state_dict(states[rank % len(states) if own else 0]))
         return other

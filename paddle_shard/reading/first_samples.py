@@ -1,0 +1,88 @@
+"""Which samples of a stream tell what is usual, whoever reads it?"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+from paddle_shard.plan.opening import Opening, Stage, Unreadable, leave_sample
+from paddle_shard.reading.chunk import Fed
+from paddle_shard.reading.skipping import TRIED
+from paddle_shard.stages.repeat import Repeat, in_rounds
+
+_COMPARED, _PARTS = 16, 4
+"""Samples that are compared, and the parts that they come from where these have as many."""
+
+
+def opened_with_first(
+    stage: Stage, opening: Opening, times: int | None
+) -> tuple[list[Iterator[tuple[int, Any]]], dict[int, list[Any]]]:
+    """Open parts, and look at the stream's first samples if errors are skipped.
+
+    A reader looks at the same samples whichever parts it holds: the first of some parts, spread evenly over all. They
+    come from the pass's own reading, where it begins with them: what a stream is made of may be gone when it is read.
+
+    Args:
+        stage: What is opened.
+        opening: Of the reader's parts.
+        times: As for `in_rounds`.
+
+    Returns:
+        The parts as of `in_rounds`, and the first samples: none where errors are not skipped, or where a stream that
+        can be opened once only is resumed.
+    """
+    if not opening.skip_errors:
+        return in_rounds(stage, opening, times), {}
+    if opening.skip or _repeats(stage):
+        again = replace(opening, skip=0, state=None, rounds=Counter(), seen=leave_sample)
+        return in_rounds(stage, opening, times), {} if stage.once else _read(_opened(stage, again), opening.num_parts)
+    parts = _opened(stage, opening)
+    first = _read(parts, opening.num_parts)
+    mine = {part: chain(first.get(part, ()), parts[part]) for part in opening.parts}
+    return in_rounds(stage, opening, times, mine), first
+
+
+def first_of_dealt(stage: Stage, opening: Opening, fed: Fed) -> list[Any]:
+    """Return the same samples of a stream that the main process reads, as the stages behind the dealing make them."""
+    if not fed.first:
+        return []
+    first: dict[int, list[Any]] = pickle.loads(fed.first)
+    dealt = {part: iter(samples) for part, samples in first.items()}
+    parts = stage.open(replace(opening, parts=tuple(first), skip=0, state=None, rounds=Counter(), dealt=dealt))
+    return [*chain(*parts)]
+
+
+def _repeats(stage: Stage | None) -> bool:
+    """Whether it is opened again by itself; for all parts at once, so that those that nobody reads would be kept."""
+    while stage is not None and not isinstance(stage, Repeat):
+        stage = stage.upstream
+    return stage is not None
+
+
+def _opened(stage: Stage, opening: Opening) -> dict[int, Iterator[Any]]:
+    """Open all parts, the reader's first. None is read before it is asked for."""
+    every = tuple(dict.fromkeys([*opening.parts, *range(opening.num_parts)]))
+    return dict(zip(every, stage.open(replace(opening, parts=every)), strict=True))
+
+
+def _read(parts: dict[int, Iterator[Any]], num_parts: int) -> dict[int, list[Any]]:
+    """Read the first samples of four parts; of more where those have too few that can be read."""
+    spread = [num_parts * number // _PARTS for number in range(_PARTS)]
+    of_each, missing = -(-_COMPARED // min(_PARTS, num_parts)), _COMPARED
+    first: dict[int, list[Any]] = {}
+    for part in dict.fromkeys([*spread, *range(num_parts)]):
+        left = min(of_each, missing)
+        if not left:
+            break
+        mine = first[part] = list[Any]()
+        for sample in islice(parts[part], TRIED):
+            mine.append(sample)
+            if not isinstance(sample, Unreadable):
+                left, missing = left - 1, missing - 1
+                if not left:
+                    break
+    return first
