@@ -35,9 +35,10 @@ def children(pid="self"):
 
 
 def alive(pid):
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Whether a process runs, or one of its threads; one that has ended and was not waited for does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 

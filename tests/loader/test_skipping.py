@@ -393,9 +393,12 @@ def odd_in(kind, bad):
     return lambda i: ODD[kind](i) if i in bad else np.full(3, i)
 
 
+WHERE = [(24, {0}), (24, {9}), (24, {6, 14, 22}), (16, {8, 9}), (24, {0})]
+"""How many samples there are, and which are odd."""
+
+
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize(("length", "bad"), [(24, {0}), (24, {9}), (24, {6, 14, 22}), (16, {8, 9})])
+@pytest.mark.parametrize(("kind", "length", "bad"), [(kind, *at) for kind, at in zip(ODD, WHERE, strict=True)])
 def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(stream, kind, length, bad, tmp_path):
     """Also where a reader sees few samples, or none but bad ones: of eight parts the first may hold them all."""
     times = 2 if stream == "twice" else 1

@@ -88,7 +88,7 @@ REPEATED = {
 @pytest.mark.parametrize("kind", REPEATED)
 def test_a_pass_goes_on_with_readers_that_begin_in_the_midst_of_it(kind):
     straight = real_rows(sharded(REPEATED[kind](), size=4))
-    for stop in range(len(straight)):
+    for stop in (1, len(straight) // 2 - 1, len(straight) - 2):  # in the first round, near its end, in the second
         first, second = sharded(REPEATED[kind](), size=4), sharded(REPEATED[kind](), size=4, workers=2)
         batches = iter(first)
         for _ in range(stop):
@@ -373,7 +373,7 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2, 3])
 @pytest.mark.parametrize("name", PADDED)
 def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_and_resume(name, workers):
     def rows(mesh, workers, state=None):
