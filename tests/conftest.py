@@ -11,6 +11,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.
 STARTS_PROCESSES = {"faults", "launch", "multiprocess", "test_worker_processes", "test_worker_batches", "test_channel"}
+LONG = {"faults", "launch", "multiprocess", "testing"}
 OTHERS = {
     "adapters": "PADDLE_SHARD_ADAPTER",
     "demos": "PADDLE_SHARD_DEMOS",
@@ -67,3 +68,5 @@ def pytest_collection_modifyitems(items):
         workers = getattr(item, "callspec", None) is not None and item.callspec.params.get("workers")
         if workers or item.path.parent.name in STARTS_PROCESSES or item.path.stem in STARTS_PROCESSES:
             item.add_marker("processes")
+    # Files that wait for many processes begin first: at the end the others would wait for them.
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
