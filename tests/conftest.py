@@ -1,5 +1,6 @@
 import os
 import signal
+from importlib.util import find_spec
 
 import pytest
 
@@ -7,6 +8,11 @@ from paddle_shard.testing import RanksFailed, run_ranks
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if find_spec("hypothesis"):  # which other libraries' environments do without
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("on a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("on a busy machine")
 # Scripts that ranks run are no test modules: collecting one for doctests would run it.
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.

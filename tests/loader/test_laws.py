@@ -128,7 +128,7 @@ def in_row_order(slices, accumulation):
 
 
 @UNSHARED
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     mesh=layouts_with_data_axes(),
     length=st.integers(1, 60),
@@ -143,7 +143,7 @@ def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, 
 
 
 @UNSHARED
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.sampled_from([False, True, BLOCKS])
 )

@@ -25,7 +25,7 @@ blocks = st.builds(Blocks, size=st.integers(1, 50), window=st.integers(1, 9))
 # Bijection and inverse
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(n=st.integers(1, 300), blocks=blocks, width=st.integers(1, 80), epoch=st.integers(0, 5), data=st.data())
 @example(n=7, blocks=Blocks(size=10, window=3), width=4, epoch=0, data=None)  # less than a block
 @example(n=40, blocks=Blocks(size=1, window=1), width=8, epoch=0, data=None)  # nothing to keep together
@@ -61,7 +61,7 @@ def test_windows_of_more_than_one_table_are_bijections_too():
     assert (order.inverse(samples) == np.arange(n)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.one_of(st.integers(2**40 - 3, 2**40 + 3), st.integers(1, 2**62)),
     blocks=st.builds(Blocks, size=st.integers(1, 10**13), window=st.integers(1, 100)),
@@ -132,7 +132,7 @@ def opened(plan, blocks, epoch, steps):
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     n=st.integers(1, 2000),
     blocks=blocks,
@@ -238,7 +238,7 @@ def test_another_epoch_or_seed_is_another_order():
 # In a plan
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     n=st.integers(1, 250),
     blocks=blocks,
@@ -287,7 +287,7 @@ def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(n, blocks, st
 
 
 @given(n=st.integers(1, 300), blocks=blocks, data_ranks=st.integers(1, 5), multiple=st.integers(1, 4))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_plan_of_blocks_covers_every_sample_once(n, blocks, data_ranks, multiple):
     plan = ShardPlan(
         num_samples=n, batch_size=data_ranks * multiple, num_data_ranks=data_ranks, shuffle=blocks, tail="fill"

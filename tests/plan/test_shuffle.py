@@ -46,7 +46,6 @@ def test_lengths_around_powers_of_two_are_bijections(e):
 
 
 @given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), min_size=1, max_size=20), st.integers(0, 9))
-@settings(deadline=None)
 def test_the_inverse_undoes_it_at_any_size(n, positions, seed):
     order, x = keyed(n, seed, 0), np.array(positions) % n
     samples = order(x)
@@ -58,7 +57,7 @@ def test_the_inverse_undoes_it_at_any_size(n, positions, seed):
 
 
 @given(st.integers(1, 30000), st.integers(0, 29999), st.integers(0, 6000))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_stretch_from_cached_blocks_is_what_is_computed_directly(n, start, length):
     order, start = keyed(n, 0, 0), start % n
     stop = min(n, start + length)

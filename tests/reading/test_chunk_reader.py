@@ -258,7 +258,7 @@ P = pytest.mark.parametrize("num_parts", [1, 4, 6, 8])
 
 
 @P
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_workers(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
@@ -274,7 +274,7 @@ def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_worke
 
 
 @P
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would_have(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
@@ -290,7 +290,7 @@ def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would
 
 
 @P
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts, tails=["pad"]))
@@ -307,7 +307,7 @@ def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num
             assert all_rows(plan, slices) == alone[start:], (start, ranks, workers)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), num_parts=st.sampled_from([1, 4, 6, 8]))
 def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
     plan = data.draw(plans_of(num_parts))
@@ -419,7 +419,7 @@ def raising(value, error):
     return function
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_parts=st.sampled_from([1, 4, 6]),
     stripe=st.integers(1, 3),

@@ -66,7 +66,7 @@ NOWHERE = st.just(10**6)
 INDICES = NOWHERE | st.integers(0, 3 * STEPS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     draws_from=INDICES,
     fails_at=INDICES,

@@ -249,7 +249,7 @@ def few_places():
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.lists(st.text("ab\"',\n\r\u2028é", max_size=4), min_size=2, max_size=2), min_size=1, max_size=40),
     bom=st.booleans(),

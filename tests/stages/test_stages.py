@@ -17,7 +17,7 @@ from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.repeat import in_rounds
 
-chains_settings = settings(max_examples=120, deadline=None)
+chains_settings = settings(max_examples=120)
 
 
 def seed_generators(seed):
