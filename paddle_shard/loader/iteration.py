@@ -61,6 +61,10 @@ class ShardIterator:
         """Batches of the epoch that were delivered so far, before a resume too."""
         return self._progress.steps
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._loader!r})"
+
     def __iter__(self) -> ShardIterator:
         return self
 

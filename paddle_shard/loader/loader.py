@@ -184,7 +184,11 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         return self._source.split
 
     def reads(self, dataloader: Any) -> bool:
-        """Return whether this is the DataLoader that it was made from."""
+        """Return whether this is the DataLoader that it was made from.
+
+        Args:
+            dataloader: What was given to `shard_dataloader`, or not.
+        """
         return self._original is dataloader
 
     @property
@@ -247,7 +251,12 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         self._run.go_on_from(state, override)
 
     def where(self, *, sample: int, epoch: int | None = None) -> Where | None:
-        """Return where a sample is delivered; see `ShardPlan.where`. Of the current epoch if None is given."""
+        """Return where a sample is delivered; see `ShardPlan.where`. Of the current epoch if None is given.
+
+        Args:
+            sample: Its index in the data set.
+            epoch: Which; None: the current one.
+        """
         return self._run.where(sample, epoch)
 
     def certificate(self) -> Certificate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import paddle.io
@@ -16,6 +16,7 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
 from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.names import Paths
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import csv_source, lines_source
 from paddle_shard.sources.webdataset import decode, webdataset_source
@@ -69,82 +70,281 @@ class Stream(paddle.io.IterableDataset):
             iterable: A list, a data set, or a function that returns a generator.
             splits_itself: It yields other samples for each `paddle.io.get_worker_info()`; then it is shown
                 "worker p of P" for part p, and each sample is read once. Otherwise every reader reads all of it.
+
+        Raises:
+            ArgumentTypeError: It cannot be iterated, or is a path.
+
+        Examples:
+            >>> list(Stream.of([3, 4]))
+            [3, 4]
         """
         if splits_itself:
             return cls(SelfSplit(iterable))
         return iterable if isinstance(iterable, Stream) else cls(iterable)
 
     @classmethod
-    def csv(cls, paths: Any, **options: Any) -> Stream:
-        """Return a stream of the rows of CSV files; the options are those of `sources.text.csv_source`."""
-        return cls(csv_source(paths, **options))
+    def csv(
+        cls,
+        paths: Paths,
+        header: bool = True,
+        *,
+        counts: bool | None = None,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+    ) -> Stream:
+        """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict); empty lines are no rows.
+
+        Args:
+            paths: As of `lines`.
+            header: The first row of each file names the fields: samples are dicts. False: samples are lists.
+            counts: As of `lines`.
+            shuffle_shards: As of `lines`.
+            resample: As of `lines`.
+
+        Raises:
+            ArgumentError: There is no file, or none that matches a pattern.
+            ShardReadError: A file cannot be read to count it.
+
+        Examples:
+            >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
+        """
+        return cls(csv_source(paths, header, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
-    def lines(cls, paths: Any, **options: Any) -> Stream:
-        """Return a stream of the lines of text files; the options are those of `sources.text.lines_source`."""
-        return cls(lines_source(paths, **options))
+    def lines(
+        cls, paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
+    ) -> Stream:
+        r"""Return a stream of the lines of text files, as `str` without their ends ("\n" or "\r\n").
+
+        Args:
+            paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, patterns such as `data/*.txt`,
+                of which the files are sorted, or URLs that fsspec opens.
+            counts: Count the lines now, which reads the files once, so that parts are equal and their lengths known.
+                None: if all files are local and none is packed, and the stream has an end. What was counted is kept
+                in the user's cache directory for other ranks and later runs.
+            shuffle_shards: Permute the files, in each epoch in another order.
+            resample: Make each part an endless stream of files, drawn with replacement; give `num_batches=`.
+
+        Raises:
+            ArgumentError: There is no file, or none that matches a pattern.
+            ShardReadError: A file cannot be read to count it.
+
+        Examples:
+            >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
+        """
+        return cls(lines_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
-    def webdataset(cls, urls: Any, **options: Any) -> Stream:
-        """Return a stream of the raw samples of tars; the options are those of `sources.webdataset_source`.
+    def webdataset(
+        cls,
+        urls: Paths,
+        *,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+        index: str | os.PathLike[str] | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        select: Callable[[str], bool] | None = None,
+    ) -> Stream:
+        """Return a stream of the raw samples of tars: dicts of bytes by file ending, with `__key__` and `__url__`.
+
+        Args:
+            urls: Paths, `http(s)://` URLs, or what fsspec opens (`s3://`, ...). Braces (`{000..009}`) and patterns of
+                local files are expanded.
+            shuffle_shards: Permute the tars, in each epoch in another order. Samples keep their order in one: put a
+                `shuffle` behind it.
+            resample: Make each part an endless stream of tars, drawn with replacement; give `num_batches=`.
+            index: An index file, which `python -m paddle_shard.cli.index_shards` makes; True: `index.json` beside the
+                first tar. With it parts are equal, their lengths known, resuming cheap. None: tars that are all local
+                and not packed are counted by their headers now. False: nothing is counted.
+            cache_dir: Where remote tars are kept, downloaded once; nothing is ever removed from it.
+            select: Which members are read, by their names.
 
         Raises:
             MissingDependencyError: webdataset is not installed; the text names the extra.
+            ArgumentError: There is no tar, or the index does not know one.
+            ShardReadError: A tar cannot be read to count it.
+
+        Examples:
+            >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
+            >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
-        return cls(webdataset_source(urls, **options))
+        source = webdataset_source(
+            urls, shuffle_shards=shuffle_shards, resample=resample, index=index, cache_dir=cache_dir, select=select
+        )
+        return cls(source)
 
     @classmethod
-    def parquet(cls, paths: Any, **options: Any) -> Stream:
-        """Return a stream of the rows of Parquet files; the options are those of `sources.parquet.parquet_source`.
+    def parquet(
+        cls,
+        paths: Paths,
+        *,
+        columns: Sequence[str] | None = None,
+        allow_nulls: bool = False,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+    ) -> Stream:
+        """Return a stream of the rows of Parquet files: dicts by column; see `sources.parquet.parquet_source`.
+
+        Args:
+            paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, of which
+                the files are sorted, or URLs that fsspec opens.
+            columns: Top-level columns to read, in this order; None: all. No others are fetched.
+            allow_nulls: A null is None in the sample. False: it is an error that names the column and the row.
+            shuffle_shards: Permute the row groups, in each epoch in another order. Rows keep their order in one: put a
+                `shuffle` behind it.
+            resample: Make each part an endless stream of row groups, drawn with replacement; give `num_batches=`.
 
         Raises:
             MissingDependencyError: pyarrow is not installed; the text names the extra.
+            ArgumentError: There is no file or no row, or a column is not in a file, or not of the same type in all.
+            ShardReadError: A footer cannot be read.
+
+        Examples:
+            >>> stream = Stream.parquet("data/*.parquet", columns=["x", "y"]).shuffle(1000)  # doctest: +SKIP
         """
-        return cls(parquet_source(paths, **options))
+        source = parquet_source(
+            paths, columns=columns, allow_nulls=allow_nulls, shuffle_shards=shuffle_shards, resample=resample
+        )
+        return cls(source)
 
     @classmethod
     def huggingface(cls, dataset: Any) -> Stream:
         """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.huggingface_source`.
 
+        Args:
+            dataset: Streamed, mapped, filtered and shuffled (with a seed) as you like. It is not changed.
+
         Raises:
             MissingDependencyError: datasets is not installed; the text names the extra.
+            ArgumentTypeError: It is something else.
+            SplitError: It was split by node already.
+
+        Examples:
+            >>> stream = Stream.huggingface(load_dataset("ag_news", split="train", streaming=True))  # doctest: +SKIP
         """
         return cls(huggingface_source(dataset))
 
-    def decode(self, *handlers: Any, **options: Any) -> Stream:
-        """Return the stream with raw WebDataset samples decoded; see `sources.webdataset.decode`."""
-        return self.map(decode(*handlers, **options))
+    def decode(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> Stream:
+        """Return the stream with raw WebDataset samples decoded, by WebDataset's own `decode`.
+
+        Args:
+            handlers: Names of WebDataset's image decoders ("pil", "rgb8", ...), or functions of (file ending with a
+                leading dot, bytes) that return None for what they leave to the next. Behind them its decoders for
+                txt, cls, json, npy, ... are tried; what none takes stays bytes.
+            only: File endings that are decoded; None: all.
+
+        Raises:
+            MissingDependencyError: webdataset is not installed.
+            ArgumentError: A name that WebDataset does not know.
+
+        Examples:
+            >>> stream = Stream.webdataset("data/*.tar").decode("rgb8", only=["jpg", "cls"])  # doctest: +SKIP
+        """
+        return self.map(decode(*handlers, only=only))
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
-        """Return the stream with a function applied to each sample."""
+        """Return the stream with a function applied to each sample.
+
+        Args:
+            function: Of a sample; runs in the workers. numpy's and Python's generators are seeded for each sample.
+
+        Raises:
+            ArgumentTypeError: It cannot be called.
+
+        Examples:
+            >>> list(Stream.of(range(3)).map(lambda x: 10 * x))
+            [0, 10, 20]
+        """
         _check_function("map", function)
         return self._with(lambda stage: Map(stage, function), one_by_one=self.batched is None)
 
     def filter(self, predicate: Callable[[Any], bool]) -> Stream:
-        """Return the stream of the samples for which a function is true."""
+        """Return the stream of the samples for which a function is true.
+
+        Behind the cut it may leave more of some parts than of others: see `tail=` of `shard_dataloader`.
+
+        Args:
+            predicate: Of a sample.
+
+        Raises:
+            ArgumentTypeError: It cannot be called.
+
+        Examples:
+            >>> list(Stream.of(range(6)).filter(lambda x: x % 2))
+            [1, 3, 5]
+        """
         _check_function("filter", predicate)
         return self._with(lambda stage: Filter(stage, predicate))
 
     def shuffle(self, window: int = 1000) -> Stream:
-        """Return the stream with the samples of each part permuted in windows; see `stages.shuffle.Shuffle`."""
+        """Return the stream with the samples of each part permuted in windows, anew in each epoch.
+
+        A window is read, and its samples are yielded in an order that follows from the loader's seed, the epoch and the
+        part; so the order does not depend on who reads, and is gone on with anywhere.
+
+        Args:
+            window: Samples that are held, of each part.
+
+        Raises:
+            ArgumentError: It is less than 1.
+
+        Examples:
+            >>> sorted(Stream.of(range(5)).shuffle(3))
+            [0, 1, 2, 3, 4]
+        """
         return self._with(lambda stage: Shuffle(stage, window))
 
     def batch(self, size: int) -> Stream:
-        """Return the stream of lists of samples; as the last stage, `size` is the global batch."""
+        """Return the stream of lists of samples.
+
+        Args:
+            size: Samples of a list; the last of a part may be shorter. As the last stage of a stream that is given
+                to `shard_dataloader` itself, it is the global batch.
+
+        Raises:
+            ArgumentError: It is less than 1.
+
+        Examples:
+            >>> list(Stream.of(range(5)).batch(2))
+            [[0, 1], [2, 3], [4]]
+        """
         found = self._with(lambda stage: Batch(stage, size), one_by_one=self.batched is None)
         found.batched = size
         return found
 
     def unbatch(self) -> Stream:
-        """Return the stream of the items of its samples."""
+        """Return the stream of the items of its samples.
+
+        Examples:
+            >>> list(Stream.of([[0, 1], [2]]).unbatch())
+            [0, 1, 2]
+        """
         return self._with(Unbatch)
 
     def repeat(self, times: int | None = None) -> Stream:
-        """Return the stream read several times within an epoch; None: without an end, for `num_batches=`."""
+        """Return the stream read several times within an epoch, in another order each time where it is shuffled.
+
+        Args:
+            times: How often; None: without an end, for `num_batches=`.
+
+        Raises:
+            ArgumentError: It is less than 1.
+
+        Examples:
+            >>> list(Stream.of([1, 2]).repeat(2))
+            [1, 2, 1, 2]
+        """
         return self._with(lambda stage: Repeat(stage, times))
 
     def sharding_filter(self) -> Stream:
-        """Return the stream cut into parts here, by turns; one that is cut already, as files are, is left as it is."""
+        """Return the stream cut into parts here, by turns; one that is cut already, as files are, is left as it is.
+
+        What stands before it is done by every reader for the whole stream; what stands behind it, only for its own
+        parts. So put it behind what is cheap and must see all, and in front of what is dear.
+
+        Examples:
+            >>> stream = Stream.of(range(100)).shuffle(10).sharding_filter().map(lambda x: x * x)
+        """
         if self._cut_at() is not None:
             say_once(
                 "sharding_filter: the stream is cut into parts already, by its source (files are) or an earlier stage. "
@@ -158,6 +358,11 @@ class Stream(paddle.io.IterableDataset):
 
         For what cannot be opened by every worker, or is too dear to be. What stands before it runs in the main
         process; only `map` may follow, and runs in the workers.
+
+        Examples:
+            >>> stream = Stream.of(range(4)).round_robin().map(lambda x: -x)
+            >>> list(stream)
+            [0, -1, -2, -3]
         """
         return self._cut()._with(RoundRobin)
 
@@ -166,7 +371,16 @@ class Stream(paddle.io.IterableDataset):
 
         In the main process, behind the batching, so it reaches over the parts that a rank holds, which a
         `shuffle` does not. The batches depend on the number of data ranks then: a run is bound to it, and to its
-        batch size, which its saved state says.
+        batch size, which its saved state says. It is the last stage.
+
+        Args:
+            batches: How many are mixed, and held.
+
+        Raises:
+            ArgumentError: It is less than 1.
+
+        Examples:
+            >>> stream = Stream.of(range(100)).shuffle(10).local_shuffle(4)
         """
         check_count("batches", batches)
         found = type(self)(self._source, self._steps)
@@ -233,6 +447,14 @@ class Stream(paddle.io.IterableDataset):
         for step in self._steps:
             stage = step(stage)
         return stage
+
+    def __repr__(self) -> str:
+        stage, names = self.whole(), [] if self.mixed is None else [f"local_shuffle({self.mixed})"]
+        while stage.upstream is not None:
+            names.append(type(stage).__name__)
+            stage = stage.upstream
+        shards = "" if stage.num_shards is None else f" of {stage.num_shards} shards"
+        return f"{type(self).__name__}({' > '.join([type(stage).__name__ + shards, *reversed(names)])})"
 
     def __bool__(self) -> bool:
         """Return True; whether it has a sample shows when it is read."""

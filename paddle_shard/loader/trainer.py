@@ -45,7 +45,11 @@ class TrainerCallback:
         self._loaded: dict[str, Any] | None = None
 
     def add(self, loader: ShardDataloader) -> None:
-        """Take note of a loader that a trainer has made; for `patch_paddle(on_loader=...)`."""
+        """Take note of a loader that a trainer has made; for `patch_paddle(on_loader=...)`.
+
+        Args:
+            loader: What `shard_dataloader` has returned to it.
+        """
         self._loaders.append(loader)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

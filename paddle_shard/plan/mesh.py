@@ -86,6 +86,9 @@ class MeshLayout:
     def coordinate(self, global_rank: int) -> tuple[int, ...]:
         """Return the coordinate of a process, one number per axis.
 
+        Args:
+            global_rank: Paddle's process id; on the mesh.
+
         Raises:
             ArgumentError: The rank is not on the mesh.
         """
@@ -100,7 +103,11 @@ class MeshLayout:
         return tuple(reversed(coordinate))
 
     def num_data_ranks(self, data_axes: Axes) -> int:
-        """Return the product of the sizes of the data axes; 1 for none."""
+        """Return the product of the sizes of the data axes; 1 for none.
+
+        Args:
+            data_axes: Names or indices of axes, or one of them.
+        """
         return math.prod(self.shape[axis] for axis in self.axis_indices(data_axes))
 
     def data_rank(self, global_rank: int, data_axes: Axes) -> int:
@@ -119,6 +126,11 @@ class MeshLayout:
         return rank
 
     def replica_group(self, global_rank: int, data_axes: Axes) -> tuple[int, ...]:
-        """Return the ranks that get the same data as `global_rank`, itself included, in mesh order."""
+        """Return the ranks that get the same data as `global_rank`, itself included, in mesh order.
+
+        Args:
+            global_rank: Paddle's process id; on the mesh.
+            data_axes: Names or indices of axes, or one of them.
+        """
         mine = self.data_rank(global_rank, data_axes)
         return tuple(rank for rank in self.process_ids if self.data_rank(rank, data_axes) == mine)

@@ -167,7 +167,11 @@ class ShardPlan:
         return self._start[0]
 
     def first_position(self, *, step: int) -> int:
-        """Return the position of the first row of a step; `num_positions` or more after the last."""
+        """Return the position of the first row of a step; `num_positions` or more after the last.
+
+        Args:
+            step: Of the epoch, from 0.
+        """
         start, position = self._start
         if step >= start:
             return position + (step - start) * self.batch_size
@@ -189,7 +193,11 @@ class ShardPlan:
         raise AssertionError(f"step {step} is not before the last stretch")
 
     def num_rows(self, *, step: int) -> int:
-        """Return the rows of the global batch at `step`, padding included."""
+        """Return the rows of the global batch at `step`, padding included.
+
+        Args:
+            step: Of the epoch, from 0.
+        """
         self._check_step(step)
         if step < self._start[0]:
             return self._stretch(step)[1]
@@ -200,20 +208,34 @@ class ShardPlan:
         return rest + -rest % unit
 
     def micro_size(self, *, step: int) -> int:
-        """Return the rows of a micro-batch of the global batch at `step`; the last one may have fewer."""
+        """Return the rows of a micro-batch of the global batch at `step`; the last one may have fewer.
+
+        Args:
+            step: Of the epoch, from 0.
+        """
         if self.shuffle in PADDLE:
             return self.batch_size // self.accumulation
         return max(1, self.num_rows(step=step) // self.accumulation)
 
     def padding(self, *, step: int) -> int:
-        """Return how many rows of the global batch at `step` are padding; its last, but for "paddle"."""
+        """Return how many rows of the global batch at `step` are padding; its last, but for "paddle".
+
+        Args:
+            step: Of the epoch, from 0.
+        """
         if self.shuffle in PADDLE:
             raise ArgumentError("padding: Paddle's depends on the epoch; use valid(epoch=, step=, rows=).")
         rows = self.num_rows(step=step)
         return max(0, self.first_position(step=step) + rows - self.num_positions)
 
     def valid(self, *, epoch: int, step: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows of the global batch at `step` are real: bool, one a row."""
+        """Return which rows of the global batch at `step` are real: bool, one a row.
+
+        Args:
+            epoch: The epoch.
+            step: Of the epoch, from 0.
+            rows: Rows of the global batch, from 0.
+        """
         positions = self.first_position(step=step) + rows
         real = positions < self.num_positions
         if self.shuffle in PADDLE:
@@ -222,6 +244,11 @@ class ShardPlan:
 
     def indices(self, *, epoch: int, step: int, data_rank: int) -> Indices:
         """Return the samples that `data_rank` reads at `step`, in the order of its rows.
+
+        Args:
+            epoch: The epoch.
+            step: Of the epoch, from 0.
+            data_rank: In range(num_data_ranks).
 
         Returns:
             int64[num_rows(step) // num_data_ranks]
@@ -258,7 +285,13 @@ class ShardPlan:
         return found % self.num_samples if self.shuffle in PADDLE else found
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:
-        """Return the real samples at positions [first, end) of the epoch's order."""
+        """Return the real samples at positions [first, end) of the epoch's order.
+
+        Args:
+            epoch: The epoch.
+            first: The first position.
+            end: The position behind the last.
+        """
         found = self.order(epoch=epoch).between(first, end)
         return found[found < self.num_samples]
 
@@ -271,13 +304,21 @@ class ShardPlan:
         return min(self.num_positions, self.first_position(step=last) + self.num_rows(step=last))
 
     def coverage(self, *, epoch: int = 0) -> Coverage:
-        """Return how often each sample is delivered, over all steps and data ranks."""
+        """Return how often each sample is delivered, over all steps and data ranks.
+
+        Args:
+            epoch: The epoch.
+        """
         return coverage(self, epoch)
 
     def where(self, *, epoch: int, sample: int) -> Where | None:
         """Return where a sample is delivered, as a real row; None if the tail drops it.
 
         O(1); with "paddle" O(n) once an epoch.
+
+        Args:
+            epoch: The epoch.
+            sample: Its index in the data set.
         """
         if not 0 <= sample < self.num_samples:
             raise ArgumentError(f"sample must be in range({self.num_samples}), got {sample}.")
@@ -308,7 +349,11 @@ class ShardPlan:
         return found
 
     def order(self, *, epoch: int) -> Order:
-        """Return the epoch's order: which sample stands at each of `num_positions` positions, and the inverse."""
+        """Return the epoch's order: which sample stands at each of `num_positions` positions, and the inverse.
+
+        Args:
+            epoch: The epoch.
+        """
         return order_of(self.shuffle, self.num_positions, self.seed, epoch, self.width)
 
     def _check_step(self, step: int) -> None:

@@ -1,0 +1,80 @@
+"""What `help()` and `repr()` say of the public names."""
+
+import inspect
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import PaddleShardError
+
+ONE = dist.ProcessMesh([0], dim_names=["dp"])
+CLASSES = [value for name in paddle_shard.__all__ if isinstance(value := getattr(paddle_shard, name), type)]
+
+
+def methods():
+    for class_ in CLASSES:
+        for name, value in vars(class_).items():
+            function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+            if inspect.isfunction(function) and not name.startswith("_"):
+                yield f"{class_.__name__}.{name}", function
+
+
+METHODS = dict(methods())
+
+
+@pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
+def test_every_public_method_says_what_it_takes(method):
+    text = inspect.getdoc(method) or ""
+    takes = [name for name in inspect.signature(method).parameters if name not in ("self", "cls", "args", "state")]
+
+    assert text
+    if takes and not method.__name__.startswith("on_"):
+        assert "Args:" in text, takes
+        assert all(f"{name}:" in text for name in takes), takes
+
+
+def test_every_stage_of_a_stream_is_shown_by_an_example():
+    for name, method in METHODS.items():
+        if inspect.signature(method).return_annotation == "Stream" and name != "Stream.unbatched":
+            assert "Examples:" in method.__doc__, name
+
+
+def test_options_are_spelled_out():
+    for source in (Stream.csv, Stream.lines, Stream.webdataset, Stream.parquet, Stream.decode):
+        assert "options" not in inspect.signature(source).parameters
+    with pytest.raises(TypeError, match="count"):
+        Stream.lines(["a"], count=True)
+
+
+def test_what_a_user_holds_says_what_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text("1\n2\n")
+    stream = Stream.lines(tmp_path / "a.txt").map(int).shuffle(4).local_shuffle(2)
+    assert repr(stream) == "Stream(ShardSource of 1 shards > Map > Shuffle > local_shuffle(2))"
+    assert repr(Stream.of([1]).batch(2)) == "Stream(IterableSource > Batch)"
+
+    given = paddle.io.DataLoader(Numbers(), batch_size=2)
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
+    batches = iter(loader)
+    next(batches)
+    assert repr(loader()) == repr(loader)
+    assert repr(batches) == f"ShardIterator(epoch 0, step 1, open, of {loader!r})"
+    batches.close()
+    assert "step 1, closed" in repr(batches)
+
+
+class Numbers(paddle.io.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return np.array(index)
+
+
+def test_every_error_is_documented():
+    for name, value in vars(paddle_shard.errors).items():
+        if isinstance(value, type) and issubclass(value, PaddleShardError):
+            assert value.__doc__, name
