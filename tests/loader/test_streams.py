@@ -212,7 +212,7 @@ def test_a_failing_second_sample_of_a_stream_that_splits_itself_is_raised_at_its
         raise OSError("no disk")
 
     batches = iter(sharded(Stream.of(broken, splits_itself=True)))
-    assert next(batches).numpy().tolist() == list(range(8))
+    assert next(batches)._local_value().numpy().tolist() == list(range(8))
     with pytest.raises(DataReadError, match="no disk"):
         next(batches)
 

@@ -44,7 +44,7 @@ def trained(folder, position, *, stop=None, global_step=0, epochs=3, static=Fals
     for _ in range(global_step // EPOCH, epochs):
         position.on_epoch_begin(*told, train_dataloader=given)
         for _, batch in enumerate(batches):
-            found.append(batch.numpy().tolist())
+            found.append(batch._local_value().numpy().tolist())
             state.global_step += 1
             position.on_step_end(*told, train_dataloader=given)
             position.on_save(*told, train_dataloader=given)
