@@ -60,7 +60,7 @@ def shard_dataloader(
         is_dataset_splitted: The loader of each data rank has rows of its own already.
         dense_tensor_idx: For each field, the items that stay local tensors; a field that is a tensor stays
             local where its entry is not empty. Such a tensor need not have a row for each sample (image patches):
-            then it is what `collate_fn` has made of this rank's samples.
+            then it is what `collate_fn` has made of this rank's samples. One worker reads a batch of a stream then.
         shuffle: None: as the DataLoader says. True or False for one without a sampler of the user's own;
             "blocks" for data on disk, where a full shuffle would open a block (a chunk, a page, a row group) for
             every sample: each block is opened by one data rank. Its size is the data set's `block_size` if it

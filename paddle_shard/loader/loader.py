@@ -116,6 +116,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
                 num_parts=num_parts,
                 num_batches=num_batches,
                 skip_errors=on_error == "skip",
+                own_rows=any(dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts),
             )
             if not agree and not self._source.batches.knows_length:
                 raise ArgumentError(

@@ -84,8 +84,11 @@ def read_stream(
     num_parts: int | None,
     num_batches: int | None,
     skip_errors: bool = False,
+    own_rows: bool = False,
 ) -> Source:
     """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
+
+    `own_rows`: Some field's rows may not be the samples, so that it cannot be joined row by row.
 
     Raises:
         ArgumentError: Something in it cannot be honoured; the text says what can.
@@ -127,6 +130,11 @@ def read_stream(
         stage = stream.stage() if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
         if not is_dataset_splitted:
             chosen = "drop"  # all ranks read the same batches, which end together
+    if own_rows and stream.mixed is not None:
+        raise ArgumentError(
+            "local_shuffle mixes rows, but fields of dense_tensor_idx, and those placed 'as read', need not have a row "
+            "for each sample. Use shuffle(window)."
+        )
     _check_off_mesh(own, is_dataset_splitted and num_batches is None)
     batches = StreamBatches(
         stage=stage,
@@ -155,6 +163,13 @@ def read_stream(
             num_workers,
             len(parts),
         )
+    if plan is not None and own_rows and num_workers > 1:
+        say_once(
+            "num_workers=%d: fields of dense_tensor_idx, and those placed 'as read', need not have a row for each "
+            "sample, so that each batch of the stream is read and collated by one worker.",
+            num_workers,
+        )
+        num_workers = 1
     if plan is None and is_dataset_splitted and batches.repeats:
         num_workers = min(1, num_workers)  # several would repeat each its own batches
     _say_how_often_it_is_read(stream, own, num_workers, plan, split=is_dataset_splitted)

@@ -101,6 +101,30 @@ def test_data_that_is_split_already_is_taken_as_it_is():
         assert got[0][0][0] in ([[0, 2]], [[0, 1]])
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("options", [{"dense_tensor_idx": [[], [0]]}, {"placements": {1: "as read"}}])
+def test_of_a_stream_too_it_is_made_of_all_samples_of_a_batch_at_once(workers, options):
+    def collate(samples):  # of the first two samples two patches each: half of them as many as there are samples
+        patches = [index for index in samples for _ in range(2 * (index % 4 < 2))]
+        return [paddle.to_tensor(np.array(samples)), paddle.to_tensor(np.array(patches).reshape(-1, 1))]
+
+    stream = paddle_shard.Stream.of(range(8))
+    given = paddle.io.DataLoader(stream, batch_size=4, collate_fn=collate, num_workers=workers)
+    batches = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+
+    assert [[local(leaf) for leaf in batch] for batch in batches] == [
+        [[0, 1, 2, 3], [[0], [0], [1], [1]]],
+        [[4, 5, 6, 7], [[4], [4], [5], [5]]],
+    ]
+
+
+def test_rows_that_are_none_cannot_be_mixed():
+    given = paddle.io.DataLoader(paddle_shard.Stream.of(range(8)).local_shuffle(2), batch_size=4)
+
+    with pytest.raises(ArgumentError, match="local_shuffle mixes rows"):
+        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", dense_tensor_idx=[[0]])
+
+
 def test_what_would_have_to_be_cut_is_refused():
     for options in ({"dense_tensor_idx": DENSE}, {"placements": {1: "as read"}}):
         loader = None
