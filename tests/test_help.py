@@ -74,6 +74,14 @@ class Numbers(paddle.io.Dataset):
         return np.array(index)
 
 
+def test_what_tests_need_is_where_the_readme_says():
+    from paddle_shard import testing
+    from paddle_shard.testing.simulated import on_each_rank
+
+    assert testing.on_each_rank is on_each_rank
+    assert all(callable(getattr(testing, name)) for name in testing.__all__)
+
+
 def test_every_error_is_documented():
     for name, value in vars(paddle_shard.errors).items():
         if isinstance(value, type) and issubclass(value, PaddleShardError):

@@ -8,6 +8,17 @@ from __future__ import annotations
 from paddle_shard.testing.cpu_static import StaticGroupsError, cpu_static
 from paddle_shard.testing.job import Job, RanksFailed, report, start_ranks
 from paddle_shard.testing.run_ranks import run_ranks
+from paddle_shard.testing.simulated import on_each_rank
 from paddle_shard.testing.stages import Stages
 
-__all__ = ["Job", "RanksFailed", "Stages", "StaticGroupsError", "cpu_static", "report", "run_ranks", "start_ranks"]
+__all__ = [
+    "Job",
+    "RanksFailed",
+    "Stages",
+    "StaticGroupsError",
+    "cpu_static",
+    "on_each_rank",
+    "report",
+    "run_ranks",
+    "start_ranks",
+]
