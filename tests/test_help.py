@@ -10,6 +10,9 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import PaddleShardError
+from paddle_shard.sources.parquet import parquet_source
+from paddle_shard.sources.text import csv_source, lines_source
+from paddle_shard.sources.webdataset import webdataset_source
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
 CLASSES = [value for name in paddle_shard.__all__ if isinstance(value := getattr(paddle_shard, name), type)]
@@ -48,6 +51,19 @@ def test_options_are_spelled_out():
         assert "options" not in inspect.signature(source).parameters
     with pytest.raises(TypeError, match="count"):
         Stream.lines(["a"], count=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "source"),
+    [
+        (Stream.csv, csv_source),
+        (Stream.lines, lines_source),
+        (Stream.webdataset, webdataset_source),
+        (Stream.parquet, parquet_source),
+    ],
+)
+def test_they_are_those_of_the_source_with_the_same_defaults(method, source):
+    assert inspect.signature(method).parameters == inspect.signature(source).parameters
 
 
 def test_what_a_user_holds_says_what_it_is(tmp_path):

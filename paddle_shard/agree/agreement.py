@@ -51,12 +51,8 @@ class Agreement:
     ) -> None:
         """Start at step 0; see `Coordinator.open`."""
         self._coordinator, self._changed = coordinator, coordinator.changed
-        self.number, self.first_step, self._prefetch, self._ends_must_agree = (
-            number,
-            first_step,
-            prefetch,
-            ends_must_agree,
-        )
+        self.number, self.first_step = number, first_step
+        self._prefetch, self._ends_must_agree = prefetch, ends_must_agree
         self.label, self.name, self.timeout, self.exit_when_lost = label, name, timeout, False
         self.noticed = False
         """It has been said that this rank waits for others."""
@@ -79,6 +75,7 @@ class Agreement:
         self._differing: tuple[int, list[int]] | None = None
         """The first step of which the ranks have not read the same, and what stands for what each has."""
         self._posts = True
+        """How far this rank is may still be put on the board."""
         self.outlook.reads_on = 0 if ends_apart is None else 1
         self._compared = 0
         """Steps, of those that rounds have released, before which all ranks are known to have read the same."""
@@ -253,7 +250,7 @@ class Agreement:
     def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
         """Take over what all ranks have agreed on; called with the lock held. Returns whether it is news."""
         news = decision.step > self._released or decision.kind != OK
-        seen = 0 if self._board is None else self._board.least(self.number)
+        board = self._board
         released, self._released = self._released, max(decision.step, self._released)
         # What the board shows is delivered without a round: not before the first steps were seen to be the same.
         compared = not self._same_data or self.outlook.read != 0
@@ -272,7 +269,8 @@ class Agreement:
             if self._same_data and (decision.kind == END or not decision.same):
                 self._differing = self._first_difference(outlooks)
                 decision = replace(decision, same=decision.same and self._differing is None)
-                self._compared = max(self._compared, seen)  # what any rank may have delivered, all do
+                if board is not None:  # what any rank may have delivered, all do
+                    self._compared = max(self._compared, board.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 

@@ -449,12 +449,11 @@ class Stream(paddle.io.IterableDataset):
         return stage
 
     def __repr__(self) -> str:
-        stage, names = self.whole(), [] if self.mixed is None else [f"local_shuffle({self.mixed})"]
-        while stage.upstream is not None:
-            names.append(type(stage).__name__)
-            stage = stage.upstream
-        shards = "" if stage.num_shards is None else f" of {stage.num_shards} shards"
-        return f"{type(self).__name__}({' > '.join([type(stage).__name__ + shards, *reversed(names)])})"
+        source, *names = [type(stage).__name__ for stage in self.whole().line()][::-1]
+        if self._source.num_shards is not None:
+            source += f" of {self._source.num_shards} shards"
+        mixed = [] if self.mixed is None else [f"local_shuffle({self.mixed})"]
+        return f"{type(self).__name__}({' > '.join([source, *names, *mixed])})"
 
     def __bool__(self) -> bool:
         """Return True; whether it has a sample shows when it is read."""

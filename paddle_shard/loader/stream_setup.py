@@ -49,18 +49,15 @@ class StreamSetup:
     @property
     def read_by_all(self) -> bool:
         """Whether each reader reads the whole stream, and keeps its own samples of it."""
-        stage: Stage | None = self.stage
-        while stage is not None and not isinstance(stage, Stripe):
-            stage = stage.upstream
-        return stage is not None and not self.dealt and self.batches.split_over is None
+        striped = any(isinstance(stage, Stripe) for stage in self.stage.line())
+        return striped and not self.dealt and self.batches.split_over is None
 
     @property
     def ends_apart(self) -> int | None:
         """By how many steps readers of one stream may come to its end; None: by any number."""
-        stage: Stage | None = self.stage
-        while isinstance(stage, Map | Shuffle):  # which keep the number of samples
-            stage = stage.upstream
-        if not isinstance(stage, Stripe) or self.batches.repeats:
+        # Map and Shuffle keep the number of samples.
+        cut = next(stage for stage in self.stage.line() if not isinstance(stage, Map | Shuffle))
+        if not isinstance(cut, Stripe) or self.batches.repeats:
             return None
         return 0 if self.batches.plan is None else 1
 

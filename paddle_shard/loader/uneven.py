@@ -61,19 +61,13 @@ def say_if_uneven(loader: ShardDataloader, epoch: int) -> None:
 def _remedy(stream: StreamSetup) -> str:
     if stream.batches.split_over is not None:
         return _OWN
-    source = _source(stream.stage)
+    source = stream.stage.source
     parts = Opening(parts=(0,), num_parts=1)
     return _COUNT if isinstance(source, ShardSource) and source.lengths(parts) is None else _FILTERED
 
 
-def _source(stage: Stage) -> Stage:
-    while stage.upstream is not None:
-        stage = stage.upstream
-    return stage
-
-
 def _dropped(stage: Stage, opening: Opening) -> float | None:
     """Return which share of the bytes lies behind the end of the shortest part; None if that is not known."""
-    source = _source(stage)
+    source = stage.source
     sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
     return 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None

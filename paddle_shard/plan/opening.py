@@ -123,6 +123,18 @@ class Stage:
     depth: int = 0
     """Stages before it; makes its random numbers its own."""
 
+    def line(self) -> Iterator[Stage]:
+        """Yield this stage and those before it, the source last."""
+        stage: Stage | None = self
+        while stage is not None:
+            yield stage
+            stage = stage.upstream
+
+    @property
+    def source(self) -> Stage:
+        """The first stage of its stream."""
+        return self if self.upstream is None else self.upstream.source
+
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return an iterator over each part that is opened, which begins after `opening.skip` samples."""
         raise NotImplementedError

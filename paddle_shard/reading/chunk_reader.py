@@ -6,7 +6,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import Any
 
 from paddle_shard.errors import PaddleShardError
@@ -269,10 +269,7 @@ def _taken(queue: deque[Any]) -> Iterator[Any]:
         yield queue.popleft()
 
 
-def _splits_behind_the_cut(stage: Stage | None) -> bool:
+def _splits_behind_the_cut(stage: Stage) -> bool:
     """Whether samples are made of parts of one: how far a reader must have read does not follow from a position."""
-    while stage is not None and not isinstance(stage, Stripe):
-        if isinstance(stage, Unbatch):
-            return True
-        stage = stage.upstream
-    return False
+    behind = takewhile(lambda one: not isinstance(one, Stripe), stage.line())
+    return any(isinstance(one, Unbatch) for one in behind)

@@ -56,11 +56,9 @@ def first_of_dealt(stage: Stage, opening: Opening, fed: Fed) -> list[Any]:
     return [*chain(*parts)]
 
 
-def _repeats(stage: Stage | None) -> bool:
+def _repeats(stage: Stage) -> bool:
     """Whether it is opened again by itself; for all parts at once, so that those that nobody reads would be kept."""
-    while stage is not None and not isinstance(stage, Repeat):
-        stage = stage.upstream
-    return stage is not None
+    return any(isinstance(one, Repeat) for one in stage.line())
 
 
 def _opened(stage: Stage, opening: Opening) -> dict[int, Iterator[Any]]:

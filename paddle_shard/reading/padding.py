@@ -101,11 +101,9 @@ class Padding:
             yield self._stage.open(replace(opening, dealt={part: dealt}))[0]
 
 
-def _dealing(stage: Stage | None) -> Stage | None:
+def _dealing(stage: Stage) -> Stage | None:
     """Return what stands before the dealing; None where nothing is dealt."""
-    while stage is not None and not isinstance(stage, RoundRobin):
-        stage = stage.upstream
-    return None if stage is None else stage.read
+    return next((one.read for one in stage.line() if isinstance(one, RoundRobin)), None)
 
 
 def _readable(samples: Iterable[Any]) -> Iterator[Any]:

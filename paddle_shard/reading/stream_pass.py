@@ -75,7 +75,7 @@ class StreamLoader:
         return StreamPass(core, Joiner(places, self.gather), asked)
 
     def _pool(self, num_workers: int) -> WorkerPool:
-        reads_all = isinstance(_first(self._stage), IterableSource)
+        reads_all = isinstance(self._stage.source, IterableSource)
         return WorkerPool(self._dataloader, self._reader(), num_workers, patience=self._patience, reads_all=reads_all)
 
     def _reader(self) -> ChunkReader:
@@ -142,19 +142,9 @@ class StreamPass:
         self._core.close()
 
 
-def _first(stage: Stage) -> Stage:
-    """Return the source of a stage."""
-    while stage.upstream is not None:
-        stage = stage.upstream
-    return stage
-
-
 def _dealt(stage: Stage) -> RoundRobin | None:
     """Return the stage at which the main process deals samples to its workers, if there is one."""
-    found: Stage | None = stage
-    while found is not None and not isinstance(found, RoundRobin):
-        found = found.upstream
-    return found
+    return next((one for one in stage.line() if isinstance(one, RoundRobin)), None)
 
 
 def _noted(requests: Iterator[list[ChunkRequest]], asked: deque[ChunkRequest]) -> Iterator[ChunkRequest]:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from paddle_shard.errors import ArgumentError, MissingDependencyError
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.sources.names import is_remote, local_path, shown
+from paddle_shard.sources.names import is_remote, local_path
 from paddle_shard.sources.remote import remote_file
 
 RETRIES = 3
@@ -220,11 +220,7 @@ def _discard(stream: Any, size: int) -> None:
 
 
 def _connect_fsspec(name: str, start: int) -> Connection:
-    try:
-        system, path = remote_file(name)
-    except ImportError as error:
-        extra = "s3" if name.startswith(("s3://", "s3a://")) else "webdataset"
-        raise MissingDependencyError(f"reading {shown(name)}: {error}: pip install 'paddle_shard[{extra}]'") from error
+    system, path = remote_file(name, "webdataset")
     stream = system.open(path, "rb")
     if start:
         stream.seek(start)

@@ -189,11 +189,7 @@ def _opened(file: str) -> Iterator[Any]:
         with parquet(local_path(file)) as opened:
             yield opened
         return
-    try:
-        system, path = remote_file(file)
-    except ImportError as error:
-        extra = "s3" if file.startswith(("s3://", "s3a://")) else "parquet"
-        raise MissingDependencyError(f"reading {shown(file)}: {error}: pip install 'paddle_shard[{extra}]'") from error
+    system, path = remote_file(file, "parquet")
     with system.open(path, "rb", cache_type="none") as stream, parquet(stream, pre_buffer=True) as opened:
         yield opened
 

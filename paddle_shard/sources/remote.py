@@ -6,19 +6,30 @@ import os
 from functools import cache
 from typing import Any
 
+from paddle_shard.errors import MissingDependencyError
+from paddle_shard.sources.names import shown
 
-def remote_file(url: str) -> tuple[Any, str]:
+
+def remote_file(url: str, extra: str) -> tuple[Any, str]:
     """Return (file system, path in it) of a file; one file system serves all that a process reads of a host or bucket.
 
     Making one takes long: of S3 most of a second. Those that fsspec keeps from before a fork belong to the parent's
     threads.
 
+    Args:
+        url: Of the file.
+        extra: That of the package which has fsspec, for the error.
+
     Raises:
-        ImportError: fsspec is not installed, or what it needs for such a URL.
+        MissingDependencyError: fsspec is not installed, or what it needs for such a URL.
     """
-    if "::" in url:  # of a file in a file, which is its own file system
-        return _made(url)
-    return _kept("/".join(url.split("/", 3)[:3]), os.getpid()), url
+    try:
+        if "::" in url:  # of a file in a file, which is its own file system
+            return _made(url)
+        return _kept("/".join(url.split("/", 3)[:3]), os.getpid()), url
+    except ImportError as error:
+        extra = "s3" if url.startswith(("s3://", "s3a://")) else extra
+        raise MissingDependencyError(f"reading {shown(url)}: {error}: pip install 'paddle_shard[{extra}]'") from error
 
 
 def _made(url: str) -> tuple[Any, str]:

@@ -33,13 +33,7 @@ class Shuffle(Stage):
         self.upstream, self.depth = upstream, upstream.depth + 1
         self._upstream, self._window = upstream, window
         # Shuffles before it: stages that leave the order alone can be added to a run.
-        self.number: int = getattr(self._before(), "number", -1) + 1
-
-    def _before(self) -> Stage | None:
-        stage = self.upstream
-        while stage is not None and not isinstance(stage, Shuffle):
-            stage = stage.upstream
-        return stage
+        self.number: int = sum(isinstance(stage, Shuffle) for stage in upstream.line())
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the parts' samples, shuffled."""
