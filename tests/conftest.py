@@ -5,18 +5,25 @@ from importlib.util import find_spec
 import pytest
 
 from paddle_shard.testing import RanksFailed, run_ranks
+from tests.trials import trials
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if find_spec("hypothesis"):  # which other libraries' environments do without
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("on a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "on a busy machine",
+        max_examples=trials(60),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     settings.load_profile("on a busy machine")
 # Scripts that ranks run are no test modules: collecting one for doctests would run it.
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.
-STARTS_PROCESSES = {"faults", "launch", "multiprocess", "test_worker_processes", "test_worker_batches", "test_channel"}
+STARTS_PROCESSES = {"faults", "launch", "multiprocess"}
+STARTS_PROCESSES |= {"test_worker_processes", "test_worker_batches", "test_channel", "test_s3", "test_types"}
 LONG = {"faults", "launch", "multiprocess", "testing"}
 OTHERS = {
     "adapters": "PADDLE_SHARD_ADAPTER",

@@ -142,6 +142,7 @@ class Coordinator:
         with self.changed:
             self._closed = True
             self.changed.notify_all()
+        atexit.unregister(self._take_leave)
         self.group.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)

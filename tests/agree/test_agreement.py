@@ -12,6 +12,7 @@ from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError
 from tests.agree.simulated_group import SimulatedGroup, World
 from tests.agree.trial import Script, outcome, random_script, run_job
 from tests.deadlines import HANG
+from tests.trials import trials
 
 
 def run_trial(seed, barrier=None, board=None, **settings):
@@ -33,13 +34,13 @@ def run_trial(seed, barrier=None, board=None, **settings):
 
 @pytest.mark.parametrize("batch", range(6))
 def test_all_ranks_deliver_the_same_steps_and_end_or_fail_as_the_oracle_says(batch):
-    for seed in range(150 * batch, 150 * (batch + 1)):
+    for seed in range(80 * batch, 80 * batch + trials(80)):
         run_trial(seed)
 
 
 @pytest.mark.parametrize("batch", range(4))
 def test_survivors_name_the_killed_rank_or_had_ended_before(batch):
-    for seed in range(60 * batch, 60 * (batch + 1)):
+    for seed in range(40 * batch, 40 * batch + trials(40)):
         rng = random.Random(seed)
         size = rng.randint(2, 8)
         scripts = [random_script(rng, size) for _ in range(2)]
@@ -191,10 +192,28 @@ def test_a_board_tells_what_all_have_posted_of_the_same_pass():
     assert boards[0].least(7 + PASSES) == 4
 
 
+MADE = []
+
+
+@pytest.fixture(autouse=True)
+def no_coordinator_left():
+    """One that is left goes on asking the others, many times a second: hundreds of them slow all that comes after."""
+    yield
+    close_all()
+    assert not [thread for thread in threading.enumerate() if thread.name == "paddle_shard-agree"]
+
+
+def close_all():
+    while MADE:
+        MADE.pop().close()
+
+
 def pair(timeout=HANG, size=2, board=False, **options):
     world = World(size, random.Random(0), **options)
     join = SimulatedGroup.board if board else lambda group: None
-    return [Coordinator(SimulatedGroup(world, r), timeout=timeout, join_board=join) for r in range(size)]
+    made = [Coordinator(SimulatedGroup(world, r), timeout=timeout, join_board=join) for r in range(size)]
+    MADE.extend(made)
+    return made
 
 
 def together(*functions):
@@ -520,6 +539,7 @@ def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others
                 for c, digests in zip(coordinators, (same, others, same), strict=True)
             )
         )
+        close_all()
         if at is None:
             assert told == [(40, "ended")] * 3
             continue
@@ -544,6 +564,7 @@ def test_ranks_that_have_read_different_data_all_stop_at_the_same_step(exhausted
         told = together(
             *(lambda c=c, d=d, k=k: reads(c, d, exhausted=exhausted, **k) for (c, d), k in zip(ranks, how, strict=True))
         )
+        close_all()
         assert all("have read different data" in str(text) for _, text in told), (trial, told)
         assert len({steps for steps, _ in told}) == 1, (trial, at, longer, told)
 
@@ -589,3 +610,16 @@ def test_the_parts_of_one_stream_may_end_a_step_apart():
             lambda two=two, prefetch=prefetch, e=exhausted: reads(two, same, prefetch=prefetch, exhausted=e, real=39),
         )
         assert told == [(40 if exhausted else 39, "ended")] * 2
+
+
+def test_a_coordinator_that_was_closed_does_not_hold_the_process_at_its_end(monkeypatch):
+    registered = []
+    monkeypatch.setattr("atexit.register", registered.append)
+    monkeypatch.setattr("atexit.unregister", registered.remove)
+    one, two = pair()
+    one.open(1).close()
+    two.open(1)  # and never comes to its end
+    assert registered == [one._take_leave, two._take_leave]
+    one.close()
+    two.close()
+    assert registered == []

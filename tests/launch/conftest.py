@@ -113,12 +113,6 @@ def commands(tmp_path):
         yield commands
 
 
-@pytest.fixture(scope="session")
-def commands_in():
-    """For fixtures that outlive a test: `with commands_in(directory) as commands`."""
-    return _commands_in
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

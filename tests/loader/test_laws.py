@@ -14,6 +14,7 @@ import paddle_shard
 from paddle_shard.errors import ArgumentError
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from paddle_shard.testing.strategies import layouts_with_data_axes
+from tests.trials import trials
 
 
 class Rows(paddle.io.Dataset):
@@ -128,7 +129,7 @@ def in_row_order(slices, accumulation):
 
 
 @UNSHARED
-@settings(max_examples=60)
+@settings(max_examples=trials(40))
 @given(
     mesh=layouts_with_data_axes(),
     length=st.integers(1, 60),
@@ -143,7 +144,7 @@ def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, 
 
 
 @UNSHARED
-@settings(max_examples=6)
+@settings(max_examples=trials(6))
 @given(
     mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.sampled_from([False, True, BLOCKS])
 )

@@ -18,6 +18,7 @@ import paddle_shard
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.loader.say_once import _SAID
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from tests.trials import trials
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -85,7 +86,7 @@ def test_a_run_resumed_at_every_step_is_the_straight_run(tail, shuffle, workers)
 
 
 @UNSHARED
-@settings(max_examples=25)
+@settings(max_examples=trials(25))
 @given(
     length=st.integers(1, 60),
     sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4),
@@ -1034,7 +1035,7 @@ ACTIONS = st.one_of(
 
 
 @UNSHARED
-@settings(max_examples=60)
+@settings(max_examples=trials(60))
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     length=st.sampled_from([6, 17, 30, 36]),

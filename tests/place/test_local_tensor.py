@@ -234,6 +234,7 @@ assert is_fed(2)
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ENDS)
 def test_a_process_with_a_feed_ends(how):
     script = f"""

@@ -16,6 +16,7 @@ from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.samplers.plan_batches import resumed_plan
 from tests.extras import Lazy
+from tests.trials import trials
 
 stats = Lazy("scipy.stats")
 
@@ -25,7 +26,7 @@ blocks = st.builds(Blocks, size=st.integers(1, 50), window=st.integers(1, 9))
 # Bijection and inverse
 
 
-@settings(max_examples=300)
+@settings(max_examples=trials(100))
 @given(n=st.integers(1, 300), blocks=blocks, width=st.integers(1, 80), epoch=st.integers(0, 5), data=st.data())
 @example(n=7, blocks=Blocks(size=10, window=3), width=4, epoch=0, data=None)  # less than a block
 @example(n=40, blocks=Blocks(size=1, window=1), width=8, epoch=0, data=None)  # nothing to keep together
@@ -61,7 +62,7 @@ def test_windows_of_more_than_one_table_are_bijections_too():
     assert (order.inverse(samples) == np.arange(n)).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=trials(30))
 @given(
     n=st.one_of(st.integers(2**40 - 3, 2**40 + 3), st.integers(1, 2**62)),
     blocks=st.builds(Blocks, size=st.integers(1, 10**13), window=st.integers(1, 100)),
@@ -132,7 +133,7 @@ def opened(plan, blocks, epoch, steps):
     ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=trials(60))
 @given(
     n=st.integers(1, 2000),
     blocks=blocks,
@@ -208,14 +209,14 @@ def orders(n, blocks, width, keys):
 @pytest.mark.parametrize("position", [0, 17, 38, 63])
 def test_any_sample_may_stand_anywhere_with_the_same_chance(position):
     # 4 parts of two windows each, all whole: a border that cuts a block always cuts it at the same place.
-    found = orders(64, Blocks(size=4, window=2), 4, 3000)[:, position]
+    found = orders(64, Blocks(size=4, window=2), 4, 1500)[:, position]
 
     assert stats.chisquare(np.bincount(found, minlength=64)).pvalue > 1e-4
 
 
 def test_within_a_window_successive_differences_are_as_random_as_numpys():
     m = 32
-    steps = np.diff(orders(m, Blocks(size=m), 1, 2000), axis=1).ravel() % m
+    steps = np.diff(orders(m, Blocks(size=m), 1, 1000), axis=1).ravel() % m
 
     assert stats.chisquare(np.bincount(steps, minlength=m)[1:]).pvalue > 1e-4
 
@@ -238,7 +239,7 @@ def test_another_epoch_or_seed_is_another_order():
 # In a plan
 
 
-@settings(max_examples=100)
+@settings(max_examples=trials(40))
 @given(
     n=st.integers(1, 250),
     blocks=blocks,
@@ -287,7 +288,7 @@ def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(n, blocks, st
 
 
 @given(n=st.integers(1, 300), blocks=blocks, data_ranks=st.integers(1, 5), multiple=st.integers(1, 4))
-@settings(max_examples=50)
+@settings(max_examples=trials(50))
 def test_a_plan_of_blocks_covers_every_sample_once(n, blocks, data_ranks, multiple):
     plan = ShardPlan(
         num_samples=n, batch_size=data_ranks * multiple, num_data_ranks=data_ranks, shuffle=blocks, tail="fill"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import MAX_PARTS, STREAM_TAILS, PartsPlan, check_count, choose_num_parts, chunks_of
+from tests.trials import trials
 
 
 @st.composite
@@ -123,7 +124,7 @@ def counted(lengths, size, tail):
         steps += 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=trials(100))
 @given(tail=st.sampled_from(STREAM_TAILS), data=st.data())
 def test_steps_are_what_a_plain_count_says(tail, data):
     plan = data.draw(plans(tail=tail))

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 from paddle_shard.reading.channel import Channel
 from tests.deadlines import HANG
+from tests.trials import trials
 
 BELOW = 15_000
 """Bytes of an array that goes through the socket."""
@@ -82,7 +83,7 @@ def is_message(found, number, sizes):
 # Every message
 
 
-@settings(max_examples=150)
+@settings(max_examples=trials(80))
 @given(num_slots=st.integers(1, 4), data=st.data())
 def test_messages_of_any_sizes_arrive_whole_and_in_order_where_each_request_is_answered(num_slots, data):
     asking, answering = pair(num_slots)
@@ -123,7 +124,7 @@ def echo(end, num_slots):
         channel.send(message_of(number, [2 * len(array) for array in arrays]))
 
 
-@settings(max_examples=10)
+@settings(max_examples=trials(10))
 @given(num_slots=st.integers(1, 4), requests=st.lists(ARRAYS, max_size=30))
 def test_the_same_with_another_process(num_slots, requests):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -222,7 +223,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=trials(80))
 @given(messages=st.lists(VALUES, min_size=1, max_size=6), size=st.sampled_from([1, ABOVE]))
 def test_messages_that_are_sent_together_arrive_apart(messages, size):
     sender, receiver = pair(1)

@@ -17,6 +17,7 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
+from tests.trials import trials
 
 GENERATORS = (NumpyGenerator(), PythonGenerator())
 MISSING = "missing"
@@ -258,7 +259,7 @@ P = pytest.mark.parametrize("num_parts", [1, 4, 6, 8])
 
 
 @P
-@settings(max_examples=40)
+@settings(max_examples=trials(40))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_workers(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
@@ -268,13 +269,13 @@ def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_worke
     upto = len(expected) if plan.num_batches is not None else len(expected) + 2
 
     for ranks in divisors(num_parts):
-        for workers in WORKERS if num_parts // ranks > 1 else (0, 2):
+        for workers in turns.sample(WORKERS, 2):
             slices = served(stage, plan, ranks, workers, turns, upto=upto)
             assert put_together(plan, slices) == expected, (ranks, workers)
 
 
 @P
-@settings(max_examples=60)
+@settings(max_examples=trials(40))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would_have(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
@@ -290,7 +291,7 @@ def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would
 
 
 @P
-@settings(max_examples=40)
+@settings(max_examples=trials(40))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts, tails=["pad"]))
@@ -301,13 +302,13 @@ def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num
 
     assert all(None not in rows for rows in alone) or not any(lengths)
     for ranks in divisors(num_parts):
-        for workers in range(4):
+        for workers in turns.sample(WORKERS, 2):
             start = turns.choice([0, *range(upto)])
             slices = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
             assert all_rows(plan, slices) == alone[start:], (start, ranks, workers)
 
 
-@settings(max_examples=150)
+@settings(max_examples=trials(80))
 @given(data=st.data(), num_parts=st.sampled_from([1, 4, 6, 8]))
 def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
     plan = data.draw(plans_of(num_parts))
@@ -419,7 +420,7 @@ def raising(value, error):
     return function
 
 
-@settings(max_examples=60)
+@settings(max_examples=trials(60))
 @given(
     num_parts=st.sampled_from([1, 4, 6]),
     stripe=st.integers(1, 3),

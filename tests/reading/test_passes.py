@@ -14,6 +14,7 @@ from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.reading.passes import DirectPass
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
+from tests.trials import trials
 
 STEPS = 12
 
@@ -66,7 +67,7 @@ NOWHERE = st.just(10**6)
 INDICES = NOWHERE | st.integers(0, 3 * STEPS)
 
 
-@settings(max_examples=200)
+@settings(max_examples=trials(60))
 @given(
     draws_from=INDICES,
     fails_at=INDICES,

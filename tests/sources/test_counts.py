@@ -30,6 +30,7 @@ from paddle_shard.sources.webdataset import webdataset_source
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
 from tests.sources.http_server import serving
+from tests.trials import trials
 
 UNEVEN = [38, 3, 25, 7, 31, 2, 29, 25]
 """Samples of eight files, 160 in all."""
@@ -249,7 +250,7 @@ def few_places():
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-@settings(max_examples=60)
+@settings(max_examples=trials(60))
 @given(
     rows=st.lists(st.lists(st.text("ab\"',\n\r\u2028é", max_size=4), min_size=2, max_size=2), min_size=1, max_size=40),
     bom=st.booleans(),

@@ -16,8 +16,9 @@ from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.repeat import in_rounds
+from tests.trials import trials
 
-chains_settings = settings(max_examples=120)
+chains_settings = settings(max_examples=trials(60))
 
 
 def seed_generators(seed):
