@@ -75,6 +75,13 @@ def run_case(run_once):
     return run
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Examples are in the package's docstrings; looking for some in every test takes seconds."""
+    collectors = yield
+    return [collector for collector in collectors if type(collector).__name__ != "DoctestModule"]
+
+
 def pytest_collection_modifyitems(items):
     """Mark what starts processes, which `make quick` leaves out: whole rooms, and tests of workers."""
     for item in items:

@@ -21,7 +21,7 @@ from tests.trials import trials
 stats = Lazy("scipy.stats")
 
 ALPHA = 1e-4
-LENGTHS = [2, 3, 4, 5, 7, 16, 100, 1000, 4096, 4097, 5000, 10007, 65537]
+LENGTHS = [2, 3, 5, 16, 100, 4096, 4097, 10007, 65537]
 
 
 def is_bijection(n, order):
