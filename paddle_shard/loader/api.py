@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import paddle.distributed as dist
@@ -32,6 +32,8 @@ def shard_dataloader(
     num_batches: int | None = None,
     num_parts: int | None = None,
     placements: Any = None,
+    pad_to: str | int | Sequence[int] | None = None,
+    pad_values: Mapping[Any, float] | None = None,
     seed_paddle: bool = False,
     agree: bool = True,
     timeout: float = 1800.0,
@@ -81,6 +83,12 @@ def shard_dataloader(
             `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention. "as read" for a field
             whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` has made of
             its own samples, and all must have as many rows.
+        pad_to: For a `collate_fn` that pads to the longest row of what it is given, which on each rank is another:
+            "longest": rows are padded on to the longest of the global batch, in each dim but the first; a list of
+            lengths, such as [128, 256, 512]: dim 1 to the least of them that holds the longest. The ranks tell each
+            other their lengths ahead, with the agreement on the step. None: rows that differ are an error.
+        pad_values: For each field to be padded, by key or position (0 for a bare tensor), the number that stands
+            behind the end of its rows, such as `{"input_ids": 0, "labels": -100}`.
         seed_paddle: Seed Paddle's random generator before each sample too, not only numpy's and Python's
             (about 6 us a sample), for data sets and transforms that draw from it.
         agree: Let all ranks fail at the same step, when a read fails on one, and name a rank that is lost. For it
@@ -121,6 +129,8 @@ def shard_dataloader(
         num_batches=num_batches,
         num_parts=num_parts,
         placements=placements,
+        pad_to=pad_to,
+        pad_values=pad_values,
         seed_paddle=seed_paddle,
         agree=agree,
         timeout=timeout,

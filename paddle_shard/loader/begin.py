@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import paddle
+import paddle.distributed as dist
 
 from paddle_shard.agree import Agreement
 from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
@@ -25,6 +26,7 @@ from paddle_shard.loader.say_once import say_once
 from paddle_shard.loader.source import Source
 from paddle_shard.loader.stream_pass import AgreedPass, stream_outlook
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.lengths import rows_of
 from paddle_shard.place.placer import BatchRows, tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -55,8 +57,8 @@ class Pending:
     """Of the rows that were read."""
     layout: FieldLayout | None = None
     """Of the batch's last field."""
-    row_shapes: Sequence[Any] = ()
-    """(dtype, *shape of a row) of each tensor."""
+    row_shapes: Any = ()
+    """(dtype, *shape of a row) of each tensor; with `pad_to`, those that have yet to be placed, by path."""
     digest: int = 0
     """Of the batches that a sampler of the user's own has drawn so far."""
     is_first: bool = False
@@ -133,7 +135,7 @@ def _requests(
             if compared:
                 drawn = digest(batch.take(range(batch.num_rows)), drawn)
         pending.append(Pending(batch, rows, source.split, indices, digest=drawn, is_first=step == start.steps))
-        split = several and (len(indices) < batch.num_rows or source.split)
+        split = several and (len(indices) < batch.num_rows or source.split) and loader._pad_to is None
         yield ReadRequest(start.epoch, step, indices, source.item_is_batch, key, split)
         step += 1
 
@@ -150,8 +152,9 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
         skipped = [row for row, _ in reading.skipped.popleft()] if loader._on_error == "skip" else ()
         if skipped:
             found.skipped = np.isin(np.arange(len(found.indices)), skipped)
-        return _placed(loader, batch, found)
+        return _placed(loader, batch, found, alone=alone)
 
+    alone = look or len(loader._agreeing_ranks) == 1
     prefetch = 0 if look else loader._prefetch
     if not prefetch:
         reading, draw = loader._reading.start(requests), _draw_nothing
@@ -165,7 +168,7 @@ def index_pass(loader: ShardDataloader, start: LoaderState, look: bool) -> Any:
 
     read = (lambda found, made: made[1].digest) if _draws_for_all(loader._source) else None
     with _closed_on_failure(reading):
-        if look or len(loader._agreeing_ranks) == 1:
+        if alone:
             return PlacedPass(reading, place, prefetch, loader._worth, draw)
         return _agreed(loader, start, reading, place, ends_must_agree=True, worth=loader._worth, draw=draw, digest=read)
 
@@ -217,7 +220,9 @@ def _agreed(
         _agreement(loader, start, ends_must_agree=ends_must_agree, same_data=how.get("digest") is not None),
         prepare=prepare,
         notes=StepNotes(
-            holds_rows=loader._own_layout.on_mesh or not loader._source.split, split_check=loader._split_check
+            holds_rows=loader._own_layout.on_mesh or not loader._source.split,
+            split_check=loader._split_check,
+            pad_to=loader._pad_to,
         ),
         in_bursts=not loader._given.num_workers,
         prefetch=loader._prefetch,
@@ -291,14 +296,20 @@ class _StreamSteps:
         return found
 
 
-def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any, Pending]:
+def _placed(loader: ShardDataloader, batch: Any, pending: Pending, *, alone: bool = False) -> tuple[Any, Pending]:
+    """Return a batch placed; with `pad_to` unless `alone`, when the other ranks have said how long their rows are."""
     if pending.is_first and loader._split_check is not None:
         pending.first = first_batch((leaf.numpy() for leaf in tensors(batch)), loader._run.num_steps_or_none())
     if pending.rows is None:
         pending.rows = loader._item_rows(batch)
     pending.row_shapes, pending.num_bytes = _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
-    placed, pending.layout, apart = loader._placer.place(batch, pending.rows, loader._input_keys)
-    if apart:
+    pad_to = loader._pad_to
+    placed, pending.layout, apart = loader._placer.place(batch, pending.rows, loader._input_keys, pad_to)
+    if pad_to is not None:
+        pending.row_shapes = rows_of(placed)
+        if alone:
+            placed = pad_to.finished(placed, {dist.get_rank(): pending.row_shapes})
+    elif apart:
         pending.row_shapes = [*pending.row_shapes, *apart]
     if pending.is_first and isinstance(batch, Mapping) and len(placed) < len(batch):
         left_out = [key for key in batch if key not in placed]
@@ -310,7 +321,7 @@ def _placed(loader: ShardDataloader, batch: Any, pending: Pending) -> tuple[Any,
 def _measured(shapes: tuple[Any, ...]) -> tuple[Sequence[Any], int]:
     """Return (dtype, *shape of a row) of each tensor, and the bytes of all, from (dtype, *shape) of each."""
     num_bytes = sum(math.prod(shape) * _element_size(dtype) for dtype, *shape in shapes)
-    return [(dtype, *shape[1:]) for dtype, *shape in shapes], num_bytes
+    return [[str(dtype).rsplit(".", 1)[-1], *shape[1:]] for dtype, *shape in shapes], num_bytes
 
 
 @cache
@@ -370,6 +381,7 @@ def _reading(loader: ShardDataloader, stream: StreamSetup, start: LoaderState, n
     return MixedPass(
         loader._reading.start(stream.requests(begin, compared), stream.places(), stream.num_workers),
         loader._reading.gather,
+        loader._reading.even,
         window=mixed[0],
         first_window=begin.steps // mixed[0],
         skip=skip,

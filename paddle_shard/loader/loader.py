@@ -26,6 +26,7 @@ from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer, BatchRows
 from paddle_shard.plan.certificate import Certificate
@@ -79,6 +80,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         num_batches: int | None = None,
         num_parts: int | None = None,
         placements: Any = None,
+        pad_to: str | int | Sequence[int] | None = None,
+        pad_values: Mapping[Any, float] | None = None,
         seed_paddle: bool = False,
         agree: bool = True,
         timeout: float = 1800.0,
@@ -98,6 +101,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         assigned = assignment(meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp)
         self._placer = BatchPlacer(assigned, dense_tensor_idx)
         layouts = self._placer.layouts
+        self._pad_to = PadTo.of(pad_to, pad_values)
         check_ranks(layouts, num_ranks())
         here = [layout for layout in layouts if layout.on_mesh] or layouts
         self._own_layout = max(here, key=lambda layout: layout.num_data_ranks)
@@ -117,6 +121,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
                 num_batches=num_batches,
                 skip_errors=on_error == "skip",
                 own_rows=any(dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts),
+                pads=self._pad_to is not None,
             )
             if not agree and not self._source.batches.knows_length:
                 raise ArgumentError(
@@ -135,8 +140,19 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         dealt = self._source.stream is not None and self._source.stream.dealt
         self._prefetch, self._worth = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
         members, me = _ranks_of(layouts), dist.get_rank()
+        if self._pad_to is not None and not agree and max(layout.num_data_ranks for layout in layouts) > 1:
+            raise ArgumentError(
+                f"pad_to={pad_to!r} needs the ranks to agree: how long the longest row of a step is, they tell each "
+                "other. Leave agree at True, or pad to a fixed length in the collate_fn."
+            )
         self._agreeing_ranks = members if agree and me in members else (me,)
-        options = {"seed": seed, "seed_paddle": seed_paddle, "input_keys": input_keys, "timeout": timeout}
+        options: dict[str, Any] = {
+            "seed": seed,
+            "seed_paddle": seed_paddle,
+            "input_keys": input_keys,
+            "timeout": timeout,
+        }
+        options |= {"pad_to": pad_to, "pad_values": None if pad_values is None else dict(pad_values)}
         options |= {"on_error": on_error, "num_batches": num_batches, "num_parts": num_parts}
         self._facts = facts_of(self._source, layouts, dataloader.dataset, options)
         """What must be the same on all ranks."""
@@ -160,6 +176,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
             self._reading = StreamLoader(
                 dataloader, self._source.stream.stage, drawn, make.copied, make.adopted, gather_tensors, patience
             )
+            if self._pad_to is not None:
+                self._reading.even = self._pad_to.even
             self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         else:
             self._reading = UserLoader(

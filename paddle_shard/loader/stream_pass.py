@@ -130,7 +130,7 @@ class AgreedPass:
         self._delivered += 1
         found = self._ready.popleft()
         if self._notes is not None:
-            self._notes.heed(found, self._agreement.take_notes(step))
+            return self._notes.heed(found, self._agreement.take_notes(step))
         return found
 
     def _look_at_the_clock(self, step: int) -> None:
@@ -199,7 +199,8 @@ class AgreedPass:
             raise failed
         if self._outlook(found) in (END, UNEQUAL):
             raise StopIteration
-        return self._prepare(found)
+        made = self._prepare(found)
+        return made if self._notes is None else self._notes.alone(made)
 
     def close(self) -> None:
         """End the workers and threads, and leave the agreement; safe to call again."""

@@ -40,6 +40,8 @@ class StreamSetup:
     """Whether the main process reads samples for its workers."""
     foreign: bool = False
     """Whether another library reads, which is told the data rank."""
+    pads: bool = False
+    """Whether rows may be as long as their neighbours, since they are padded when they are placed."""
 
     @property
     def stage(self) -> Stage:
@@ -133,7 +135,7 @@ class StreamSetup:
                     pad=plan.tail == "pad" and not plan.repeats,
                     repeat=plan.repeats,
                     skip_errors=self.skip_errors,
-                    rows_are_split=self.several or len(chunks) > 1,
+                    rows_are_split=(self.several or len(chunks) > 1) and not self.pads,
                     compared=compared,
                 )
                 for parts in chunks

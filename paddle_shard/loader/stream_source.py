@@ -85,10 +85,12 @@ def read_stream(
     num_batches: int | None,
     skip_errors: bool = False,
     own_rows: bool = False,
+    pads: bool = False,
 ) -> Source:
     """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
 
     `own_rows`: Some field's rows may not be the samples, so that it cannot be joined row by row.
+    `pads`: Rows may differ in length.
 
     Raises:
         ArgumentError: Something in it cannot be honoured; the text says what can.
@@ -181,6 +183,7 @@ def read_stream(
         skip_errors=skip_errors,
         dealt=stream.is_dealt(),
         foreign=foreign,
+        pads=pads,
     )
     return Source(
         batches=batches,

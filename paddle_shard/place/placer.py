@@ -13,6 +13,7 @@ from paddle_shard.errors import BatchStructureError
 from paddle_shard.place.assignment import Assignment, Entry
 from paddle_shard.place.dtensor import place, place_elsewhere, place_mask, split_sequence, take_rows
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.lengths import PadTo, Unplaced
 from paddle_shard.plan.partition import Rows
 
 
@@ -77,28 +78,36 @@ class BatchPlacer:
         self.layouts = list(assignment.layouts())
         self._dense = dense_tensor_idx
 
-    def place(self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None) -> Placed:
+    def place(
+        self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None, pad_to: PadTo | None = None
+    ) -> Placed:
         """Return the batch as distributed tensors.
 
         Args:
             batch: Holds the rows `rows.read`.
             rows: Which rows these are.
             keys: `input_keys` as they are now.
+            pad_to: What is to be padded; tensors are left `Unplaced` then, until all ranks' lengths are known.
 
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
-        apart: list[tuple[Any, ...]] = []
-        if not _is_tensor(batch) and (is_sequence(batch) or isinstance(batch, Mapping)):
-            fields = self.assignment.fields(batch, keys)
-            last = fields[-1][1] if fields else self.layouts[0]
-            placed = {
-                key: self._field(batch[key], entry, f"[{key!r}]", self._dense_items(number), rows, apart)
-                for number, (key, entry) in enumerate(fields)
-            }
-            whole = rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
-            return Placed(whole, last[-1] if isinstance(last, list) else last, tuple(apart))
-        return Placed(_leaf(batch, self.layouts[0], "", rows, apart, dense=False), self.layouts[0], tuple(apart))
+        if _is_tensor(batch) or not (is_sequence(batch) or isinstance(batch, Mapping)):
+            if pad_to is not None:
+                pad_to.check([0])
+            placing = _Placing(rows, pad_to, 0)
+            return Placed(placing.leaf(batch, self.layouts[0], "", dense=False), self.layouts[0], tuple(placing.apart))
+        fields = self.assignment.fields(batch, keys)
+        if pad_to is not None:
+            pad_to.check([key for key, _ in fields])
+        last = fields[-1][1] if fields else self.layouts[0]
+        placed, apart = {}, list[tuple[Any, ...]]()
+        for number, (key, entry) in enumerate(fields):
+            placing = _Placing(rows, pad_to, key)
+            placed[key] = placing.field(batch[key], entry, f"[{key!r}]", self._dense_items(number))
+            apart += placing.apart
+        whole = rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
+        return Placed(whole, last[-1] if isinstance(last, list) else last, tuple(apart))
 
     @staticmethod
     def valid(mask: np.ndarray[Any, Any], rows: BatchRows, layout: FieldLayout) -> Any:
@@ -137,15 +146,18 @@ class BatchPlacer:
             )
         return self._dense[number]
 
-    def _field(
-        self,
-        value: Any,
-        entry: Entry,
-        path: str,
-        dense: Sequence[int],
-        rows: BatchRows,
-        apart: list[tuple[Any, ...]],
-    ) -> Any:
+
+class _Placing:
+    """Places one field of a batch."""
+
+    __slots__ = ("_fill", "_rows", "_waits", "apart")
+
+    def __init__(self, rows: BatchRows, pad_to: PadTo | None, key: Any) -> None:
+        self._rows, self._waits = rows, pad_to is not None
+        self._fill = None if pad_to is None else pad_to.values.get(key)
+        self.apart: list[tuple[Any, ...]] = []
+
+    def field(self, value: Any, entry: Entry, path: str, dense: Sequence[int]) -> Any:
         if not is_sequence(value) or _is_row_like(value):
             if isinstance(entry, list):
                 if _is_tensor(value) or isinstance(value, Mapping):
@@ -154,7 +166,7 @@ class BatchPlacer:
                         f"{len(entry)}: give it one mesh, or make it a list of as many items."
                     )
                 entry = entry[0]
-            return _value(value, entry, path, rows, apart, dense=len(dense) > 0)
+            return self._value(value, entry, path, dense=len(dense) > 0)
         entries = entry if isinstance(entry, list) else [entry] * len(value)
         if len(entries) != len(value):
             raise BatchStructureError(
@@ -162,45 +174,44 @@ class BatchPlacer:
                 f"{len(entries)}."
             )
         items = [
-            _value(item, layout, f"{path}[{i}]", rows, apart, dense=i in dense)
+            self._value(item, layout, f"{path}[{i}]", dense=i in dense)
             for i, (item, layout) in enumerate(zip(value, entries, strict=True))
         ]
         return rebuild(value, items)
 
+    def _value(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
+        if isinstance(value, Mapping):
+            named = {k: self._value(v, layout, f"{path}[{k!r}]", dense=dense) for k, v in value.items()}
+            return rebuild(value, named)
+        if is_sequence(value) and not _is_row_like(value):
+            items = [self._value(v, layout, f"{path}[{i}]", dense=dense) for i, v in enumerate(value)]
+            return rebuild(value, items)
+        return self.leaf(value, layout, path, dense=dense)
 
-def _value(
-    value: Any, layout: FieldLayout, path: str, rows: BatchRows, apart: list[tuple[Any, ...]], *, dense: bool
-) -> Any:
-    if isinstance(value, Mapping):
-        named = {k: _value(v, layout, f"{path}[{k!r}]", rows, apart, dense=dense) for k, v in value.items()}
-        return rebuild(value, named)
-    if is_sequence(value) and not _is_row_like(value):
-        items = [_value(v, layout, f"{path}[{i}]", rows, apart, dense=dense) for i, v in enumerate(value)]
-        return rebuild(value, items)
-    return _leaf(value, layout, path, rows, apart, dense=dense)
-
-
-def _leaf(
-    value: Any, layout: FieldLayout, path: str, rows: BatchRows, apart: list[tuple[Any, ...]], *, dense: bool
-) -> Any:
-    if not _is_tensor(value):
-        if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
-            positions = rows.positions(layout)
-            return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
-        return value
-    by_rows = len(layout.data_axes) > 0
-    if by_rows and (layout.own_rows or not value.shape or value.shape[0] != len(rows.read)):
-        _check_own_rows(value, layout, path, rows, dense=dense)
-        by_rows = False
-        if not dense and layout.num_data_ranks > 1:
-            apart.append((f"field {path or 'batch'}", *value.shape))
-    if dense:
-        return take_rows(value, rows.positions(layout)) if by_rows and layout.on_mesh else value
-    if not layout.on_mesh:
-        return place_elsewhere(value, len(rows.read), rows.num_rows, layout, path)
-    if by_rows:
-        value = take_rows(value, rows.positions(layout))
-    return place(split_sequence(value, layout, path), layout)
+    def leaf(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
+        rows = self._rows
+        if not _is_tensor(value):
+            if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
+                positions = rows.positions(layout)
+                return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
+            return value
+        by_rows = len(layout.data_axes) > 0
+        own_rows = False
+        if by_rows and (layout.own_rows or not value.shape or value.shape[0] != len(rows.read)):
+            _check_own_rows(value, layout, path, rows, dense=dense)
+            by_rows, own_rows = False, layout.num_data_ranks > 1
+            if own_rows and not dense and not self._waits:
+                self.apart.append((f"field {path or 'batch'}", *value.shape))
+        if by_rows and layout.on_mesh:
+            value = take_rows(value, rows.positions(layout))
+        if dense:
+            return value
+        elsewhere = None if layout.on_mesh else (len(rows.read), rows.num_rows)
+        if self._waits and value.shape:
+            return Unplaced(value, layout, path, elsewhere, own_rows, self._fill)
+        if elsewhere is not None:
+            return place_elsewhere(value, *elsewhere, layout, path)
+        return place(split_sequence(value, layout, path), layout)
 
 
 def _check_own_rows(tensor: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:

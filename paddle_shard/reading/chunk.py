@@ -135,6 +135,13 @@ NO_STAND_IN = (
 
 Gather = Callable[[Sequence[Any], Rows], Any]
 """Joins tensors by their first dim and takes rows of them."""
+Even = Callable[[Sequence[Any]], Sequence[Any]]
+"""Makes the rows of several batches as long as each other, where they may differ."""
+
+
+def as_they_are(batches: Sequence[Any]) -> Sequence[Any]:
+    """Return batches whose rows must be alike."""
+    return batches
 
 
 @dataclass(slots=True)
@@ -144,6 +151,7 @@ class Joiner:
     places: Sequence[Rows]
     """For each chunk, where its rows stand in the slice."""
     gather: Gather
+    even: Even = as_they_are
     _order: Rows = field(init=False)
     _in_order: bool = field(init=False)
 
@@ -178,7 +186,8 @@ class Joiner:
         if len(chunks) == 1 and self._in_order:
             return Slice(chunks[0].batch, real, fresh, chunks[0].state)
         sizes = [len(place) for place in self.places]
-        return Slice(take_rows([chunk.batch for chunk in chunks], sizes, self._order, self.gather), real, fresh)
+        batches = self.even([chunk.batch for chunk in chunks])
+        return Slice(take_rows(batches, sizes, self._order, self.gather), real, fresh)
 
 
 def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: Gather, path: str = "") -> Any:
@@ -232,7 +241,8 @@ def _check_alike(found: Sequence[Any], what: str, path: str) -> None:
         raise ValueError(
             f"the rows that different workers collated do not fit together{f' at field {path}' if path else ''}: "
             f"they differ in {what}: {', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that "
-            "do not depend on their neighbours; pad to a fixed length."
+            "do not depend on their neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= and "
+            "pad_values= for this field."
         )
 
 

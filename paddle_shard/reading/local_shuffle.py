@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.reading.chunk import Gather, Slice, take_rows
+from paddle_shard.reading.chunk import Even, Gather, Slice, as_they_are, take_rows
 from paddle_shard.reading.stream_pass import StreamPass
 
 
@@ -24,6 +24,7 @@ class MixedPass:
         self,
         reading: StreamPass,
         gather: Gather,
+        even: Even = as_they_are,
         *,
         window: int,
         first_window: int,
@@ -36,13 +37,14 @@ class MixedPass:
         Args:
             reading: Begins at a window.
             gather: For tensors.
+            even: Makes batches fit together.
             window: Batches that are mixed.
             first_window: Its number.
             skip: Batches of it to leave out.
             num_steps: Batches from the window's first to the end; None: that shows there.
             key: Of this rank's order in the epoch.
         """
-        self._reading, self._gather = reading, gather
+        self._reading, self._gather, self._even = reading, gather, even
         self._window, self._number, self._skip, self._key = window, first_window, skip, key
         self._left = -1 if num_steps is None else num_steps
         """Batches to read; below 0: no end is known."""
@@ -110,8 +112,9 @@ class MixedPass:
         order, own = np.arange(len(real)), np.flatnonzero(real)
         order[own] = own[Permutation(len(own), derive_key(self._key, number, size=64))(np.arange(len(own)))]
         skipped = np.concatenate([np.zeros_like(one.real) if one.skipped is None else one.skipped for one in held])
+        batches = self._even([one.batch for one in held])
         for end, one in zip(np.cumsum(sizes).tolist(), held, strict=True):
             rows = order[end - len(one.real) : end]
-            batch = take_rows([other.batch for other in held], sizes, rows, self._gather)
+            batch = take_rows(batches, sizes, rows, self._gather)
             lost = skipped[rows] if skipped.any() else None
             self._mixed.append(Slice(batch, one.real, one.fresh, None, lost, digest=one.digest))

@@ -242,6 +242,14 @@ class _Watch:
         return self._changed or None in self._seeded or self._marks() != self._seeded
 
 
+RAGGED = (
+    "Give shard_dataloader pad_to='longest' and pad_values={field: value}: rows are padded to the longest of all "
+    "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
+    ".batch(B).map(collate_fn) of a Stream, or items that are batches."
+)
+"""What helps where rows are as long as their neighbours."""
+
+
 def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None, *, rows_are_split: bool) -> Any:
     """Return samples as rows of one batch.
 
@@ -288,8 +296,7 @@ def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn
         raise ValueError(
             f"the collate_fn pads to the longest row of what it is given: row shapes {together} for this "
             f"slice, but {single} for its smallest sample alone. Other data ranks collate other rows, so the "
-            "global batch would be ragged. Pad to a length that does not depend on the other rows, such as "
-            "a fixed maximum."
+            f"global batch would be ragged. {RAGGED}"
         )
 
 

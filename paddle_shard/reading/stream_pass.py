@@ -11,7 +11,7 @@ from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
-from paddle_shard.reading.chunk import Chunk, ChunkRequest, Gather, Joiner, Slice
+from paddle_shard.reading.chunk import Chunk, ChunkRequest, Even, Gather, Joiner, Slice, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.feeding import fed
@@ -37,6 +37,7 @@ class StreamLoader:
         adopted: ToTensors,
         gather: Gather,
         patience: float,
+        even: Even = as_they_are,
     ) -> None:
         """Set up the loader.
 
@@ -48,8 +49,9 @@ class StreamLoader:
             adopted: The same for arrays that are nobody else's.
             gather: For tensors.
             patience: Seconds after which a worker that has not answered counts as hung.
+            even: Makes what several workers have collated fit together.
         """
-        self._dataloader, self._stage, self._generators = dataloader, stage, generators
+        self._dataloader, self._stage, self._generators, self.even = dataloader, stage, generators, even
         self._copied, self._adopted, self.gather, self._patience = copied, adopted, gather, patience
         self._dealt = _dealt(stage)
         self._idle: list[WorkerPool] = []
@@ -72,7 +74,7 @@ class StreamLoader:
         else:
             pool = self._idle.pop() if self._idle else self._pool(num_workers)
             core = WorkerPass(flat, pool, self._idle, self._adopted)
-        return StreamPass(core, Joiner(places, self.gather), asked)
+        return StreamPass(core, Joiner(places, self.gather, self.even), asked)
 
     def _pool(self, num_workers: int) -> WorkerPool:
         reads_all = isinstance(self._stage.source, IterableSource)

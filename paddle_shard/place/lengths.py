@@ -1,0 +1,206 @@
+"""How do rows that are longer on one rank than on another become rows of one global batch?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_shard.collate import is_sequence, rebuild
+from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.place.dtensor import place, place_elsewhere, split_sequence
+from paddle_shard.place.field import FieldLayout
+
+LONGEST = "longest"
+Row = Sequence[Any]
+"""(kind, *shape of a row)."""
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """This rank's rows of a tensor, until it is known how long the rows of the others are."""
+
+    local: Any
+    layout: FieldLayout
+    path: str
+    elsewhere: tuple[int, int] | None
+    """(rows that were read, rows of the global batch) of what lives on a mesh that this process is not on."""
+    own_rows: bool
+    """Its rows are not the samples; all ranks must have as many."""
+    fill: float | None
+    """What stands behind the end of its rows; None: they are to be of one length."""
+
+    @property
+    def row(self) -> Row:
+        """What a row is like."""
+        kind = str(self.local.dtype).rsplit(".", 1)[-1]
+        return [f"{kind}, {self.local.shape[0]} rows of " if self.own_rows else kind, *self.local.shape[1:]]
+
+    def placed(self) -> Any:
+        """Return the distributed tensor."""
+        if self.elsewhere is not None:
+            return place_elsewhere(self.local, *self.elsewhere, self.layout, self.path)
+        return place(split_sequence(self.local, self.layout, self.path), self.layout)
+
+
+@dataclass(frozen=True)
+class PadTo:
+    """Rows are padded to the longest of their global batch, or to the least of some sizes that holds it."""
+
+    sizes: tuple[int, ...]
+    """Of dim 1, rising; empty: the longest, of each dim but the first."""
+    values: Mapping[Any, float]
+    """A field's key or position -> what stands behind the end of its rows."""
+
+    @classmethod
+    def of(cls, pad_to: Any, pad_values: Any) -> PadTo | None:
+        """Read the arguments of `shard_dataloader`.
+
+        Raises:
+            ArgumentError: They are not what they can be.
+        """
+        if pad_to is None:
+            if pad_values is not None:
+                raise ArgumentError("pad_values says what rows are padded with; give pad_to, too: how far.")
+            return None
+        sizes = [pad_to] if isinstance(pad_to, int | np.integer) else pad_to
+        fine = sizes == LONGEST or (
+            isinstance(sizes, list | tuple)
+            and len(sizes) > 0
+            and all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in sizes)
+        )
+        if not fine:
+            raise ArgumentError(
+                f"pad_to must be 'longest', or the lengths that rows may have, such as [128, 256, 512], got {pad_to!r}."
+            )
+        if (
+            not isinstance(pad_values, Mapping)
+            or not pad_values
+            or not all(isinstance(value, Real) for value in pad_values.values())
+        ):
+            raise ArgumentError(
+                f"pad_to={pad_to!r} needs pad_values: for each field whose rows differ in length, by key or position, "
+                "the number behind their ends, such as {'input_ids': 0, 'labels': -100}; "
+                f"got {pad_values!r}."
+            )
+        return cls(() if sizes == LONGEST else tuple(sorted({int(size) for size in sizes})), dict(pad_values))
+
+    def check(self, fields: Sequence[Any]) -> None:
+        """Refuse values for fields that there are not.
+
+        Raises:
+            BatchStructureError: There are some.
+        """
+        unknown = [key for key in self.values if key not in fields]
+        if unknown:
+            raise BatchStructureError(f"pad_values names {unknown}, but the batch's fields are {list(fields)}.")
+
+    def finished(self, batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
+        """Return a batch as distributed tensors, now that all ranks' rows are known.
+
+        Args:
+            batch: With `Unplaced` leaves.
+            said: Global rank -> what `rows_of` its batch are there.
+
+        Raises:
+            BatchStructureError: The rows do not fit together, or are longer than any of the sizes; on all ranks alike.
+        """
+
+        def placed(leaf: Unplaced) -> Any:
+            rows = {rank: tuple(of_rank.get(leaf.path, ())) for rank, of_rank in said.items()}
+            local = self._padded(leaf.local, self._common(leaf, rows), leaf.fill or 0)
+            return replace(leaf, local=local).placed()
+
+        return _mapped(batch, placed)
+
+    def even(self, batches: Sequence[Any]) -> list[Any]:
+        """Return what several workers have collated for one rank, with rows of one length, so that they can be joined.
+
+        Raises:
+            ValueError: They differ in structure.
+        """
+        return self._even(list(batches), self.values.get)
+
+    def _even(self, values: list[Any], fill_of: Callable[[Any], float | None]) -> list[Any]:
+        first = values[0]
+        children: dict[Any, list[Any]] = {}
+        if isinstance(first, Mapping) and all(isinstance(v, Mapping) and set(v) == set(first) for v in values):
+            children = {key: [value[key] for value in values] for key in first}
+        elif _holds_more(first) and all(_holds_more(value) and len(value) == len(first) for value in values):
+            children = dict(enumerate(map(list, zip(*values, strict=True))))
+        if children:
+            columns = {key: self._even(column, partial(_same, fill_of(key))) for key, column in children.items()}
+            rows = [{key: column[n] for key, column in columns.items()} for n in range(len(values))]
+            return [rebuild(first, row if isinstance(first, Mapping) else list(row.values())) for row in rows]
+        fill = fill_of(0)
+        kinds = {(value.dtype, len(value.shape)) if isinstance(value, paddle.Tensor) else None for value in values}
+        if fill is None or len(kinds) > 1 or None in kinds:
+            return values  # of which the one who joins them says what does not fit
+        row = tuple(max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True))
+        return [self._padded(value, row, fill) for value in values]
+
+    def _common(self, leaf: Unplaced, rows: Mapping[int, Row]) -> tuple[int, ...]:
+        """Return the shape of a row that holds all ranks' rows of a leaf."""
+        known = list(rows.values())
+        kinds = {(row[0], len(row)) if row else None for row in known}
+        if len(kinds) > 1 or (leaf.fill is None and len(set(known)) > 1):
+            shown = "; ".join(f"global rank {rank}: {_shown(row)}" for rank, row in sorted(rows.items()))
+            why = "" if len(kinds) > 1 else "; pad_values has nothing for it, so its rows must be of one shape"
+            raise BatchStructureError(f"the rows of field {leaf.path or 'batch'} differ between ranks{why}: {shown}.")
+        row = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
+        if self.sizes and leaf.fill is not None and row:
+            size = next((size for size in self.sizes if size >= row[0]), None)
+            if size is None:
+                raise BatchStructureError(
+                    f"the longest row of field {leaf.path or 'batch'} has {row[0]}, and the largest size in pad_to is "
+                    f"{self.sizes[-1]}. Cut longer samples in the data set or the collate_fn, or give a larger size."
+                )
+            row[0] = size
+        return tuple(row)
+
+    @staticmethod
+    def _padded(tensor: Any, row: tuple[int, ...], fill: float) -> Any:
+        if tuple(tensor.shape[1:]) == row:
+            return tensor
+        out = paddle.full([tensor.shape[0], *row], fill, tensor.dtype)
+        if out.place != tensor.place:
+            out = out.to(tensor.place)
+        out[tuple(slice(0, size) for size in tensor.shape)] = tensor
+        return out
+
+
+def rows_of(batch: Any) -> dict[str, Row]:
+    """Return path -> what a row is like, of the leaves that have yet to be placed."""
+    found: dict[str, Row] = {}
+    _mapped(batch, lambda leaf: found.update({leaf.path: leaf.row}))
+    return found
+
+
+def _shown(row: Row) -> str:
+    return f"{row[0]}{list(row[1:])}" if row else "it has none"
+
+
+def _same(fill: float | None, _: Any) -> float | None:
+    return fill
+
+
+def _holds_more(value: Any) -> bool:
+    """Whether a sequence has fields, and is not a row a sample of strings or numbers."""
+    return is_sequence(value) and any(
+        isinstance(item, Unplaced | paddle.Tensor | Mapping | list | tuple) for item in value
+    )
+
+
+def _mapped(value: Any, placed: Callable[[Unplaced], Any]) -> Any:
+    if isinstance(value, Unplaced):
+        return placed(value)
+    if isinstance(value, Mapping):
+        return rebuild(value, {key: _mapped(child, placed) for key, child in value.items()})
+    if _holds_more(value):
+        return rebuild(value, [_mapped(child, placed) for child in value])
+    return value

@@ -1,0 +1,105 @@
+"""What `pad_to` and `pad_values` may be, and what becomes of a batch in one process."""
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.place.lengths import PadTo
+
+ONE = dist.ProcessMesh([0], dim_names=["dp"])
+DP2 = dist.ProcessMesh([0, 1], dim_names=["dp"])
+LENGTHS = [3, 1, 2, 5, 4, 4]
+
+
+class Rows(paddle.io.Dataset):
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return np.full(LENGTHS[index], index + 1)
+
+
+def stacked(samples):
+    longest = max(map(len, samples))
+    return np.array([np.pad(sample, (0, longest - len(sample)), constant_values=-7) for sample in samples])
+
+
+def sharded(mesh=ONE, dataset=None, **options):
+    given = paddle.io.DataLoader(dataset or Rows(), batch_size=2, collate_fn=stacked)
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+
+
+@pytest.mark.parametrize(("pad_to", "widths"), [("longest", [3, 5, 4]), ([8, 4], [4, 8, 4]), (6, [6, 6, 6])])
+def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(pad_to, widths):
+    batches = [batch.numpy() for batch in sharded(pad_to=pad_to, pad_values={0: -7})]
+
+    assert [batch.shape for batch in batches] == [(2, width) for width in widths]
+    for number, row in enumerate(row for batch in batches for row in batch.tolist()):
+        own = LENGTHS[number]
+        assert row[:own] == [number + 1] * own
+        assert set(row[own:]) <= {-7}
+
+
+def test_a_first_batch_to_look_at_is_padded_too():
+    loader = sharded(pad_to=[8], pad_values={0: -7})
+
+    assert next(loader()).shape == [2, 8]
+    assert [batch.shape for batch in loader] == [[2, 8]] * 3
+
+
+def test_workers_and_a_local_shuffle_of_a_stream_join_rows_of_different_lengths():
+    class Given(paddle.io.IterableDataset):
+        def __iter__(self):
+            return (np.full(1 + n % 5, n + 1) for n in range(24))
+
+    for stream in (Stream(Given()), Stream(Given()).local_shuffle(2)):
+        given = paddle.io.DataLoader(stream, batch_size=4, collate_fn=stacked, num_workers=2)
+        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", pad_to="longest", pad_values={0: -7})
+        rows = [row for batch in loader for row in batch.numpy().tolist()]
+        found = sorted((row[0], sum(value == row[0] for value in row)) for row in rows)
+        assert found == [(n + 1, 1 + n % 5) for n in range(24)]
+        assert {value for row in rows for value in row if value != row[0]} == {-7}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"pad_to": "most", "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
+        ({"pad_to": [], "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
+        ({"pad_to": [8, 0], "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
+        ({"pad_to": [8, 1.5], "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
+        ({"pad_to": "longest"}, "pad_to='longest' needs pad_values"),
+        ({"pad_to": "longest", "pad_values": 0}, "needs pad_values.*got 0"),
+        ({"pad_to": "longest", "pad_values": {"ids": "pad"}}, "needs pad_values.*got {'ids': 'pad'}"),
+        ({"pad_values": {0: 0}}, "give pad_to, too"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        sharded(**options)
+
+
+def test_ranks_that_do_not_agree_cannot_know_the_longest():
+    with pytest.raises(ArgumentError, match="pad_to='longest' needs the ranks to agree"):
+        sharded(DP2, agree=False, pad_to="longest", pad_values={0: 0})
+    sharded(ONE, agree=False, pad_to="longest", pad_values={0: 0})
+
+
+def test_a_value_for_a_field_that_is_not_there_is_refused():
+    with pytest.raises(BatchStructureError, match=r"pad_values names \[1, 'x'\], but the batch's fields are \[0\]"):
+        next(iter(sharded(pad_to=8, pad_values={0: 0, 1: 0, "x": 0})))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"])
+def test_tensors_of_any_dtype_are_evened(dtype):
+    short, long = paddle.ones([2, 3]).astype(dtype), paddle.ones([1, 5, 1])[:, :, 0].astype(dtype)
+
+    found = PadTo.of("longest", {"x": 0}).even([{"x": [short]}, {"x": [long]}])
+
+    assert [batch["x"][0].shape for batch in found] == [[2, 5], [1, 5]]
+    assert found[0]["x"][0].dtype == short.dtype
+    assert found[0]["x"][0].astype("float32").numpy().tolist() == [[1, 1, 1, 0, 0]] * 2
