@@ -7,13 +7,14 @@ DEMO_READY := $(VENV)/.ready-demo
 OLDEST := .venv-oldest
 ADAPTERS ?= torchdata mds dali ffcv
 TRAINERS ?= paddlenlp paddleformers_auto paddleformers
+PYTHONS ?= $(foreach version,3.10 3.11 3.12 3.13,$(if $(shell python$(version) --version 2>/dev/null),$(version)))
 STEPS ?= 100000
 # Tests wait more than they compute. The tests of a file share jobs, so they stay together.
 JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-oldest test-adapters test-trainers faults bench soak lint clean
+.PHONY: help demo demos test quick test-oldest test-pythons test-adapters test-trainers faults bench soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -38,6 +39,11 @@ quick: $(READY)
 ## test-oldest: all tests on Paddle 3.0.0
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest $(SIDE_BY_SIDE)
+
+## test-pythons: all tests on each version of Python that is there, from 3.10 to 3.13 (PYTHONS="3.13": only that)
+test-pythons: $(PYTHONS:%=.venv-python%/.ready)
+	for version in $(PYTHONS); do echo "== Python $$version"; \
+	.venv-python$$version/bin/python -m pytest -q $(SIDE_BY_SIDE) || exit 1; done
 
 ## test-adapters: other data libraries and their demos, each in its own environment (ADAPTERS="mds dali": only these)
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
@@ -70,7 +76,7 @@ lint: $(READY)
 
 ## clean: remove what the others made
 clean:
-	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 # The demo needs a fraction of what all tests need.
 $(DEMO_READY): setup.py
@@ -86,6 +92,11 @@ $(READY): setup.py
 $(OLDEST)/.ready: setup.py
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.0.0 -e '.[test,sources]'
+	touch $@
+
+$(PYTHONS:%=.venv-python%/.ready): .venv-python%/.ready: setup.py
+	test -x .venv-python$*/bin/python || python$* -m venv .venv-python$*
+	.venv-python$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,test,sources]'
 	touch $@
 
 # torch first and pinned, or a CUDA build of another version may come with the library.

@@ -66,6 +66,17 @@ def test_they_are_those_of_the_source_with_the_same_defaults(method, source):
     assert inspect.signature(method).parameters == inspect.signature(source).parameters
 
 
+def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
+    public = {name for name in dir(Stream) if not name.startswith("_")} - set(dir(paddle.io.IterableDataset))
+
+    assert public == {
+        *("of", "csv", "lines", "parquet", "webdataset", "huggingface"),
+        *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat"),
+        *("sharding_filter", "round_robin", "local_shuffle"),
+    }
+    assert not [name for name in vars(Stream.of([1])) if not name.startswith("_")]
+
+
 def test_what_a_user_holds_says_what_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("1\n2\n")
     stream = Stream.lines(tmp_path / "a.txt").map(int).shuffle(4).local_shuffle(2)

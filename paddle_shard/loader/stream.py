@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import paddle.io
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentTypeError
 from paddle_shard.loader.other_library import is_iterable_dataset
+from paddle_shard.loader.recipe import Recipe
 from paddle_shard.loader.say_once import say_once
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.parts import check_count
@@ -21,8 +24,6 @@ from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import csv_source, lines_source
 from paddle_shard.sources.webdataset import decode, webdataset_source
 from paddle_shard.stages import Batch, Filter, Map, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
-
-Step = Callable[[Stage], Stage]
 
 
 class Stream(paddle.io.IterableDataset):
@@ -41,26 +42,17 @@ class Stream(paddle.io.IterableDataset):
         [0, 4, 16, 36, 64]
     """
 
-    def __init__(
-        self, source: Stage | Iterable[Any] | Callable[[], Iterable[Any]], steps: tuple[Step, ...] = ()
-    ) -> None:
+    def __init__(self, source: Stage | Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
         """Set up the stream.
 
         Args:
             source: What opens it; anything else is taken as `of` does.
-            steps: Stages behind it.
 
         Raises:
             ArgumentTypeError: It cannot be iterated, or is a path, or a stream already.
         """
         super().__init__()
-        if not isinstance(source, Stage):
-            source = _source_of(source)
-        self._source, self._steps = source, steps
-        self.batched: int | None = None
-        """Size of the lists that the last stage makes, if it is `batch`."""
-        self.mixed: int | None = None
-        """Batches of which a rank mixes the rows."""
+        self._recipe = Recipe(source if isinstance(source, Stage) else _source_of(source))
 
     @classmethod
     def of(cls, iterable: Iterable[Any] | Callable[[], Iterable[Any]], *, splits_itself: bool = False) -> Stream:
@@ -256,7 +248,7 @@ class Stream(paddle.io.IterableDataset):
             [0, 10, 20]
         """
         _check_function("map", function)
-        return self._with(lambda stage: Map(stage, function), one_by_one=self.batched is None)
+        return self._made(self._recipe.then(lambda stage: Map(stage, function), one_by_one=True))
 
     def filter(self, predicate: Callable[[Any], bool]) -> Stream:
         """Return the stream of the samples for which a function is true.
@@ -274,7 +266,7 @@ class Stream(paddle.io.IterableDataset):
             [1, 3, 5]
         """
         _check_function("filter", predicate)
-        return self._with(lambda stage: Filter(stage, predicate))
+        return self._made(self._recipe.then(lambda stage: Filter(stage, predicate)))
 
     def shuffle(self, window: int = 1000) -> Stream:
         """Return the stream with the samples of each part permuted in windows, anew in each epoch.
@@ -292,7 +284,7 @@ class Stream(paddle.io.IterableDataset):
             >>> sorted(Stream.of(range(5)).shuffle(3))
             [0, 1, 2, 3, 4]
         """
-        return self._with(lambda stage: Shuffle(stage, window))
+        return self._made(self._recipe.then(lambda stage: Shuffle(stage, window)))
 
     def batch(self, size: int) -> Stream:
         """Return the stream of lists of samples.
@@ -308,9 +300,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of(range(5)).batch(2))
             [[0, 1], [2, 3], [4]]
         """
-        found = self._with(lambda stage: Batch(stage, size), one_by_one=self.batched is None)
-        found.batched = size
-        return found
+        return self._made(self._recipe.then(lambda stage: Batch(stage, size), one_by_one=True, batched=size))
 
     def unbatch(self) -> Stream:
         """Return the stream of the items of its samples.
@@ -319,7 +309,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of([[0, 1], [2]]).unbatch())
             [0, 1, 2]
         """
-        return self._with(Unbatch)
+        return self._made(self._recipe.then(Unbatch))
 
     def repeat(self, times: int | None = None) -> Stream:
         """Return the stream read several times within an epoch, in another order each time where it is shuffled.
@@ -334,7 +324,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of([1, 2]).repeat(2))
             [1, 2, 1, 2]
         """
-        return self._with(lambda stage: Repeat(stage, times))
+        return self._made(self._recipe.then(lambda stage: Repeat(stage, times)))
 
     def sharding_filter(self) -> Stream:
         """Return the stream cut into parts here, by turns; one that is cut already, as files are, is left as it is.
@@ -345,13 +335,13 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.of(range(100)).shuffle(10).sharding_filter().map(lambda x: x * x)
         """
-        if self._cut_at() is not None:
+        if self._recipe.is_cut:
             say_once(
                 "sharding_filter: the stream is cut into parts already, by its source (files are) or an earlier stage. "
                 "Nothing is left to filter, so it can be left out."
             )
             return self
-        return self._with(Stripe)
+        return self._made(self._recipe.then(Stripe))
 
     def round_robin(self) -> Stream:
         """Return the stream read by the main process of each data rank alone, which deals it to its workers.
@@ -364,7 +354,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(stream)
             [0, -1, -2, -3]
         """
-        return self._cut()._with(RoundRobin)
+        return self._made(self._recipe.cut().then(RoundRobin))
 
     def local_shuffle(self, batches: int) -> Stream:
         """Return the stream with the rows of each so many batches mixed, by each rank among its own.
@@ -383,76 +373,19 @@ class Stream(paddle.io.IterableDataset):
             >>> stream = Stream.of(range(100)).shuffle(10).local_shuffle(4)
         """
         check_count("batches", batches)
-        found = type(self)(self._source, self._steps)
-        found.batched, found.mixed = self.batched, batches
-        return found
+        return self._made(replace(self._recipe, mixed=batches))
 
-    def _cut(self) -> Stream:
-        """Return the stream with a cut behind its source, unless it has one."""
-        return self if self._cut_at() is not None else type(self)(self._source, (Stripe, *self._steps))
-
-    def _with(self, step: Step, *, one_by_one: bool = False) -> Stream:
-        if self.mixed is not None:
-            raise ArgumentError("local_shuffle must be the last stage: it mixes finished batches.")
-        if RoundRobin in self._steps and not one_by_one:
-            raise ArgumentError(
-                "round_robin: only map, and batch as the last stage, may follow it. Put the other stages before it; "
-                "they run in the main process."
-            )
-        return type(self)(self._source, (*self._steps, step))
-
-    def _cut_at(self) -> int | None:
-        """Return the number of stages before the cut; None if there is none."""
-        stage = self._source
-        if stage.cuts:
-            return 0
-        for number, step in enumerate(self._steps):
-            stage = step(stage)
-            if stage.cuts:
-                return number
-        return None
-
-    def num_shards(self) -> int | None:
-        """Return the files that the stream is made of, where no part can have less than one."""
-        counted = self._source.lengths(Opening(parts=(0,), num_parts=1)) is not None
-        return None if counted else self._source.num_shards
-
-    def most_even_parts(self) -> int | None:
-        """Return the most parts that those files can be dealt to evenly, as far as their sizes tell."""
-        return None if self.num_shards() is None else self._source.most_even_parts
-
-    def is_read_whole(self) -> bool:
-        """Return whether every reader reads the whole stream, to keep its own parts of it."""
-        return not self._source.cuts
-
-    def is_dealt(self) -> bool:
-        """Return whether one reader of each data rank deals to its workers."""
-        return RoundRobin in self._steps
-
-    def unbatched(self) -> Stream:
-        """Return the stream without its last stage, `batch`."""
-        found = type(self)(self._source, self._steps[:-1])
-        found.mixed = self.mixed
-        return found
-
-    def whole(self) -> Stage:
-        """Return what opens the stream uncut."""
-        return self._chained(self._source)
-
-    def stage(self) -> Stage:
-        """Return what opens the stream's parts."""
-        return self._cut().whole()
-
-    def _chained(self, stage: Stage) -> Stage:
-        for step in self._steps:
-            stage = step(stage)
-        return stage
+    def _made(self, recipe: Recipe) -> Stream:
+        made = copy.copy(self)
+        made._recipe = recipe
+        return made
 
     def __repr__(self) -> str:
-        source, *names = [type(stage).__name__ for stage in self.whole().line()][::-1]
-        if self._source.num_shards is not None:
-            source += f" of {self._source.num_shards} shards"
-        mixed = [] if self.mixed is None else [f"local_shuffle({self.mixed})"]
+        recipe = self._recipe
+        source, *names = [type(stage).__name__ for stage in recipe.whole.line()][::-1]
+        if recipe.source.num_shards is not None:
+            source += f" of {recipe.source.num_shards} shards"
+        mixed = [] if recipe.mixed is None else [f"local_shuffle({recipe.mixed})"]
         return f"{type(self).__name__}({' > '.join([source, *names, *mixed])})"
 
     def __bool__(self) -> bool:
@@ -467,8 +400,20 @@ class Stream(paddle.io.IterableDataset):
         """Read the stream without a loader: in a worker, as many parts as there are workers."""
         info = paddle.io.get_worker_info()
         part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
-        alone = type(self)(self._source, tuple(step for step in self._steps if step is not RoundRobin))
-        return alone.stage().open(Opening(parts=(part,), num_parts=num_parts))[0]
+        return self._recipe.without_dealing().stage.open(Opening(parts=(part,), num_parts=num_parts))[0]
+
+
+def recipe_of(stream: Stream) -> Recipe:
+    """Return what a stream is made of."""
+    return stream._recipe
+
+
+def batches_of(stream: Stream) -> paddle.io.DataLoader:
+    """Return a DataLoader over a stream that was given without one."""
+    recipe = stream._recipe
+    if recipe.batched is None:
+        return paddle.io.DataLoader(stream, batch_size=None)
+    return paddle.io.DataLoader(stream._made(recipe.unbatched()), batch_size=recipe.batched)
 
 
 def _source_of(given: Any) -> Stage:

@@ -13,9 +13,10 @@ from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.other_library import check_is_paddles
+from paddle_shard.loader.recipe import Recipe
 from paddle_shard.loader.say_once import say_once
 from paddle_shard.loader.source import Source
-from paddle_shard.loader.stream import Stream
+from paddle_shard.loader.stream import Stream, batches_of, recipe_of
 from paddle_shard.loader.stream_setup import StreamSetup
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.opening import Stage
@@ -47,9 +48,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
     if isinstance(given, Foreign):
         return paddle.io.DataLoader(Stream(ForeignSource(given)), batch_size=None)
     if isinstance(given, Stream):
-        if given.batched is not None:
-            return paddle.io.DataLoader(given.unbatched(), batch_size=given.batched)
-        return paddle.io.DataLoader(given, batch_size=None)
+        return batches_of(given)
     if isinstance(given, paddle.io.IterableDataset):
         raise ArgumentTypeError(
             f"dataloader is the {type(given).__name__} itself; give paddle.io.DataLoader(it, batch_size=...), or "
@@ -99,13 +98,13 @@ def read_stream(
     num_parts = None if num_parts is None else int(num_parts)
     num_batches = None if num_batches is None else int(num_batches)
     dataset = dataloader.dataset
-    stream = dataset if isinstance(dataset, Stream) else Stream.of(dataset)
-    if stream.whole().endless and num_batches is None:
+    stream = recipe_of(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
+    if stream.whole.endless and num_batches is None:
         raise ArgumentError(
             "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
             "many batches an epoch has."
         )
-    foreign = isinstance(stream.stage(), ForeignSource)
+    foreign = isinstance(stream.stage, ForeignSource)
     is_dataset_splitted = is_dataset_splitted or foreign
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
     chosen = tail or ("drop" if dataloader.drop_last else "pad")
@@ -116,7 +115,7 @@ def read_stream(
     if size is not None:
         ranks = 1 if is_dataset_splitted else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = _plan(stream, size, accumulation, ranks, chosen, num_parts, num_batches)
-        stage = stream.stage()
+        stage = stream.stage
         if stream.mixed is not None and any(layout.num_data_ranks != own.num_data_ranks for layout in layouts):
             raise ArgumentError(
                 "local_shuffle: each rank mixes the rows that it reads, so all fields must be split over the same data "
@@ -124,12 +123,12 @@ def read_stream(
             )
     elif stream.mixed is not None:
         raise ArgumentError("local_shuffle mixes rows: give the DataLoader a batch_size, or the stream a batch stage.")
-    elif stream.is_dealt():
+    elif stream.is_dealt:
         raise ArgumentError("round_robin deals samples: give the DataLoader a batch_size, or the stream a batch stage.")
     elif num_parts is not None:
         raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
     else:
-        stage = stream.stage() if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
+        stage = stream.stage if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
         if not is_dataset_splitted:
             chosen = "drop"  # all ranks read the same batches, which end together
     if own_rows and stream.mixed is not None:
@@ -181,7 +180,7 @@ def read_stream(
         num_workers=num_workers if plan is None else min(num_workers, len(parts)),
         several=own.num_data_ranks > 1,
         skip_errors=skip_errors,
-        dealt=stream.is_dealt(),
+        dealt=stream.is_dealt,
         foreign=foreign,
         pads=pads,
     )
@@ -212,21 +211,21 @@ def _check_off_mesh(own: FieldLayout, split: bool) -> None:
     )
 
 
-def _uncut(stream: Stream, num_batches: int | None, *, split: bool) -> Stage:
+def _uncut(stream: Recipe, num_batches: int | None, *, split: bool) -> Stage:
     """Return the stream of whole batches, which is repeated before it is dealt to the workers."""
-    whole = stream.whole()
+    whole = stream.whole
     return whole if num_batches is None or split else Repeat(whole)
 
 
 def _say_how_often_it_is_read(
-    stream: Stream, own: FieldLayout, num_workers: int, plan: PartsPlan | None, *, split: bool
+    stream: Recipe, own: FieldLayout, num_workers: int, plan: PartsPlan | None, *, split: bool
 ) -> None:
     """Log it once, on one rank, where every sample is read more than once."""
-    if own.global_rank != 0 or not stream.is_read_whole():
+    if own.global_rank != 0 or not stream.is_read_whole:
         return
     ranks = 1 if split else own.num_data_ranks
     workers = (
-        1 if stream.is_dealt() else max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
+        1 if stream.is_dealt else max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
     )
     if ranks * workers > 1:
         say_once(
@@ -240,7 +239,7 @@ def _say_how_often_it_is_read(
 
 
 def _plan(
-    stream: Stream,
+    stream: Recipe,
     size: int,
     accumulation: int,
     num_data_ranks: int,
@@ -248,10 +247,10 @@ def _plan(
     num_parts: int | None,
     num_batches: int | None,
 ) -> PartsPlan:
-    shards = stream.num_shards()
+    shards = stream.num_shards
     chosen = num_parts
     if chosen is None:
-        chosen = choose_num_parts(max(1, size // accumulation), stream.most_even_parts())
+        chosen = choose_num_parts(max(1, size // accumulation), stream.most_even_parts)
         if shards is not None and num_data_ranks > shards:
             raise ArgumentError(
                 f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "

@@ -11,6 +11,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, DataReadError, MissingDependencyError
+from paddle_shard.loader.stream import recipe_of
 from paddle_shard.plan.opening import Opening
 from paddle_shard.reading.first_samples import opened_with_first
 from paddle_shard.testing.simulated import on_each_rank
@@ -466,7 +467,7 @@ def test_samples_of_parts_that_a_reader_only_looks_at_are_not_kept():
         Stream.of(lambda: map(Counted, range(2000))).sharding_filter().repeat(2),
     ):
         opening = Opening(parts=(3,), num_parts=8, skip_errors=True)
-        (mine,), first = opened_with_first(stream.stage(), opening, 1)
+        (mine,), first = opened_with_first(recipe_of(stream).stage, opening, 1)
         assert sum(map(len, first.values())) == 16
         first.clear()
         most = 0

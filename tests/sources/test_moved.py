@@ -13,6 +13,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import StateError
+from paddle_shard.loader.stream import recipe_of
 from tests.sources.library_laws import files, parquet_bytes, tar_bytes
 
 KINDS = {
@@ -66,7 +67,7 @@ def test_copies_in_other_folders_are_the_same_data(kind, layout, tmp_path, monke
     there = write(tmp_path / "some" / "where" / "else", layout, ending)
 
     found = {
-        (place, spelling): make(paths).stage().fingerprint()
+        (place, spelling): recipe_of(make(paths)).stage.fingerprint()
         for place, copies in (("here", here), ("there", there))
         for spelling, paths in spellings(copies, monkeypatch, tmp_path)
     }
@@ -85,13 +86,13 @@ def other_files():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_name_or_other_content_is_other_data(kind, layout, tmp_path):
     ending, make = KINDS[kind]
-    before = make(write(tmp_path / "before", layout, ending)).stage().fingerprint()
+    before = recipe_of(make(write(tmp_path / "before", layout, ending))).stage.fingerprint()
     renamed = write(tmp_path / "renamed", layout, ending)
     renamed[-1] = str(Path(renamed[-1]).rename(tmp_path / "renamed" / f"new.{ending}"))
     other = write(tmp_path / "other", layout, ending, other_files())
 
-    assert make(renamed).stage().fingerprint() != before
-    assert make(other).stage().fingerprint() != before
+    assert recipe_of(make(renamed)).stage.fingerprint() != before
+    assert recipe_of(make(other)).stage.fingerprint() != before
 
 
 def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):

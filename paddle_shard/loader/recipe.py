@@ -1,0 +1,96 @@
+"""What is a stream made of, and what follows from that for those who read it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.stages import RoundRobin, Stripe
+
+Step = Callable[[Stage], Stage]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A source and the stages behind it."""
+
+    source: Stage
+    steps: tuple[Step, ...] = ()
+    """Each makes a stage of the one before it."""
+    batched: int | None = None
+    """Size of the lists that the last stage makes, if it is `batch`."""
+    mixed: int | None = None
+    """Batches of which a rank mixes the rows."""
+
+    def then(self, step: Step, *, one_by_one: bool = False, batched: int | None = None) -> Recipe:
+        """Return the recipe with one more stage.
+
+        Args:
+            step: Makes it.
+            one_by_one: It takes sample by sample, so that it may stand behind `round_robin`.
+            batched: Size of the lists that it makes, if it is `batch`.
+
+        Raises:
+            ArgumentError: What stands before it has to be the last.
+        """
+        if self.mixed is not None:
+            raise ArgumentError("local_shuffle must be the last stage: it mixes finished batches.")
+        if self.is_dealt and not (one_by_one and self.batched is None):
+            raise ArgumentError(
+                "round_robin: only map, and batch as the last stage, may follow it. Put the other stages before it; "
+                "they run in the main process."
+            )
+        return replace(self, steps=(*self.steps, step), batched=batched)
+
+    def cut(self) -> Recipe:
+        """Return the recipe with a cut behind its source, unless it has one."""
+        return self if self.is_cut else replace(self, steps=(Stripe, *self.steps))
+
+    def without_dealing(self) -> Recipe:
+        """Return the recipe for one reader alone."""
+        return replace(self, steps=tuple(step for step in self.steps if step is not RoundRobin))
+
+    def unbatched(self) -> Recipe:
+        """Return the recipe without its last stage, `batch`."""
+        return replace(self, steps=self.steps[:-1], batched=None)
+
+    @property
+    def whole(self) -> Stage:
+        """What opens the stream uncut."""
+        stage = self.source
+        for step in self.steps:
+            stage = step(stage)
+        return stage
+
+    @property
+    def stage(self) -> Stage:
+        """What opens the stream's parts."""
+        return self.cut().whole
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a stage can open a part by itself."""
+        return any(stage.cuts for stage in self.whole.line())
+
+    @property
+    def num_shards(self) -> int | None:
+        """The files that the stream is made of, where no part can have less than one."""
+        counted = self.source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+        return None if counted else self.source.num_shards
+
+    @property
+    def most_even_parts(self) -> int | None:
+        """The most parts that those files can be dealt to evenly, as far as their sizes tell."""
+        return None if self.num_shards is None else self.source.most_even_parts
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether every reader reads the whole stream, to keep its own parts of it."""
+        return not self.source.cuts
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether one reader of each data rank deals to its workers."""
+        return RoundRobin in self.steps
