@@ -13,7 +13,7 @@ DEMO = ["scikit-learn", *PROGRESS]
 WEBDATASET = ["webdataset>=0.2.90", "fsspec"]
 PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
-GRAIN = ["grain>=0.2.18"]
+GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10
 S3 = ["s3fs"]
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -150,8 +151,8 @@ class ShardIterator:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_pass"):
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_pass") and not ending():  # workers and threads are ended when the process begins to end
             self.close()
 
 

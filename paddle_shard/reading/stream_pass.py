@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import paddle.io
 
@@ -89,8 +90,9 @@ class StreamLoader:
         while self._idle:
             self._idle.pop().shut_down()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # then the workers are ended already
+            self.close()
 
 
 class StreamPass:

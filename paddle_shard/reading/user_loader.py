@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -91,8 +92,9 @@ class UserLoader:
         while self._idle:
             self._idle.pop().shut_down()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # then the workers are ended already
+            self.close()
 
 
 class UserPass:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
@@ -135,8 +135,6 @@ class WorkerPass:
             self._over = True
             pool.let_go()
 
-    def __del__(self) -> None:
-        try:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # then the workers are ended already
             self.close()
-        except Exception:  # at interpreter shutdown
-            logging.getLogger(__name__).debug("closing a pass failed", exc_info=True)

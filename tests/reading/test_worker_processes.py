@@ -409,3 +409,30 @@ next(batches)
 """)
     found = subprocess.run([sys.executable, str(script)], timeout=HANG, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
+
+
+def test_a_process_that_leaves_passes_of_all_kinds_open_ends_without_a_word(tmp_path):
+    """Python 3.13 takes a module's names away before what they name: a `__del__` may use none of them."""
+    script = tmp_path / "trains.py"
+    script.write_text("""
+import numpy as np
+import paddle.distributed as dist
+from paddle.io import DataLoader
+import paddle_shard
+from paddle_shard import Stream
+
+mesh, kept = dist.ProcessMesh([0], dim_names=["dp"]), []
+for workers in (0, 2):
+    for prefetch in (None, 2):
+        for data in (paddle_shard.ArrayDataset(np.zeros((64, 3))), Stream.of(range(64)).map(np.array)):
+            given = DataLoader(data, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+            loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", prefetch=prefetch)
+            batches = iter(loader)
+            next(batches)
+            kept.append((loader, batches))
+print("end")
+""")
+    found = subprocess.run([sys.executable, str(script)], timeout=HANG, capture_output=True, text=True)
+    assert found.stdout.endswith("end\n"), found.stderr[-2000:]
+    assert "ignored" not in found.stderr, found.stderr[-2000:]
+    assert "Traceback" not in found.stderr, found.stderr[-2000:]
