@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-TEXT = (str, bytes, bytearray, memoryview)
-"""Sequences that are leaves."""
+from paddle_shard.tree import TEXT, is_sequence, rebuild
+
 _NOT_NUMBERS = "OSUV"
 """Kinds of numpy's dtypes that numbers do not have."""
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
 _SHOWN = 60
-
-
-def is_sequence(value: Any) -> bool:
-    """Return whether a value is a list, a tuple or the like, which has items of its own."""
-    return isinstance(value, Sequence) and not isinstance(value, TEXT)
 
 
 def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None = None) -> Any:
@@ -94,25 +88,6 @@ def _mixed(samples: Sequence[Any], path: str) -> TypeError:
         f"cannot stack {' and '.join(kinds)}{_at(path)}: one of them is {shown[:_SHOWN]}. Give every sample the same "
         "type there, or give the loader a collate_fn."
     )
-
-
-def rebuild(like: Any, children: Any) -> Any:
-    """Return children in a container like another: its own type, but a list for a plain tuple or sequence.
-
-    Args:
-        like: A mapping or a sequence.
-        children: A dict for a mapping, a list for a sequence.
-    """
-    if isinstance(like, Mapping):
-        if isinstance(like, dict) and type(like) is not dict:
-            empty = copy.copy(like)  # keeps what a subclass carries, such as a defaultdict's factory
-            empty.clear()
-            empty.update(children)
-            return empty
-        return dict(children)
-    if isinstance(like, tuple) and hasattr(like, "_make"):
-        return like._make(children)
-    return list(children)
 
 
 def _stack(samples: Sequence[Any], path: str) -> Any:

@@ -15,13 +15,14 @@ ADAPTED = {"torch", "torchdata", "streaming", "nvidia", "ffcv"}  # by sources/ad
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
     "plan": ({"errors"}, {"numpy"}),
-    "collate": ({"errors"}, {"numpy"}),
+    "tree": (set(), set()),
+    "collate": ({"errors", "tree"}, {"numpy"}),
     "agree": ({"errors"}, {"numpy"}),
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
     "sources": (PURE, {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED),
-    "reading": (PURE | {"collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
-    "place": ({"errors", "plan", "agree", "collate"}, {"numpy", "paddle"}),
+    "reading": (PURE | {"tree", "collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
+    "place": ({"errors", "plan", "agree", "tree"}, {"numpy", "paddle"}),
     "replicas": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
     "loader": (
         PURE | {"collate", "agree", "samplers", "stages", "sources", "reading", "place", "replicas"},

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_shard.collate import is_sequence, rebuild
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.place.dtensor import place, place_elsewhere, split_sequence
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
 
 LONGEST = "longest"
 Row = Sequence[Any]
@@ -116,7 +116,7 @@ class PadTo:
             local = self._padded(leaf.local, self._common(leaf, rows), leaf.fill or 0)
             return replace(leaf, local=local).placed()
 
-        return _mapped(batch, placed)
+        return mapped(batch, lambda leaf: placed(leaf) if isinstance(leaf, Unplaced) else leaf)
 
     def even(self, batches: Sequence[Any]) -> list[Any]:
         """Return what several workers have collated for one rank, with rows of one length, so that they can be joined.
@@ -176,9 +176,7 @@ class PadTo:
 
 def rows_of(batch: Any) -> dict[str, Row]:
     """Return path -> what a row is like, of the leaves that have yet to be placed."""
-    found: dict[str, Row] = {}
-    _mapped(batch, lambda leaf: found.update({leaf.path: leaf.row}))
-    return found
+    return {leaf.path: leaf.row for leaf in leaves(batch) if isinstance(leaf, Unplaced)}
 
 
 def _shown(row: Row) -> str:
@@ -194,13 +192,3 @@ def _holds_more(value: Any) -> bool:
     return is_sequence(value) and any(
         isinstance(item, Unplaced | paddle.Tensor | Mapping | list | tuple) for item in value
     )
-
-
-def _mapped(value: Any, placed: Callable[[Unplaced], Any]) -> Any:
-    if isinstance(value, Unplaced):
-        return placed(value)
-    if isinstance(value, Mapping):
-        return rebuild(value, {key: _mapped(child, placed) for key, child in value.items()})
-    if _holds_more(value):
-        return rebuild(value, [_mapped(child, placed) for child in value])
-    return value

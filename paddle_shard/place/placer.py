@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 
-from paddle_shard.collate import is_sequence, rebuild
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.place.assignment import Assignment, Entry
 from paddle_shard.place.dtensor import place, place_elsewhere, place_mask, split_sequence, take_rows
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo, Unplaced
 from paddle_shard.plan.partition import Rows
+from paddle_shard.tree import is_sequence, leaves, mapped_at, rebuild
 
 
 class BatchRows:
@@ -180,13 +180,9 @@ class _Placing:
         return rebuild(value, items)
 
     def _value(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
-        if isinstance(value, Mapping):
-            named = {k: self._value(v, layout, f"{path}[{k!r}]", dense=dense) for k, v in value.items()}
-            return rebuild(value, named)
-        if is_sequence(value) and not _is_row_like(value):
-            items = [self._value(v, layout, f"{path}[{i}]", dense=dense) for i, v in enumerate(value)]
-            return rebuild(value, items)
-        return self.leaf(value, layout, path, dense=dense)
+        if _is_tensor(value):
+            return self.leaf(value, layout, path, dense=dense)
+        return mapped_at(value, lambda leaf, at: self.leaf(leaf, layout, at, dense=dense), path, _is_row_like)
 
     def leaf(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
         rows = self._rows
@@ -245,14 +241,7 @@ def _is_tensor(value: Any) -> bool:
 
 def tensors(value: Any) -> Iterator[Any]:
     """Yield every tensor of a batch."""
-    if _is_tensor(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from tensors(child)
-    elif is_sequence(value):
-        for child in value:
-            yield from tensors(child)
+    return (leaf for leaf in leaves(value) if _is_tensor(leaf))
 
 
 def _is_row_like(value: Any) -> bool:

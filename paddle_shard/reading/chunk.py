@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.collate import is_sequence, rebuild
 from paddle_shard.plan.opening import Opening
 from paddle_shard.plan.partition import Rows
+from paddle_shard.tree import is_sequence, leaves, rebuild
 
 
 class Fed(NamedTuple):
@@ -247,6 +247,4 @@ def _check_alike(found: Sequence[Any], what: str, path: str) -> None:
 
 
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(child) for child in value.values())
-    return hasattr(value, "shape") or (is_sequence(value) and any(_holds_tensors(child) for child in value))
+    return any(hasattr(leaf, "shape") for leaf in leaves(value))

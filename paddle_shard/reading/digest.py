@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.collate import is_sequence
+from paddle_shard.tree import is_sequence
 
 _ITEMS = 64
 """Elements of an array, characters of a text, items of a list that are looked at, at most."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.collate import is_sequence, rebuild
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import ChunkRequest, Gather, Slice
+from paddle_shard.tree import is_sequence, leaves, rebuild
 
 
 def num_rows_of(batch: Any) -> int:
@@ -65,11 +65,4 @@ def _taken(value: Any, num_rows: int, rows: Rows, gather: Gather) -> Any:
 
 def arrays_of(value: Any) -> Iterator[Any]:
     """Yield the arrays and tensors of a batch."""
-    if isinstance(value, Mapping):
-        for child in value.values():
-            yield from arrays_of(child)
-    elif hasattr(value, "shape"):
-        yield value
-    elif is_sequence(value):
-        for child in value:
-            yield from arrays_of(child)
+    return (leaf for leaf in leaves(value) if hasattr(leaf, "shape"))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
 
-from paddle_shard.collate import is_sequence, rebuild
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.tree import mapped, mapped_at
 
 _NO_TENSOR = "OSUVMm"
 """numpy's kinds of arrays that no tensor can hold; they stay as they are."""
@@ -107,29 +107,18 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "shape") and (hasattr(value, "place") or hasattr(value, "__dlpack__"))
 
 
-def _flatten(value: Any, leaves: list[Any], path: str) -> Any:
-    if isinstance(value, np.ndarray):
-        if not check_dtype(value, path):
-            return value
-    elif isinstance(value, Mapping):
-        children = {key: _flatten(child, leaves, f"{path}[{key!r}]") for key, child in value.items()}
-        return rebuild(value, children)
-    elif is_sequence(value):
-        return rebuild(value, [_flatten(child, leaves, f"{path}[{i}]") for i, child in enumerate(value)])
-    elif not is_tensor(value):
-        return value
-    leaves.append(value)
-    return _Slot(len(leaves) - 1)
+def _flatten(value: Any, leaves: list[Any]) -> Any:
+    def slot(leaf: Any, path: str) -> Any:
+        if not (check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf)):
+            return leaf
+        leaves.append(leaf)
+        return _Slot(len(leaves) - 1)
+
+    return mapped_at(value, slot)
 
 
 def _restore(value: Any, leaves: Sequence[Any]) -> Any:
-    if isinstance(value, _Slot):
-        return leaves[value.number]
-    if isinstance(value, Mapping):
-        return rebuild(value, {key: _restore(child, leaves) for key, child in value.items()})
-    if isinstance(value, list | tuple):
-        return rebuild(value, [_restore(child, leaves) for child in value])
-    return value
+    return mapped(value, lambda leaf: leaves[leaf.number] if isinstance(leaf, _Slot) else leaf)
 
 
 def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
@@ -145,5 +134,5 @@ def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
     if type(value) is np.ndarray:
         return to_tensors([value])[0] if check_dtype(value, "") else value
     leaves: list[Any] = []
-    skeleton = _flatten(value, leaves, "")
+    skeleton = _flatten(value, leaves)
     return _restore(skeleton, to_tensors(leaves))

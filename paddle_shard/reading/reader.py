@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.collate import TEXT, collate, is_sequence
+from paddle_shard.collate import collate
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.skipping import Patched, Usual, read_skipping, spread_over
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.sources.arrays import ArrayDataset
+from paddle_shard.tree import TEXT, leaves
 
 AGAIN = object()
 """Instead of a batch: it must be read once more, by the caller."""
@@ -301,18 +304,10 @@ def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn
 
 
 def _size(sample: Any) -> int:
-    if isinstance(sample, Mapping):
-        return sum(map(_size, sample.values()))
-    if is_sequence(sample):
-        return sum(map(_size, sample))
-    if isinstance(sample, TEXT):
-        return len(sample)
-    return int(np.prod(np.shape(sample))) if hasattr(sample, "shape") else 1
+    return sum(
+        len(leaf) if isinstance(leaf, TEXT) else math.prod(getattr(leaf, "shape", ())) for leaf in leaves(sample)
+    )
 
 
 def _row_shapes(batch: Any) -> list[tuple[int, ...]]:
-    if isinstance(batch, Mapping):
-        return [shape for value in batch.values() for shape in _row_shapes(value)]
-    if is_sequence(batch):
-        return [shape for value in batch for shape in _row_shapes(value)]
-    return [tuple(batch.shape[1:])] if hasattr(batch, "shape") else []
+    return [tuple(array.shape[1:]) for array in arrays_of(batch)]

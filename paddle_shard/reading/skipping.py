@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_shard.collate import is_sequence
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.tree import is_sequence
 
 COMPARED = 8
 """Samples of a data set that are compared to know what is usual."""

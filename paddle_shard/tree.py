@@ -1,0 +1,93 @@
+"""One way to walk what a sample or a batch is made of: mappings and sequences of leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+TEXT = (str, bytes, bytearray, memoryview)
+"""Sequences that are leaves."""
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether a value is a list, a tuple or the like, which has items of its own."""
+    return isinstance(value, Sequence) and not isinstance(value, TEXT)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is neither a mapping nor a sequence, in order.
+
+    Examples:
+        >>> list(leaves({"a": [1, "text"], "b": (2.0, None)}))
+        [1, 'text', 2.0, None]
+    """
+    if isinstance(value, Mapping):
+        for child in value.values():
+            yield from leaves(child)
+    elif is_sequence(value):
+        for child in value:
+            yield from leaves(child)
+    else:
+        yield value
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the same structure with a function applied to each leaf.
+
+    Args:
+        value: It is not changed.
+        function: Of a leaf.
+
+    Examples:
+        >>> mapped({"a": [1, 2], "b": 3}, lambda leaf: -leaf)
+        {'a': [-1, -2], 'b': -3}
+    """
+    if isinstance(value, Mapping):
+        return rebuild(value, {key: mapped(child, function) for key, child in value.items()})
+    if is_sequence(value):
+        return rebuild(value, [mapped(child, function) for child in value])
+    return function(value)
+
+
+def mapped_at(
+    value: Any, function: Callable[[Any, str], Any], path: str = "", is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Return the same structure with a function applied to each leaf and where it is.
+
+    Args:
+        value: It is not changed.
+        function: Of (leaf, path), such as "['a'][0]".
+        path: Of the value itself.
+        is_leaf: Which mappings or sequences are leaves, too.
+
+    Examples:
+        >>> mapped_at({"a": [1, 2]}, lambda leaf, path: path)
+        {'a': ["['a'][0]", "['a'][1]"]}
+    """
+    if is_leaf is None or not is_leaf(value):
+        if isinstance(value, Mapping):
+            named = {key: mapped_at(child, function, f"{path}[{key!r}]", is_leaf) for key, child in value.items()}
+            return rebuild(value, named)
+        if is_sequence(value):
+            return rebuild(value, [mapped_at(v, function, f"{path}[{i}]", is_leaf) for i, v in enumerate(value)])
+    return function(value, path)
+
+
+def rebuild(like: Any, children: Any) -> Any:
+    """Return children in a container like another: its own type, but a list for a plain tuple or sequence.
+
+    Args:
+        like: A mapping or a sequence.
+        children: A dict for a mapping, a list for a sequence.
+    """
+    if isinstance(like, Mapping):
+        if isinstance(like, dict) and type(like) is not dict:
+            empty = copy.copy(like)  # keeps what a subclass carries, such as a defaultdict's factory
+            empty.clear()
+            empty.update(children)
+            return empty
+        return dict(children)
+    if isinstance(like, tuple) and hasattr(like, "_make"):
+        return like._make(children)
+    return list(children)
