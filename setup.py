@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "paddle_shard/__init__.py").read_text())[1]
+VERSION = re.search(r'VERSION = "(.+?)"', (ROOT / "paddle_shard/version.py").read_text())[1]
 
 PROGRESS = ["tqdm"]
 DEMO = ["scikit-learn", *PROGRESS]

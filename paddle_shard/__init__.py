@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.sources.foreign import Foreign as Foreign
     from paddle_shard.sources.foreign import Share as Share
 
-__version__ = "0.1.0"
+from paddle_shard.version import VERSION as __version__
 
 _LAZY = {
     "ArrayDataset": "paddle_shard.sources.arrays",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from threading import Condition
+from typing import Protocol
 
+from paddle_shard.agree.board import Board
 from paddle_shard.agree.facts import differences
+from paddle_shard.agree.group import Group
 from paddle_shard.agree.history import ReadHistory, difference, first_difference
 from paddle_shard.agree.outlook import CLOSED, END, FAIL, NEVER, OK, Decision, Outlook
 from paddle_shard.errors import (
@@ -18,14 +21,28 @@ from paddle_shard.errors import (
     UnequalEndsError,
 )
 
-if TYPE_CHECKING:
-    from paddle_shard.agree.board import Board
-    from paddle_shard.agree.coordinator import Coordinator
-
 _SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
 """Seconds from one look at the board to the next, for a rank that waits."""
 _PATIENCE = 2e-3
 """Seconds for which it looks, before it asks for a round."""
+
+
+class Rounds(Protocol):
+    """What an agreement asks of the `Coordinator` that made it."""
+
+    group: Group
+    changed: Condition
+    board: Board | None
+
+    @staticmethod
+    def tag(label: str) -> int:
+        """See `Coordinator`."""
+
+    def hear(self, agreement: Agreement) -> None:
+        """See `Coordinator`."""
+
+    def wait(self, agreement: Agreement, step: int, start: float, look_again: float | None = None) -> None:
+        """See `Coordinator`."""
 
 
 class Agreement:
@@ -38,7 +55,7 @@ class Agreement:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: Rounds,
         number: int,
         prefetch: int,
         ends_must_agree: bool,

@@ -7,10 +7,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paddle_shard import __version__
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.source import Source
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32
 
@@ -26,7 +26,7 @@ def facts_of(
         dataset: The data set.
         options: Arguments of the loader that matter to every rank.
     """
-    facts: dict[str, Any] = {"paddle_shard": __version__, "data set": type(dataset).__name__}
+    facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts |= {"tail": source.tail, "is_dataset_splitted": source.split, **options}
     if not source.split:  # else each data rank has an order of its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle
 import paddle.distributed as dist
@@ -17,14 +17,13 @@ from paddle_shard.errors import (
     PaddleShardError,
     UnequalEndsError,
 )
-from paddle_shard.loader.begin import Pending, index_pass, stream_pass, unequal_ends
+from paddle_shard.loader.begin import index_pass, stream_pass, unequal_ends
+from paddle_shard.loader.pending import Pending
 from paddle_shard.loader.progress_bar import ProgressBar
+from paddle_shard.loader.setup import PassSetup
 from paddle_shard.loader.stats import PassClock
 from paddle_shard.loader.uneven import say_if_uneven
 from paddle_shard.reading.chunk import NO_STAND_IN
-
-if TYPE_CHECKING:
-    from paddle_shard.loader.loader import ShardDataloader
 
 
 class ShardIterator:
@@ -35,27 +34,27 @@ class ShardIterator:
         start: Where in it the pass began.
     """
 
-    def __init__(self, loader: ShardDataloader, *, look: bool = False) -> None:
+    def __init__(self, setup: PassSetup, *, look: bool = False) -> None:
         """Start the pass.
 
         Args:
-            loader: Whose epoch it is.
+            setup: Of the loader whose epoch it is.
             look: Only to see the first batch; a sampler of the user's own is left as it is.
         """
-        self._loader = loader
-        self.start = start = loader._run.start()
+        self._setup = setup
+        self.start = start = setup.run.start()
         self.epoch = start.epoch
         if not look:
-            loader._run.say_if_begun_again(start)
-        self._progress = loader._run.begin(start)
+            setup.run.say_if_begun_again(start)
+        self._progress = setup.run.begin(start)
         self._closed, self._look = False, look
         self._current: Pending | None = None
-        self._clock = PassClock(loader.stats)
+        self._clock = PassClock(setup.stats)
         self._bar = None
-        if loader._progress and not look and dist.get_rank() == 0:
+        if setup.progress and not look and dist.get_rank() == 0:
             self._bar = ProgressBar(start.epoch, self._progress.num_steps, start.steps)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
-        self._pass: Any = stream_pass(loader, start) if loader._source.stream else index_pass(loader, start, look)
+        self._pass: Any = stream_pass(setup, start) if setup.source.stream else index_pass(setup, start, look)
 
     @property
     def step(self) -> int:
@@ -64,7 +63,7 @@ class ShardIterator:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._loader!r})"
+        return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._setup.name})"
 
     def __iter__(self) -> ShardIterator:
         return self
@@ -86,12 +85,12 @@ class ShardIterator:
             self.close()
             self._clock.end(entered)
             if not self._look:
-                self._loader._run.finished(self._progress)
-                say_if_uneven(self._loader, self.epoch)
+                self._setup.run.finished(self._progress)
+                say_if_uneven(self._setup, self.epoch)
             raise
         except UnequalEndsError as error:
             self.close()
-            raise unequal_ends(self._loader, error) from None
+            raise unequal_ends(self._setup, error) from None
         except BatchStructureError as error:
             self.close()
             raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
@@ -107,9 +106,9 @@ class ShardIterator:
         placed, pending = found
         if self._look:  # nothing is delivered
             return placed
-        ids = pending.own_ids(self._loader._own_layout)
+        ids = pending.own_ids(self._setup.own_layout)
         if self._bar is not None:
-            self._bar.step(self._loader.stats.epoch.starved)
+            self._bar.step(self._setup.stats.epoch.starved)
         self._clock.leave(
             entered,
             rows=pending.num_rows(),
@@ -119,7 +118,7 @@ class ShardIterator:
         )
         # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = pending
-        self._loader._run.delivered(self._progress, pending.batch, ids)
+        self._setup.run.delivered(self._progress, pending.batch, ids)
         return placed
 
     def peek(self) -> Any:
@@ -136,7 +135,7 @@ class ShardIterator:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
         assert self._current.rows is not None
         assert self._current.layout is not None
-        return self._loader._placer.valid(self._current.valid(), self._current.rows, self._current.layout)
+        return self._setup.placer.valid(self._current.valid(), self._current.rows, self._current.layout)
 
     def close(self) -> None:
         """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
@@ -156,15 +155,17 @@ class ShardIterator:
             self.close()
 
 
-def describe(loader: ShardDataloader) -> Any:
+def describe(first_batch: Callable[[], Any]) -> Any:
     """Return one batch for `dist.to_static` to read shapes and placements from; the order does not move.
+
+    Args:
+        first_batch: Returns it without delivering it.
 
     Raises:
         BatchStructureError: Not what a static model takes: a list or dict of tensors, the label last.
     """
-    loader._warn_if_batches_differ()
     try:
-        batch = loader._first_batch()
+        batch = first_batch()
     except StopIteration:
         raise ArgumentError("dist.to_static needs a batch to describe the inputs, but the loader has none.") from None
     if isinstance(batch, tuple):

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.facts import check_ranks, facts_of
 from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import ShardIterator, describe
 from paddle_shard.loader.options import check_no_stream_options, check_options, checked_prefetch
 from paddle_shard.loader.progress_bar import import_tqdm
+from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.run import Run
 from paddle_shard.loader.sampler_view import ShardBatchSampler
+from paddle_shard.loader.setup import PassSetup
 from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, read_stream
@@ -28,11 +28,10 @@ from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.place.placer import BatchPlacer, BatchRows
+from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.order import Shuffle
-from paddle_shard.plan.partition import nearest_multiples
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.reading.passes import shallow_copy
 from paddle_shard.reading.stream_pass import StreamLoader
@@ -164,7 +163,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         self._split_check: SplitCheck | None = None
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
             self._split_check = SplitCheck(own.layout, own.data_axes)
-        self._rows_of_size: dict[tuple[int, int], BatchRows] = {}
+        self._rows = LoaderRows(self._source, self._placer, own)
         self._next_of = None
         self.stats = LoaderStats()
         self._described: ShardIterator | None = None
@@ -189,7 +188,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         if size is not None:
             ranks = 1 if self._source.split else self._own_layout.num_data_ranks
             self.batch_size = size // self._source.accumulation // ranks
-        self.batch_sampler = ShardBatchSampler(self)
+        self.batch_sampler = ShardBatchSampler(dataloader, self._source, own, self._rows, self._run, self.batch_size)
         self._dataloader.batch_sampler = self.batch_sampler
 
     @property
@@ -307,12 +306,37 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         described, self._described = self._described, None
         if described is not None and described.start == self._run.start():
             return described  # its first batch was looked at, and cannot perhaps be read again
-        return ShardIterator(self)
+        return ShardIterator(self._setup())
+
+    def _setup(self) -> PassSetup:
+        return PassSetup(
+            source=self._source,
+            dataloader=self._given,
+            name=repr(self),
+            placer=self._placer,
+            own_layout=self._own_layout,
+            rows=self._rows,
+            reading=self._reading,
+            run=self._run,
+            stats=self.stats,
+            input_keys=self._input_keys,
+            pad_to=self._pad_to,
+            agreeing_ranks=self._agreeing_ranks,
+            facts=self._facts,
+            split_check=self._split_check,
+            seed=self.seed,
+            timeout=self.timeout,
+            on_lost=self._on_lost,
+            skip_errors=self._on_error == "skip",
+            prefetch=self._prefetch,
+            worth=self._worth,
+            progress=self._progress,
+        )
 
     def _first_batch(self) -> Any:
         """Return the first batch of the current epoch without delivering it."""
         if self._source.stream is None:
-            with ShardIterator(self, look=True) as iterator:
+            with ShardIterator(self._setup(), look=True) as iterator:
                 return next(iterator)
         self._described = described = iter(self)
         try:
@@ -336,7 +360,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
     def __next__(self) -> Any:
         """Return the next batch of a pass that goes on from `next` to `next`; after its end, of a fresh one."""
         if asked_by_to_static():
-            return describe(self)
+            self._warn_if_batches_differ()
+            return describe(self._first_batch)
         if self._next_of is None:
             self._next_of = iter(self)
         try:
@@ -350,50 +375,6 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         if self._described is not None:
             self._described.close()
         self._reading.close()
-
-    def _rows(self, num_rows: int, micro_size: int) -> BatchRows:
-        key = num_rows, micro_size
-        if key not in self._rows_of_size:
-            if len(self._rows_of_size) > 64:
-                self._rows_of_size.clear()
-            rows = self._rows_of_size[key] = BatchRows(num_rows, micro_size, self._placer.layouts)
-            rows.apart = isinstance(self._source.custom_sampler, paddle.io.DistributedBatchSampler)
-        return self._rows_of_size[key]
-
-    def _split_rows(self, num_local_rows: int) -> BatchRows:
-        own = self._own_layout
-        rows = BatchRows(num_local_rows * own.num_data_ranks, None, [own])
-        rows.apart = True
-        if not own.on_mesh:
-            rows.read = np.arange(num_local_rows)
-        return rows
-
-    def _stream_rows(self) -> BatchRows:
-        source, stream = self._source, self._source.stream
-        assert source.batch_size is not None
-        assert stream is not None
-        if source.split:
-            return self._split_rows(source.batch_size)
-        assert stream.batches.plan is not None
-        rows = BatchRows(source.batch_size, stream.batches.plan.micro_rows, self._placer.layouts)
-        rows.read = stream.read_rows()
-        return rows
-
-    def _item_rows(self, batch: Any) -> BatchRows:
-        """Return the rows of a batch that was read whole."""
-        if self._source.split:
-            found = self._placer.num_rows(batch, self._input_keys)
-            return self._split_rows(1 if found is None else found)
-        unit = math.lcm(*(layout.num_data_ranks for layout in self._placer.layouts)) * self._source.accumulation
-        num_rows = self._placer.num_rows(batch, self._input_keys)
-        if num_rows is None:  # nothing is split
-            num_rows = unit
-        if num_rows % unit:
-            raise BatchStructureError(
-                f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
-                f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
-            )
-        return BatchRows(num_rows, num_rows // self._source.accumulation, self._placer.layouts, whole=True)
 
     def _warn_if_batches_differ(self) -> None:
         source = self._source

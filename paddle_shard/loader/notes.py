@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from paddle_shard.errors import BatchStructureError
+from paddle_shard.loader.pending import Pending
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.reading.reader import RAGGED
 from paddle_shard.replicas.split_check import SplitCheck
-
-if TYPE_CHECKING:
-    from paddle_shard.loader.begin import Pending
 
 
 class StepNotes:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import paddle.io
 
 from paddle_shard.loader.compat import asked_by_to_static
-
-if TYPE_CHECKING:
-    from paddle_shard.loader.loader import ShardDataloader
+from paddle_shard.loader.rows import LoaderRows
+from paddle_shard.loader.run import Run
+from paddle_shard.loader.source import Source
+from paddle_shard.place.field import FieldLayout
 
 
 class ShardBatchSampler(paddle.io.DistributedBatchSampler):
@@ -22,22 +23,30 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
     are those of the sampler that the loader was given.
     """
 
-    def __init__(self, loader: ShardDataloader) -> None:
+    def __init__(
+        self,
+        dataloader: paddle.io.DataLoader,
+        source: Source,
+        own_layout: FieldLayout,
+        rows: LoaderRows,
+        run: Run,
+        batch_size: int | None,
+    ) -> None:
         # Not Paddle's: its constructor would look for a rank of its own.
-        self._loader = loader
-        self._given = loader._given.batch_sampler
-        layout = loader._own_layout
-        self.dataset = loader._given.dataset
-        self.nranks, self.local_rank = layout.num_data_ranks, layout.data_rank if layout.on_mesh else 0
-        self.batch_size = loader.batch_size
-        self.drop_last = loader._source.tail == "drop"
+        self._source, self._rows, self._run = source, rows, run
+        self._given = dataloader.batch_sampler
+        self.dataset = dataloader.dataset
+        self.nranks = own_layout.num_data_ranks
+        self.local_rank = own_layout.data_rank if own_layout.on_mesh else 0
+        self.batch_size = batch_size
+        self.drop_last = source.tail == "drop"
         self.shuffle = bool(getattr(self._given, "shuffle", False))
-        self._acc_steps = loader._source.accumulation
+        self._acc_steps = source.accumulation
 
     @property
     def epoch(self) -> int:
         """The loader's epoch."""
-        return self._loader.epoch
+        return self._run.epoch
 
     @property
     def num_samples(self) -> int:
@@ -50,21 +59,20 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         return self.num_samples * self.nranks
 
     def __iter__(self) -> Iterator[list[Any]]:
-        loader = self._loader
-        whole = loader._source.split or loader._source.item_is_batch
-        for batch in loader._source.batches.epoch(loader.epoch):
-            rows = range(batch.num_rows) if whole else loader._rows(batch.num_rows, batch.micro_size).asked
+        whole = self._source.split or self._source.item_is_batch
+        for batch in self._source.batches.epoch(self.epoch):
+            rows = range(batch.num_rows) if whole else self._rows.of(batch.num_rows, batch.micro_size).asked
             indices = batch.take(rows)
             yield indices.tolist() if isinstance(indices, np.ndarray) else indices
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._run.num_steps()
 
     def set_epoch(self, epoch: int = 0, **others: Any) -> None:
         """Set the loader's epoch; further arguments go to the `set_epoch` of the sampler that was given."""
         if asked_by_to_static():
             return  # describing the inputs has not moved the order
-        self._loader.set_epoch(epoch, **others)
+        self._run.set_epoch(epoch, others)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_given" not in self.__dict__:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from paddle_shard.loader.say_once import say_once
+from paddle_shard.loader.setup import PassSetup
+from paddle_shard.loader.stream_setup import StreamSetup
 from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.sources.shards import ShardSource
-
-if TYPE_CHECKING:
-    from paddle_shard.loader.loader import ShardDataloader
-    from paddle_shard.loader.stream_setup import StreamSetup
 
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (
@@ -24,13 +20,13 @@ _FILTERED = (
 _OWN = f"Give every data rank as much data. {_REPEAT}"
 
 
-def say_if_uneven(loader: ShardDataloader, epoch: int) -> None:
+def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     """Log, at the end of a loader's first pass, how many of this rank's rows were padding, or what was dropped."""
-    stream, stats = loader._source.stream, loader.stats
+    stream, stats = setup.source.stream, setup.stats
     plan = None if stream is None else stream.batches.plan
     if stream is None or plan is None or plan.repeats or stats.total.batches != stats.epoch.batches:
         return
-    counts, rank = stats.epoch, loader._own_layout.global_rank
+    counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
     if plan.tail == "pad" and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
         say_once(
@@ -45,7 +41,7 @@ def say_if_uneven(loader: ShardDataloader, epoch: int) -> None:
     stage = stream.stage
     if plan.tail == "drop" and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
         parts = tuple(range(plan.num_parts))
-        share = _dropped(stage, Opening(parts=parts, num_parts=len(parts), seed=loader.seed, epoch=epoch))
+        share = _dropped(stage, Opening(parts=parts, num_parts=len(parts), seed=setup.seed, epoch=epoch))
         if share is None or share > 0.01:
             say_once(
                 "tail='drop': the epoch had %d batches, %d rows, and ended with the shortest of the stream's %d parts; "

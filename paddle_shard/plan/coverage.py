@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.partition import slice_rows
-
-if TYPE_CHECKING:
-    from paddle_shard.plan.shard_plan import ShardPlan
 
 EXACT_MAX = 1 << 22
 """Up to so many samples a plan's deliveries are counted one by one."""
@@ -36,7 +33,45 @@ class Coverage:
     steps between were checked to be disjoint and whole, and the order to be undone by its inverse there."""
 
 
-def coverage(plan: ShardPlan, epoch: int) -> Coverage:
+class Plan(Protocol):
+    """What is looked at of a `ShardPlan`."""
+
+    @property
+    def num_samples(self) -> int:
+        """See `ShardPlan`."""
+
+    @property
+    def num_positions(self) -> int:
+        """See `ShardPlan`."""
+
+    @property
+    def num_steps(self) -> int:
+        """See `ShardPlan`."""
+
+    @property
+    def num_data_ranks(self) -> int:
+        """See `ShardPlan`."""
+
+    def order(self, *, epoch: int) -> Any:
+        """See `ShardPlan`."""
+
+    def first_position(self, *, step: int) -> int:
+        """See `ShardPlan`."""
+
+    def num_rows(self, *, step: int) -> int:
+        """See `ShardPlan`."""
+
+    def micro_size(self, *, step: int) -> int:
+        """See `ShardPlan`."""
+
+    def take(self, *, epoch: int, step: int, rows: Any) -> npt.NDArray[np.int64]:
+        """See `ShardPlan`."""
+
+    def valid(self, *, epoch: int, step: int, rows: Any) -> npt.NDArray[np.bool_]:
+        """See `ShardPlan`."""
+
+
+def coverage(plan: Plan, epoch: int) -> Coverage:
     """Return how often the data ranks of a plan, put together, deliver each sample."""
     if plan.num_positions <= EXACT_MAX:
         seen, padding = np.zeros(plan.num_samples, np.int64), 0
@@ -81,9 +116,7 @@ def coverage(plan: ShardPlan, epoch: int) -> Coverage:
     )
 
 
-def _deliveries(
-    plan: ShardPlan, epoch: int, step: int
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+def _deliveries(plan: Plan, epoch: int, step: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
     num_rows, micro_size = plan.num_rows(step=step), plan.micro_size(step=step)
     for data_rank in range(plan.num_data_ranks):
         rows = slice_rows(num_rows, plan.num_data_ranks, data_rank, micro_size)

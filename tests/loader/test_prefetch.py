@@ -477,7 +477,7 @@ def test_a_description_that_a_handler_has_cut_off_loses_no_batch(handled, worker
     loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
     monkeypatch.setattr("paddle_shard.reading.chunk.Joiner.join", interrupted)
     with pytest.raises(Enough):
-        describe(loader)
+        describe(loader._first_batch)
     monkeypatch.undo()
 
     assert not multiprocessing.active_children()

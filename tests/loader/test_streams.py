@@ -291,7 +291,7 @@ def test_a_one_shot_generator_loses_no_batch_to_its_description():
             yield [np.full((4, 2), k, "float32"), np.full(4, k)]
 
     loader = paddle_shard.shard_dataloader(pairs(), ONE, shard_dims="dp")
-    described = describe(loader)
+    described = describe(loader._first_batch)
 
     assert described[1]._local_value().numpy().tolist() == [0] * 4
     assert [labels._local_value().numpy()[0] for _, labels in loader] == [0, 1, 2]

@@ -1,0 +1,51 @@
+"""What does a pass need to know of its loader?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle.io
+
+from paddle_shard.loader.rows import LoaderRows
+from paddle_shard.loader.run import Run
+from paddle_shard.loader.source import Source
+from paddle_shard.loader.stats import LoaderStats
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.lengths import PadTo
+from paddle_shard.place.placer import BatchPlacer
+from paddle_shard.replicas.split_check import SplitCheck
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSetup:
+    """A loader's settings when a pass begins, and what the passes share."""
+
+    source: Source
+    dataloader: paddle.io.DataLoader
+    """The user's; read only."""
+    name: str
+    """What the loader is, for `repr`."""
+    placer: BatchPlacer
+    own_layout: FieldLayout
+    """That of the field whose rows this rank reads."""
+    rows: LoaderRows
+    reading: Any
+    """A `UserLoader`, or a `StreamLoader` for streams."""
+    run: Run
+    stats: LoaderStats
+    input_keys: Sequence[Any] | None
+    pad_to: PadTo | None
+    agreeing_ranks: tuple[int, ...]
+    facts: Mapping[str, Any]
+    """What must be the same on all ranks."""
+    split_check: SplitCheck | None
+    seed: int
+    timeout: float
+    on_lost: str
+    skip_errors: bool
+    prefetch: int
+    worth: float
+    """Seconds that reading a step must take for a thread of its own."""
+    progress: bool

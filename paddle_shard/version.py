@@ -1,0 +1,3 @@
+"""Which release is this?"""
+
+VERSION = "0.1.0"
