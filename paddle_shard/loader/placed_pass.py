@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
 
@@ -20,7 +21,7 @@ class PlacedPass:
 
     def __init__(
         self,
-        reading: Any,
+        reading: Pass,
         prepare: Callable[[Any], Any],
         prefetch: int = 0,
         worth: float = 0.0,
@@ -28,7 +29,7 @@ class PlacedPass:
     ) -> None:
         """Start the pass; see `AgreedPass`."""
         self._reading, self._prepare, self._prefetch, self._draw = reading, prepare, prefetch, draw
-        self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
+        self._ahead = Ahead(self._step, lambda: reading.runs_free, worth=worth) if prefetch else None
         self._several: deque[Any] = deque()
         """What was read at once, and has yet to be prepared."""
         self._ready: deque[tuple[Any, Exception | None]] = deque()
@@ -83,7 +84,7 @@ class PlacedPass:
 
     def _read(self, free: bool) -> Any:
         if not free and self._at_once > 1 and not self._several:  # it looks at generators that are the caller's
-            self._several.extend(read_several(self._reading, self._at_once))
+            self._several.extend(self._reading.several(self._at_once))
         return self._several.popleft() if self._several else read_next(self._reading, free)
 
     def close(self) -> None:
@@ -92,27 +93,12 @@ class PlacedPass:
         close_reading(self._reading, self._ahead)
 
 
-def runs_free(reading: Any) -> bool:
-    """Return whether a pass can be read beside the training thread; a stream's readers are other processes."""
-    return bool(getattr(reading, "runs_free", True))
-
-
-def at_hand(reading: Any) -> bool:
-    """Return whether the next step can be had without waiting for workers."""
-    return not hasattr(reading, "at_hand") or bool(reading.at_hand())
-
-
-def read_next(reading: Any, free: bool) -> Any:
+def read_next(reading: Pass, free: bool) -> Any:
     """Return what a pass has read next, or `AGAIN` if the training thread must wait for it."""
-    return reading.next_free() if free and hasattr(reading, "next_free") else next(reading)
+    return reading.next_free() if free else next(reading)
 
 
-def read_several(reading: Any, count: int) -> Sequence[Any]:
-    """Return at most so many steps, read at once, as the same over and over takes less; none, if that cannot be."""
-    return reading.several(count) if hasattr(reading, "several") else ()
-
-
-def close_reading(reading: Any, ahead: Ahead | None) -> None:
+def close_reading(reading: Pass, ahead: Ahead | None) -> None:
     """End what reads ahead, and the reading; safe to call again."""
     if ahead is not None:
         ahead.stop(reading.interrupt)

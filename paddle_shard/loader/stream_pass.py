@@ -15,10 +15,11 @@ from paddle_shard.agree import Agreement
 from paddle_shard.errors import AgreedFailure, DataReadError, PeerLostError, UnequalEndsError
 from paddle_shard.loader.agreeing import QUICK, steps_ahead
 from paddle_shard.loader.notes import StepNotes
-from paddle_shard.loader.placed_pass import at_hand, close_reading, read_next, read_several, runs_free
+from paddle_shard.loader.placed_pass import close_reading, read_next
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.chunk import Slice
+from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.worker_guards import in_use
 
@@ -49,7 +50,7 @@ class AgreedPass:
 
     def __init__(
         self,
-        reading: Any,
+        reading: Pass,
         agreement: Agreement,
         *,
         outlook: Callable[[Any], Outlook] = lambda found: OK,
@@ -82,7 +83,7 @@ class AgreedPass:
         self._reading, self._agreement = reading, agreement
         self._outlook, self._prepare, self._num_steps = outlook, prepare, num_steps
         self._prefetch, self._draw, self._notes, self._digest = prefetch, draw, notes, digest
-        self._ahead = Ahead(self._step, lambda: runs_free(reading), worth=worth) if prefetch else None
+        self._ahead = Ahead(self._step, lambda: reading.runs_free, worth=worth) if prefetch else None
         self._in_bursts = in_bursts
         self._least_ahead, self._step_seconds = agreement.prefetch, math.inf
         self._looked = (0, 0.0)
@@ -163,7 +164,7 @@ class AgreedPass:
             self._ahead.need(count, limit)
         enough = _ENOUGH if self._agreement.on_board else max(1, self._agreement.prefetch // 2)
         while self._ahead is None and not self._over and self._announced < count:
-            if self._announced > step + enough and not at_hand(self._reading):
+            if self._announced > step + enough and not self._reading.at_hand():
                 break
             self._step()
         if self._in_bursts:  # else another thread may be about to announce what it has made ready
@@ -177,7 +178,7 @@ class AgreedPass:
         if self._ahead is not None and not self._ahead.stop():
             self.close()
         else:
-            getattr(self._reading, "finish", self._reading.close)()
+            self._reading.finish()
 
     def peek(self) -> Any:
         """Return what is to be delivered first, without delivering it; nothing is agreed on.
@@ -210,7 +211,7 @@ class AgreedPass:
 
     def _read(self, free: bool) -> Any:
         if not free and self._burst > 1 and not self._several and not self._peeked:
-            self._several.extend(read_several(self._reading, self._burst))
+            self._several.extend(self._reading.several(self._burst))
         self._burst = max(0, self._burst - 1)
         if self._several:
             return self._several.popleft()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 import numpy as np
 
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.reading.chunk import Even, Gather, Slice, as_they_are, take_rows
+from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.stream_pass import StreamPass
 
 
-class MixedPass:
+class MixedPass(Pass):
     """A pass whose slices are taken apart and put together anew, some at a time, in the main process.
 
     It mixes samples of different parts, but only of those that this rank holds: another number of data ranks
@@ -51,9 +51,6 @@ class MixedPass:
         self._mixed: deque[Slice] = deque()
         self._behind: Slice | None = None
 
-    def __iter__(self) -> Iterator[Slice]:
-        return self
-
     def __next__(self) -> Slice:
         """Return the next slice.
 
@@ -66,6 +63,11 @@ class MixedPass:
                 self._mixed.popleft()
                 self._skip -= 1
         return self._mixed.popleft()
+
+    def at_hand(self, count: int = 1) -> bool:
+        """Return whether the next slices can be had without waiting for the workers."""
+        wanted = self._skip + count - len(self._mixed)
+        return wanted <= 0 or self._reading.at_hand(self._window * -(-wanted // self._window))
 
     def interrupt(self) -> None:
         """Make a call of `next` return that waits in another thread."""

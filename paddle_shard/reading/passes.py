@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import paddle.io
 
@@ -18,11 +18,14 @@ from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.samplers.randomness import Generator, look_again, put_back, standing
 
 
-class Pass(Protocol):
-    """One pass over a stream of requests: yields their batches in order, then ends or raises."""
+class Pass(Iterator[Any]):
+    """One pass over a stream of requests: yields their batches in order, then ends or raises.
 
-    def __iter__(self) -> Iterator[Any]:
-        """Return itself."""
+    What is here holds for one that cannot be asked for more than its next batch.
+    """
+
+    skipped: deque[list[tuple[int, str]]]
+    """For each batch with an index: (row, why) of the samples that could not be read, where those are skipped."""
 
     def __next__(self) -> Any:
         """Return the next batch, its arrays as tensors.
@@ -30,29 +33,40 @@ class Pass(Protocol):
         Raises:
             DataReadError: Reading it failed.
         """
+        raise NotImplementedError
 
     @property
     def num_ahead(self) -> int:
         """How many requests may be drawn before their batches are asked for."""
+        return 0
 
     @property
     def runs_free(self) -> bool:
-        """Whether `next_free` can be asked: reading draws nothing in this process."""
+        """Whether it can be read beside the training thread: reading draws nothing in this process."""
+        return True
 
     def next_free(self) -> Any:
         """Return the next batch while another thread is at work; `AGAIN` if that thread must wait for it."""
+        return next(self)
 
     def at_hand(self, count: int = 1) -> bool:
         """Whether the next `count` batches need not be waited for."""
+        return True
+
+    def several(self, count: int) -> Sequence[Any]:
+        """Return at most `count` batches, read with less ado; fewer, or none, where `next` has to look into it."""
+        return ()
 
     def interrupt(self) -> None:
-        """Make a call of `next` return that waits in another thread; the pass must be closed then."""
+        """Make a call of `next` return that waits in another thread, if it can be; the pass must be closed then."""
 
     def finish(self) -> None:
         """End a pass that is not wanted any further, though nothing has gone wrong; workers that persist may stay."""
+        self.close()
 
     def close(self) -> None:
         """End its workers and threads; safe to call again."""
+        raise NotImplementedError
 
 
 def finished(batch: Any, to_tensors: ToTensors, skipped: deque[list[tuple[int, str]]]) -> Any:
@@ -72,7 +86,7 @@ def finished(batch: Any, to_tensors: ToTensors, skipped: deque[list[tuple[int, s
     return found.batch
 
 
-class DirectPass:
+class DirectPass(Pass):
     """Reads in this process, on the caller's thread, when asked.
 
     `paddle.io.DataLoader` without workers reads in a thread of its own; there the global generators, which
@@ -92,10 +106,6 @@ class DirectPass:
         self._to_tensors = to_tensors
         self._again: deque[Request] = deque()
         self.skipped: deque[list[tuple[int, str]]] = deque()
-        """For each batch: (row, why) of its samples that could not be read, where those are skipped."""
-
-    def __iter__(self) -> DirectPass:
-        return self
 
     def __next__(self) -> Any:
         request = self._again.popleft() if self._again else next(self._requests)
@@ -104,12 +114,6 @@ class DirectPass:
             return self._finished(self._reader.read(request, None), request)
         finally:
             put_back(self._standing)
-
-    def at_hand(self, count: int = 1) -> bool:
-        """Always: this thread reads them."""
-        return True
-
-    num_ahead = 0
 
     @property
     def runs_free(self) -> bool:
@@ -127,7 +131,7 @@ class DirectPass:
         return AGAIN
 
     def several(self, count: int) -> list[Any]:
-        """Return at most `count` batches, read with less ado; fewer, or none, where `next` has to look into it."""
+        """See `Pass`."""
         reader: Any = self._reader
         if self._again or not self.runs_free:
             return []
@@ -166,13 +170,6 @@ class DirectPass:
             return found
         self.close()
         raise found.error(request)
-
-    def interrupt(self) -> None:
-        """Nothing: a data set of the user's cannot be."""
-
-    def finish(self) -> None:
-        """End the pass."""
-        self.close()
 
     def close(self) -> None:
         """End the pass."""

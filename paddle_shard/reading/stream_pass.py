@@ -95,15 +95,12 @@ class StreamLoader:
             self.close()
 
 
-class StreamPass:
+class StreamPass(Pass):
     """One pass: yields the slices of this rank's steps, without an end of its own."""
 
     def __init__(self, core: Pass, joiner: Joiner, asked: deque[ChunkRequest]) -> None:
         self._core, self._joiner, self._asked = core, joiner, asked
         self._own_rows = OwnRows(joiner.gather)
-
-    def __iter__(self) -> StreamPass:
-        return self
 
     def __next__(self) -> Slice:
         """Return the slice of the next step.
@@ -129,9 +126,9 @@ class StreamPass:
             failure = ReadFailure.of(error, what="joining the rows of several workers", index=None, worker=None)
             raise failure.error(request) from None
 
-    def at_hand(self) -> bool:
-        """Return whether the next slice can be had without waiting for the workers."""
-        return self._core.at_hand(len(self._joiner.places))
+    def at_hand(self, count: int = 1) -> bool:
+        """Return whether the next slices can be had without waiting for the workers."""
+        return self._core.at_hand(count * len(self._joiner.places))
 
     def interrupt(self) -> None:
         """Make a call of `next` return that waits in another thread."""

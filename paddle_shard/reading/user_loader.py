@@ -97,7 +97,7 @@ class UserLoader:
             self.close()
 
 
-class UserPass:
+class UserPass(Pass):
     """One pass through the `__iter__` of the user's DataLoader subclass, which may change batches and read ahead.
 
     What is known of a batch (its rows, which of them are valid, where the run stands) goes by its number, so one that
@@ -123,9 +123,6 @@ class UserPass:
         dataloader = shallow_copy(loader.dataloader, loader._class)
         dataloader._start_pass = start_pass
         self._batches = iter(dataloader)
-
-    def __iter__(self) -> UserPass:
-        return self
 
     def __next__(self) -> Any:
         try:
@@ -179,9 +176,13 @@ class UserPass:
         return self._cores[0].runs_free
 
     @property
-    def skipped(self) -> deque[list[tuple[int, str]]]:
-        """See `DirectPass`."""
+    def skipped(self) -> deque[list[tuple[int, str]]]:  # type: ignore[override]
+        """See `Pass`."""
         return self._cores[0].skipped
+
+    def at_hand(self, count: int = 1) -> bool:
+        """Return whether the next batches can be had without waiting, as far as is known of the user's code."""
+        return not self._cores or self._cores[0].at_hand(max(0, count - len(self._taken)))
 
     def next_free(self) -> Any:
         """See `Pass`; the user's own `__iter__` is passed by, which only a plain DataLoader has none of."""

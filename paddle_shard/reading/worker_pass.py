@@ -11,12 +11,12 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import ToTensors
-from paddle_shard.reading.passes import finished
+from paddle_shard.reading.passes import Pass, finished
 from paddle_shard.reading.request import Request
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
 
-class WorkerPass:
+class WorkerPass(Pass):
     """Reads in worker processes, ahead of the caller."""
 
     def __init__(
@@ -39,16 +39,12 @@ class WorkerPass:
         self._to_tensors = to_tensors
         self._over = False
         """All that was asked for has come, and nothing else will be."""
-        self.skipped: deque[list[tuple[int, str]]] = deque()
-        """See `DirectPass`."""
+        self.skipped = deque()
         try:
             pool.start(requests)
         except BaseException:
             self.close()
             raise
-
-    def __iter__(self) -> WorkerPass:
-        return self
 
     def __next__(self) -> Any:
         pool = self._pool
@@ -84,12 +80,6 @@ class WorkerPass:
         """See `Pass`."""
         pool = self._pool
         return 0 if pool is None else pool.num_ahead
-
-    runs_free = True
-
-    def next_free(self) -> Any:
-        """Return the next batch: this process reads nothing."""
-        return next(self)
 
     def at_hand(self, count: int = 1) -> bool:
         """Return whether the next batches can be had without waiting for the workers."""

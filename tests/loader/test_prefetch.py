@@ -26,6 +26,7 @@ from paddle_shard.loader import options
 from paddle_shard.loader.agreeing import open_agreement, steps_ahead
 from paddle_shard.loader.prefetch import WORTH, Ahead, DrawnAhead
 from paddle_shard.loader.stream_pass import AgreedPass
+from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
@@ -489,15 +490,20 @@ def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_burs
     steps, ahead, read, now = 200, 8, [], 0.0
     monkeypatch.setattr("paddle_shard.loader.stream_pass.time", SimpleNamespace(perf_counter=lambda: now))
 
-    def reading():
-        for step in range(steps):
-            read.append(step)
-            yield step, SimpleNamespace(num_bytes=1 << 20)  # of which 8 are held at most
+    class Reading(Pass):
+        def __next__(self):
+            if len(read) == steps:
+                raise StopIteration
+            read.append(len(read))
+            return read[-1], SimpleNamespace(num_bytes=1 << 20)  # of which 8 are held at most
+
+        def close(self):
+            pass
 
     agreement = open_agreement(
         (0,), prefetch=ahead, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
     )
-    batches, calls, delivered = AgreedPass(reading(), agreement, in_bursts=in_bursts), [], []
+    batches, calls, delivered = AgreedPass(Reading(), agreement, in_bursts=in_bursts), [], []
     for step, _ in batches:
         delivered.append(step)
         calls.append(len(read))
@@ -585,12 +591,12 @@ def test_one_thread_announces(monkeypatch):
 
 
 def test_workers_that_pause_are_not_waited_for_while_batches_are_ready():
-    class Reading:
+    class Reading(Pass):
         """Whose workers pause after step 20; asking for more would block."""
 
         step, paused = 0, False
 
-        def at_hand(self):
+        def at_hand(self, count=1):
             return not self.paused
 
         def __next__(self):

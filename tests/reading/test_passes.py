@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from paddle_shard.errors import DataReadError
 from paddle_shard.loader.generators import generators
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.reading.passes import DirectPass
+from paddle_shard.reading.chunk import Slice
+from paddle_shard.reading.local_shuffle import MixedPass
+from paddle_shard.reading.passes import DirectPass, Pass
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
 from tests.trials import trials
@@ -104,3 +106,35 @@ def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory():
     assert [batch.tolist() for batch in found] == [
         [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
     ]
+
+
+class Waits(Pass):
+    """Serves slices of one row; those that are not yet there would have to be waited for."""
+
+    def __init__(self):
+        self.there = self.taken = 0
+
+    def __next__(self):
+        self.taken += 1
+        return Slice(np.array([self.taken]), np.array([True]), True)
+
+    def at_hand(self, count=1):
+        return self.taken + count <= self.there
+
+
+def test_a_mixed_pass_says_whether_its_next_window_has_to_be_waited_for():
+    reading = Waits()
+    mixed = MixedPass(reading, gather, window=3, first_window=0, skip=0, num_steps=6, key=b"k" * 64)
+
+    assert not mixed.at_hand()
+    reading.there = 3
+    assert mixed.at_hand()
+    assert mixed.at_hand(3)
+    assert not mixed.at_hand(4)
+    next(mixed)
+    assert mixed.at_hand(2), "which were read with the first"
+    assert not mixed.at_hand(3)
+
+
+def gather(values, rows):
+    return np.concatenate(values)[rows]
