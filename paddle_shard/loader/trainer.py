@@ -13,6 +13,7 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.loader.loader import ShardDataloader
+from paddle_shard.loader.say_once import say_once
 
 FILE = "paddle_shard.json"
 """In a checkpoint's folder. Where each rank has data of its own, the others' names hold the rank, too."""
@@ -79,13 +80,19 @@ class TrainerCallback:
             loader.set_epoch(saved["epoch"] + saved["ended"])
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Write the position into the checkpoint; on all ranks, at the same step."""
+        """Write the position into the checkpoint, `{output_dir}/checkpoint-{step}`; on all ranks, at the same step."""
         loader = self._loader(others.get("train_dataloader"))
         with suppress(ArgumentError):  # of streams, whose samples have no number
             loader.certificate()  # so that what all ranks have delivered is in the state
         if dist.get_rank() and not loader.is_dataset_splitted:
             return
         path = Path(args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank()))
+        if not path.parent.is_dir():
+            say_once(
+                "the trainer has made no checkpoint in %s, where TrainerCallback looks for it; the data's position is "
+                "written there all the same. To resume, give TrainerCallback(checkpoint=...) that folder.",
+                path.parent,
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
         new.write_text(json.dumps(loader.state_dict()))

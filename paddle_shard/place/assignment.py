@@ -62,12 +62,6 @@ class Assignment:
             raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
         if len(self.entries) == 1:
             return [(key, self.entries[0]) for key in wanted]
-        extra = [key for key in batch if key not in wanted]
-        if extra:
-            raise BatchStructureError(
-                f"the batch has the keys {extra}, which input_keys {list(wanted)} does not name, so their "
-                "mesh is unknown. Name them, with a mesh each, or take them out of the batch."
-            )
         if len(wanted) != len(self.entries):
             raise BatchStructureError(
                 f"the batch has {len(wanted)} keys {list(wanted)}, but meshes has {len(self.entries)} "

@@ -93,3 +93,18 @@ def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
 
     with pytest.raises(ArgumentError, match="ignore_data_skip=True"):
         paddle_shard.TrainerCallback().on_train_begin(args, SimpleNamespace(global_step=2), None)
+
+
+def test_a_trainer_that_saves_elsewhere_is_told_where_the_position_is(tmp_path, caplog):
+    position = paddle_shard.TrainerCallback()
+    given = paddle.io.DataLoader(Ids(), batch_size=4)
+    position.add(paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0))
+    for there in (True, False):
+        folder = tmp_path / str(there) / "checkpoint-1"
+        if there:
+            folder.mkdir(parents=True)
+        args = SimpleNamespace(output_dir=str(folder.parent))
+        position.on_save(args, SimpleNamespace(global_step=1), None, train_dataloader=given)
+        assert (folder / "paddle_shard.json").is_file()
+        said = [record.getMessage() for record in caplog.records if "made no checkpoint in" in record.getMessage()]
+        assert len(said) == (not there)
