@@ -15,7 +15,7 @@ from paddle.distributed import auto_parallel
 from paddle_shard.errors import ArgumentError, PaddleShardError
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.loader.say_once import say_once
-from paddle_shard.plan.order import Shuffle
+from paddle_shard.plan.orders import Shuffle
 
 
 def shard_dataloader(

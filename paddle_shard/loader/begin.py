@@ -129,7 +129,7 @@ def stream_pass(setup: PassSetup, start: LoaderState) -> AgreedPass:
             start,
             reading,
             _StreamSteps(setup, start),
-            ends_must_agree=source.tail == "error",
+            ends_must_agree=source.tail.refuses,
             outlook=stream_outlook(source.tail, num_steps),
             num_steps=num_steps,
             digest=(lambda found, made: found.digest) if source.stream.read_by_all else None,
@@ -162,7 +162,7 @@ class _StreamSteps:
         source = setup.source
         assert source.stream is not None
         self._setup, self._stream, self._size = setup, source.stream, source.batch_size
-        self._start, self._pads = start, source.tail == "pad"
+        self._start, self._pads = start, source.tail.pads
         self._local_rows = (start.sampler or {}).get("rows", 0)
         plan = source.stream.batches.plan
         self._micro_size = 0 if plan is None else plan.micro_rows

@@ -31,7 +31,7 @@ from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
-from paddle_shard.plan.order import Shuffle
+from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.reading.passes import shallow_copy
 from paddle_shard.reading.stream_pass import StreamLoader
@@ -221,7 +221,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         plan = None if source.stream is None else source.stream.batches.plan
         if plan is not None:
             order = f"stream in {plan.num_parts} parts"
-        if source.custom_sampler is None and self.plan is not None and self.plan.shuffle:
+        if source.custom_sampler is None and self.plan is not None and self.plan.ordering.shuffles:
             order = f"shuffled with seed {self.seed}"
         return (
             f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
@@ -378,7 +378,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
 
     def _warn_if_batches_differ(self) -> None:
         source = self._source
-        if source.tail != "pad" or source.batch_size is None or source.split:
+        if source.batch_size is None or source.split:
             return
         plan = self.plan
         if plan is not None and plan.num_rows(step=plan.num_steps - 1) != plan.batch_size:

@@ -39,7 +39,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         self.nranks = own_layout.num_data_ranks
         self.local_rank = own_layout.data_rank if own_layout.on_mesh else 0
         self.batch_size = batch_size
-        self.drop_last = source.tail == "drop"
+        self.drop_last = source.tail.drops
         self.shuffle = bool(getattr(self._given, "shuffle", False))
         self._acc_steps = source.accumulation
 

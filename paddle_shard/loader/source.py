@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.generators import generators
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.blocks import Blocks, num_parts
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.order import PADDLE, SHUFFLES, Shuffle
+from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.orders import Shuffle, find_ordering
+from paddle_shard.plan.paddle_order import PaddleOrdering, PaddleSequential
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.parts import MAX_PARTS
-from paddle_shard.plan.shard_plan import TAILS, ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Source:
     """Every data rank's loader has rows of its own."""
     item_is_batch: bool = False
     """An item of the data set is a whole global batch (`batch_size=None`)."""
-    tail: str = "pad"
+    tail: Tail = TAILS["pad"]
     custom_sampler: Any = None
     """The user's batch sampler, where it decides on the order."""
     stream: StreamSetup | None = None
@@ -61,11 +61,9 @@ def read_source(
         ArgumentError: Something in it cannot be honoured.
     """
     _check_kind(dataloader)
-    if shuffle is not None and shuffle not in SHUFFLES and not isinstance(shuffle, Blocks):
-        raise ArgumentError(f"shuffle must be None, True, False, 'blocks', a Blocks or 'paddle', got {shuffle!r}.")
-    if tail is not None and tail not in TAILS:
-        raise ArgumentError(f"tail must be None or one of {', '.join(map(repr, TAILS))}, got {tail!r}.")
     sampler = dataloader.batch_sampler
+    chosen = find_tail(tail, drop_last=bool(getattr(sampler, "drop_last", False)))
+    ordering = None if shuffle is None else find_ordering(shuffle, dataloader.dataset)
     # PaddleNLP's distributed sampler is not Paddle's, but says what part it reads just the same.
     parts = getattr(sampler, "nranks", 1)
     already_split = isinstance(sampler, paddle.io.DistributedBatchSampler) or (isinstance(parts, int) and parts > 1)
@@ -73,9 +71,9 @@ def read_source(
     accumulation = getattr(sampler, "_acc_steps", 1)
     if not (is_dataset_splitted or already_split):
         if sampler is None:
-            return _items(dataloader, accumulation, shuffle, seed, tail)
+            return _items(dataloader, accumulation, ordering, seed, chosen)
         if _is_plain(sampler):
-            return _planned(sampler, dataloader.dataset, num_data_ranks, accumulation, shuffle, seed, tail)
+            return _planned(sampler, num_data_ranks, accumulation, ordering, seed, chosen)
     if shuffle is not None:
         raise ArgumentError(
             f"shuffle={shuffle}: the order is that of the loader's own {type(sampler).__name__}. "
@@ -89,10 +87,15 @@ def read_source(
             )
         own_data_ranks = _check_split(sampler, layouts)
         if type(sampler) is paddle.io.DistributedBatchSampler:
-            return _paddles(sampler, own_data_ranks, accumulation, seed, tail)
+            return _paddles(sampler, own_data_ranks, accumulation, seed, chosen)
         num_data_ranks = 1
+    if tail is not None and chosen.pads and getattr(sampler, "drop_last", False):
+        raise ArgumentError(
+            f"tail={tail!r}: the loader's {type(sampler).__name__} has drop_last=True and drops its last, short "
+            "batch itself. Build it with drop_last=False, or leave tail at None."
+        )
     split = is_dataset_splitted or already_split
-    return _custom(sampler, dataloader.dataset, num_data_ranks, accumulation, seed, tail, split=split)
+    return _custom(sampler, dataloader.dataset, num_data_ranks, accumulation, seed, chosen, split=split)
 
 
 def _check_kind(dataloader: Any) -> None:
@@ -126,22 +129,20 @@ def _is_plain(batch_sampler: Any) -> bool:
 
 def _planned(
     sampler: Any,
-    dataset: Any,
     num_data_ranks: int,
     accumulation: int,
-    shuffle: Shuffle | None,
+    ordering: Ordering | None,
     seed: int,
-    tail: str | None,
+    tail: Tail,
 ) -> Source:
-    if shuffle is None:
-        shuffle = type(sampler.sampler) is paddle.io.RandomSampler
+    shuffles = type(sampler.sampler) is paddle.io.RandomSampler
     plan = ShardPlan(
         num_samples=_length(sampler.sampler.data_source),
         batch_size=sampler.batch_size * accumulation,
         num_data_ranks=num_data_ranks,
-        shuffle=_sized(shuffle, dataset),
+        shuffle=shuffles if ordering is None else ordering,
         seed=seed,
-        tail=_tail(tail, sampler),
+        tail=tail,
         accumulation=accumulation,
     )
     if plan.num_steps == 0:
@@ -149,64 +150,38 @@ def _planned(
             f"tail='drop' leaves no batch: the data set has {plan.num_samples} samples and the global batch "
             f"{plan.batch_size}. Use a smaller batch, or tail='pad' or 'fill'."
         )
-    _warn_if_blocks_are_shared(plan)
-    return Source(batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=plan.tail)
+    advice = plan.ordering.advice(plan.num_samples, num_data_ranks, plan.width)
+    if advice is not None:
+        warnings.warn(advice, stacklevel=5)
+    return Source(batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=tail)
 
 
-def _sized(shuffle: Shuffle, dataset: Any) -> Shuffle:
-    """Give "blocks" the size that the data set says its blocks on disk have."""
-    if shuffle != "blocks" or not hasattr(dataset, "block_size"):
-        return shuffle
-    size = dataset.block_size
-    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-        raise ArgumentError(
-            f"shuffle='blocks': block_size of the {type(dataset).__name__} must be an int >= 1, the samples in a "
-            f"block on disk, got {size!r}. Correct it, or give shuffle=paddle_shard.Blocks(size=...)."
-        )
-    return Blocks(size=int(size))
-
-
-def _warn_if_blocks_are_shared(plan: ShardPlan) -> None:
-    if not isinstance(plan.shuffle, Blocks):
-        return
-    parts = num_parts(plan.num_samples, plan.shuffle, plan.width)
-    if parts % plan.num_data_ranks:
-        warnings.warn(
-            f"shuffle='blocks': the {plan.num_data_ranks} data ranks do not divide the order's {parts} parts (the "
-            f"largest divisor, up to {MAX_PARTS}, of a micro-batch's {plan.width} rows that is no more than the "
-            f"{-(-plan.num_samples // plan.shuffle.size)} blocks), so several data ranks open the same blocks. The "
-            "order is right all the same; for reads that are not shared, give a batch size with other divisors or "
-            "a smaller Blocks(size=...).",
-            stacklevel=6,
-        )
-
-
-def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: str | None) -> Source:
+def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: Tail) -> Source:
     """Return the order of Paddle's own sampler over all its ranks; each takes the slice that the sampler gives it."""
     plan = ShardPlan(
         num_samples=_length(sampler.dataset),
         batch_size=sampler.batch_size * sampler.nranks * accumulation,
         num_data_ranks=num_data_ranks,
-        shuffle=PADDLE[0] if sampler.shuffle else PADDLE[1],
+        shuffle=PaddleOrdering() if sampler.shuffle else PaddleSequential(),
         seed=seed,
-        tail=_tail(tail, sampler),
+        tail=tail,
         accumulation=accumulation,
     )
     return Source(
         batches=PlanBatches(plan),
         batch_size=plan.batch_size,
         accumulation=accumulation,
-        tail=plan.tail,
+        tail=tail,
         custom_sampler=sampler,
     )
 
 
-def _items(dataloader: Any, accumulation: int, shuffle: Shuffle | None, seed: int, tail: str | None) -> Source:
+def _items(dataloader: Any, accumulation: int, ordering: Ordering | None, seed: int, tail: Tail) -> Source:
     plan = ShardPlan(
         num_samples=_length(dataloader.dataset),
         batch_size=1,
         num_data_ranks=1,
-        shuffle=False if shuffle is None else _sized(shuffle, dataloader.dataset),
+        shuffle=False if ordering is None else ordering,
         seed=seed,
     )
     return Source(
@@ -214,30 +189,23 @@ def _items(dataloader: Any, accumulation: int, shuffle: Shuffle | None, seed: in
         batch_size=None,
         accumulation=accumulation,
         item_is_batch=True,
-        tail=tail or "pad",
+        tail=tail,
     )
 
 
 def _custom(
-    sampler: Any, dataset: Any, num_data_ranks: int, accumulation: int, seed: int, tail: str | None, *, split: bool
+    sampler: Any, dataset: Any, num_data_ranks: int, accumulation: int, seed: int, tail: Tail, *, split: bool
 ) -> Source:
-    drops = bool(getattr(sampler, "drop_last", False))
-    if drops and tail in ("pad", "fill"):
-        raise ArgumentError(
-            f"tail={tail!r}: the loader's {type(sampler).__name__} has drop_last=True and drops its last, short "
-            "batch itself. Build it with drop_last=False, or leave tail at None."
-        )
     size = getattr(sampler, "batch_size", None)
     nominal = size * accumulation if isinstance(size, int) else None
     if nominal is not None:
         check_batch_size(nominal, num_data_ranks, accumulation)
-    chosen = _tail(tail, sampler)
     num_steps = None
     length = _length_or_none(sampler.sampler) if type(sampler) is paddle.io.BatchSampler else None
     if length is not None and nominal is not None:
         # The sampler yields single indices, so its length tells whether the last batch is short.
         full, rest = divmod(length, nominal)
-        num_steps = full + (rest > 0 and chosen != "drop")
+        num_steps = full + (rest > 0 and not tail.drops)
         if length == 0:
             raise ArgumentError(
                 f"the loader's {type(sampler.sampler).__name__} has no samples: there is nothing to serve. Check the "
@@ -248,7 +216,7 @@ def _custom(
                 f"tail='drop' leaves no batch: the loader's {type(sampler.sampler).__name__} has {length} samples and "
                 f"the global batch {nominal}. Use a smaller batch, or drop_last=False."
             )
-        if rest and chosen == "error":
+        if rest and tail.refuses:
             raise ArgumentError(
                 f"tail='error': the {full * nominal + rest} samples of the loader's "
                 f"{type(sampler.sampler).__name__} do not fill its last batch of {nominal}. "
@@ -257,7 +225,7 @@ def _custom(
     batches = UserBatches(
         batch_sampler=sampler,
         num_data_ranks=num_data_ranks,
-        tail=chosen,
+        tail=tail,
         nominal_size=nominal,
         num_steps=num_steps,
         accumulation=1 if split else accumulation,
@@ -273,15 +241,9 @@ def _custom(
         batch_size=nominal,
         accumulation=accumulation,
         split=split,
-        tail=chosen,
+        tail=tail,
         custom_sampler=sampler,
     )
-
-
-def _tail(tail: str | None, sampler: Any) -> str:
-    if tail is not None:
-        return tail
-    return "drop" if getattr(sampler, "drop_last", False) else "pad"
 
 
 def _lengths(sampler: Any, dataset: Any, *, sized: bool) -> dict[str, int]:

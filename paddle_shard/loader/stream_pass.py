@@ -18,6 +18,7 @@ from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.placed_pass import close_reading, read_next
 from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.tails import Tail
 from paddle_shard.reading.chunk import Slice
 from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.reader import AGAIN
@@ -279,7 +280,7 @@ class AgreedPass:
         return True
 
 
-def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outlook]:
+def stream_outlook(tail: Tail, num_steps: int | None) -> Callable[[Slice], Outlook]:
     """Return what says of a stream's slice whether it can be delivered.
 
     Args:
@@ -290,9 +291,9 @@ def stream_outlook(tail: str, num_steps: int | None) -> Callable[[Slice], Outloo
     def outlook(found: Slice) -> Outlook:
         if num_steps is not None or (found.whole and found.fresh):
             return OK if found.batch is not None or not found.empty else EXHAUSTED
-        if tail in ("pad", "repeat"):
+        if tail.pads or tail.repeats:
             return EXHAUSTED if found.empty or not found.fresh else OK
-        return UNEQUAL if tail == "error" and not found.empty else END
+        return UNEQUAL if tail.refuses and not found.empty else END
 
     return outlook
 

@@ -21,7 +21,8 @@ from paddle_shard.loader.stream_setup import StreamSetup
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.parts import STREAM_TAILS, PartsPlan, check_count, choose_num_parts
+from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
+from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.samplers.stream_batches import StreamBatches
 from paddle_shard.sources.foreign import Foreign, ForeignSource
 from paddle_shard.stages import Repeat, Stripe
@@ -94,7 +95,8 @@ def read_stream(
     Raises:
         ArgumentError: Something in it cannot be honoured; the text says what can.
     """
-    _check_arguments(dataloader, shuffle, tail, num_parts, num_batches)
+    _check_arguments(dataloader, shuffle, num_parts, num_batches)
+    chosen = find_tail(tail, stream=True, drop_last=dataloader.drop_last)
     num_parts = None if num_parts is None else int(num_parts)
     num_batches = None if num_batches is None else int(num_batches)
     dataset = dataloader.dataset
@@ -107,7 +109,6 @@ def read_stream(
     foreign = isinstance(stream.stage, ForeignSource)
     is_dataset_splitted = is_dataset_splitted or foreign
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
-    chosen = tail or ("drop" if dataloader.drop_last else "pad")
     size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
     if size is None and stream.batched is not None:  # a last stage that makes the batches
         size, stream = (stream.batched or 1) * accumulation, stream.unbatched()
@@ -130,7 +131,7 @@ def read_stream(
     else:
         stage = stream.stage if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
         if not is_dataset_splitted:
-            chosen = "drop"  # all ranks read the same batches, which end together
+            chosen = TAILS["drop"]  # all ranks read the same batches, which end together
     if own_rows and stream.mixed is not None:
         raise ArgumentError(
             "local_shuffle mixes rows, but fields of dense_tensor_idx, and those placed 'as read', need not have a row "
@@ -285,15 +286,11 @@ def _held(plan: PartsPlan, layouts: Sequence[FieldLayout], *, split: bool) -> tu
     return tuple(sorted(held)) or tuple(range(plan.num_parts))  # on none of the meshes: for where they end
 
 
-def _check_arguments(dataloader: Any, shuffle: Any, tail: str | None, num_parts: Any, num_batches: Any) -> None:
+def _check_arguments(dataloader: Any, shuffle: Any, num_parts: Any, num_batches: Any) -> None:
     if shuffle:
         raise ArgumentError(
             f"shuffle={shuffle!r}: a stream has no index to be shuffled by. Leave shuffle at None, and permute it in "
             "windows: paddle_shard.Stream.of(...).shuffle(window)."
-        )
-    if tail is not None and tail not in STREAM_TAILS:
-        raise ArgumentError(
-            f"tail must be None or one of {', '.join(map(repr, STREAM_TAILS))} for a stream, got {tail!r}."
         )
     for name, value in (("num_parts", num_parts), ("num_batches", num_batches)):
         if value is not None:

@@ -28,7 +28,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
         return
     counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
-    if plan.tail == "pad" and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
+    if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
         say_once(
             "tail='pad': %d of the %d rows that rank %d was given in this epoch are padding, because the stream's %d "
             "parts end at different times. %s",
@@ -39,7 +39,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             _remedy(stream),
         )
     stage = stream.stage
-    if plan.tail == "drop" and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
+    if plan.ending.drops and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
         parts = tuple(range(plan.num_parts))
         share = _dropped(stage, Opening(parts=parts, num_parts=len(parts), seed=setup.seed, epoch=epoch))
         if share is None or share > 0.01:

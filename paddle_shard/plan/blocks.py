@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.parts import choose_num_parts
+from paddle_shard.plan.order import Order, Ordering
+from paddle_shard.plan.parts import MAX_PARTS, choose_num_parts
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Indices, Permutation
 
@@ -18,7 +20,7 @@ TABLE = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class Blocks(Ordering):
     """A shuffle for data on disk: whole blocks in random order, and their samples mixed a few blocks at a time.
 
     A full shuffle opens another block for almost every sample. Here the epoch's random order of the blocks is
@@ -29,6 +31,8 @@ class Blocks:
         >>> Blocks(size=512)
         Blocks(size=512, window=8)
     """
+
+    name: ClassVar[bool | str] = "blocks"
 
     size: int = 1024
     """Consecutive samples that lie together on disk: a chunk, a page, a row group. At least 1."""
@@ -42,6 +46,64 @@ class Blocks:
                 meaning = "samples in a block on disk" if name == "size" else "blocks that are mixed"
                 raise ArgumentError(f"Blocks: {name} must be an int >= 1 ({meaning}), got {value!r}.")
             object.__setattr__(self, name, int(value))
+
+    def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
+        """Return the order of an epoch; a loader calls it.
+
+        Args:
+            length: Number of samples.
+            seed: Of the run.
+            epoch: Any int.
+            width: Rows of a micro-batch.
+        """
+        return block_order(length, self, width, seed, epoch)
+
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+        """Return what a saved state says of the order; a loader calls it.
+
+        Args:
+            num_data_ranks: The order does not depend on them.
+            accumulation: Micro-batches in a global batch.
+        """
+        return {"block_size": self.size, "window": self.window, "accumulation": accumulation}
+
+    def for_dataset(self, dataset: Any) -> Blocks:
+        """Return blocks as large as those of a data set on disk; a loader calls it.
+
+        Args:
+            dataset: Its `block_size` is taken, if it has one.
+
+        Raises:
+            ArgumentError: Its `block_size` is none.
+        """
+        if not hasattr(dataset, "block_size"):
+            return self
+        size = dataset.block_size
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ArgumentError(
+                f"shuffle='blocks': block_size of the {type(dataset).__name__} must be an int >= 1, the samples in a "
+                f"block on disk, got {size!r}. Correct it, or give shuffle=paddle_shard.Blocks(size=...)."
+            )
+        return Blocks(size=int(size), window=self.window)
+
+    def advice(self, num_samples: int, num_data_ranks: int, width: int) -> str | None:
+        """Return a warning if several data ranks will open the same blocks; a loader calls it.
+
+        Args:
+            num_samples: Of the data set.
+            num_data_ranks: Which read it.
+            width: Rows of a micro-batch.
+        """
+        parts = num_parts(num_samples, self, width)
+        if parts % num_data_ranks == 0:
+            return None
+        return (
+            f"shuffle='blocks': the order has {parts} parts, which {num_data_ranks} data ranks do not divide, so "
+            "several data ranks open the same blocks. The order is right all the same. (The number of parts is the "
+            f"largest divisor, up to {MAX_PARTS}, of the {width} rows of a micro-batch that is not larger than the "
+            f"{-(-num_samples // self.size)} blocks.) To share no reads, choose a batch size with other divisors, or "
+            "a smaller Blocks(size=...)."
+        )
 
 
 def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:

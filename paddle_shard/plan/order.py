@@ -1,24 +1,16 @@
-"""Which sample stands at a position of an epoch, in any of the orders there are?"""
+"""What is an order of samples?"""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from paddle_shard.plan.blocks import Blocks, block_order
-from paddle_shard.plan.shuffle import Indices, permutation
-
-PADDLE = ("paddle", "paddle unshuffled")
-"""Orders of Paddle's `DistributedBatchSampler`, whose padding comes before the shuffle."""
-SHUFFLES = (False, True, "blocks", *PADDLE)
-Shuffle: TypeAlias = bool | str | Blocks
-"""One of `SHUFFLES`, or what "blocks" stands for."""
+from paddle_shard.plan.shuffle import Indices
 
 
 class Order(Protocol):
-    """A bijection of [0, length) and its inverse, on int64 arrays."""
+    """A bijection of [0, length) and its inverse, on int64 arrays: the order of one epoch."""
 
     def __call__(self, positions: Indices) -> Indices:
         """Return what stands at each position."""
@@ -30,8 +22,8 @@ class Order(Protocol):
         """Return what stands at positions [start, stop)."""
 
 
-class Sequential:
-    """0, 1, 2, ..."""
+class Identity:
+    """The order 0, 1, 2, ..."""
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the positions."""
@@ -46,47 +38,45 @@ class Sequential:
         return np.arange(start, stop, dtype=np.int64)
 
 
-class PaddleOrder:
-    """The shuffle of Paddle's `DistributedBatchSampler`: a table, drawn from `RandomState(epoch)`."""
+class Ordering:
+    """A way to order the samples of every epoch: a value, the same on all ranks.
 
-    def __init__(self, length: int, epoch: int) -> None:
-        self._table = np.arange(length, dtype=np.int64)
-        np.random.RandomState(epoch).shuffle(self._table)
-        self._inverse: Indices | None = None
-
-    def __call__(self, positions: Indices) -> Indices:
-        """Return what stands at each position."""
-        return self._table[positions]
-
-    def inverse(self, samples: Indices) -> Indices:
-        """Return the position of each sample."""
-        if self._inverse is None:
-            self._inverse = np.empty_like(self._table)
-            self._inverse[self._table] = np.arange(len(self._table))
-        return self._inverse[samples]
-
-    def between(self, start: int, stop: int) -> Indices:
-        """Return what stands at positions [start, stop)."""
-        return self._table[start:stop]
-
-
-def order_of(shuffle: Shuffle, length: int, seed: int, epoch: int, width: int) -> Order:
-    """Return the order of an epoch.
-
-    Args:
-        shuffle: A `Blocks`, or one of `SHUFFLES` but "blocks", whose size a plan decides.
-        length: Number of positions.
-        seed: Not used by "paddle", whose order is Paddle's own.
-        epoch: For "paddle" at least 0.
-        width: Rows of a micro-batch; only the order of blocks depends on it.
+    To add one, write a subclass in a file of its own and a row of `orders.ORDERINGS`. The seed is part of every saved
+    state; `fingerprint` adds what else the order depends on.
     """
-    if isinstance(shuffle, Blocks):
-        return block_order(length, shuffle, width, seed, epoch)
-    if shuffle == "paddle":
-        return _paddle_order(length, epoch)
-    return permutation(length, "order", seed, epoch) if shuffle is True else Sequential()
 
+    __slots__ = ()
 
-@lru_cache(maxsize=2)
-def _paddle_order(length: int, epoch: int) -> PaddleOrder:
-    return PaddleOrder(length, epoch)
+    name: ClassVar[bool | str]
+    """What a saved state calls it."""
+    shuffles: ClassVar[bool] = True
+    """Each epoch has an order of its own."""
+    pads_first: ClassVar[bool] = False
+    """Padding is added before the shuffle, so that it may stand anywhere in the epoch."""
+
+    def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
+        """Return the order of an epoch.
+
+        Args:
+            length: Number of positions.
+            seed: Of the run.
+            epoch: Any int.
+            width: Rows of a micro-batch.
+        """
+        raise NotImplementedError
+
+    def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
+        """Return the positions of an epoch: the samples, and the padding that `pads_first`."""
+        return num_samples
+
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+        """Return what the order depends on, besides the number of samples, the seed and the epoch: for JSON."""
+        return {}
+
+    def for_dataset(self, dataset: Any) -> Ordering:
+        """Return the ordering as it suits a data set, where the user has only given its name."""
+        return self
+
+    def advice(self, num_samples: int, num_data_ranks: int, width: int) -> str | None:
+        """Return what the user should know of the order with these sizes, if anything."""
+        return None

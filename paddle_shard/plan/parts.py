@@ -8,14 +8,14 @@ part r // (rows / P), so the global batches are the same whoever holds what.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.partition import Rows, check_batch_size
+from paddle_shard.plan.tails import Tail, find_tail
 
-STREAM_TAILS = ("pad", "drop", "repeat", "error")
 MAX_PARTS = 64
 """Most parts that are chosen without being asked for."""
 
@@ -47,16 +47,15 @@ class PartsPlan:
     longest has ended; "error": refuse, unless all end together with a whole batch."""
     num_batches: int | None = None
     """Exactly so many steps, whatever the lengths: parts that end are opened again. None: as the tail says."""
+    ending: Tail = field(init=False, repr=False, compare=False)
+    """What `tail` stands for."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_parts", "num_data_ranks", "accumulation"):
             check_count(name, getattr(self, name))
         if self.num_batches is not None:
             check_count("num_batches", self.num_batches)
-        if self.tail not in STREAM_TAILS:
-            raise ArgumentError(
-                f"tail must be one of {', '.join(map(repr, STREAM_TAILS))} for a stream, got {self.tail!r}."
-            )
+        object.__setattr__(self, "ending", find_tail(self.tail, stream=True))
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
         works = [p for p in _divisors(self.micro_rows) if p % self.num_data_ranks == 0]
         if self.micro_rows % self.num_parts:
@@ -89,7 +88,7 @@ class PartsPlan:
     @property
     def repeats(self) -> bool:
         """Whether a part that ends is opened again."""
-        return self.tail == "repeat" or self.num_batches is not None
+        return self.ending.repeats or self.num_batches is not None
 
     def parts_of(self, data_rank: int, num_data_ranks: int | None = None) -> tuple[int, ...]:
         """Return the parts that a data rank holds.
@@ -126,15 +125,13 @@ class PartsPlan:
         if self.num_batches is not None:
             return self.num_batches
         size = self.samples_per_part
-        if self.tail == "drop":
-            return min(lengths) // size
-        if self.tail == "error" and (min(lengths) != max(lengths) or lengths[0] % size):
+        if self.ending.refuses and (min(lengths) != max(lengths) or lengths[0] % size):
             raise ArgumentError(
                 f"tail='error': the stream's {self.num_parts} parts have {_listed(lengths)} samples, which do not end "
                 f"together with a whole batch ({size} of each part). Choose tail='pad', 'drop' or 'repeat', or "
                 "num_batches=."
             )
-        return -(-max(lengths) // size)
+        return self.ending.num_steps(lengths, size)
 
 
 def chunks_of(parts: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:

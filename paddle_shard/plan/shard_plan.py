@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.coverage import Coverage, coverage
-from paddle_shard.plan.order import PADDLE, SHUFFLES, Order, Shuffle, order_of
+from paddle_shard.plan.order import Order, Ordering
+from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_row, slice_rows
 from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices
-
-TAILS = ("pad", "fill", "drop", "error")
+from paddle_shard.plan.tails import Tail, find_tail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +54,10 @@ class ShardPlan:
     """The global batch: samples that one step consumes over all data ranks."""
     num_data_ranks: int
     """Product of the sizes of the data axes; the least common multiple where meshes differ."""
-    shuffle: Shuffle = False
+    shuffle: Shuffle = field(default=False, compare=False)
     """False: 0..n-1. True: a keyed permutation, another one each epoch. A `Blocks`: one that opens a block on
     disk on one data rank; "blocks": `Blocks()`. "paddle": the order of Paddle's
-    `DistributedBatchSampler(shuffle=True)`, padding included, which depends on `num_data_ranks`;
-    "paddle unshuffled": the same without shuffle."""
+    `DistributedBatchSampler(shuffle=True)`, padding included, which depends on `num_data_ranks`."""
     seed: int = 0
     """Of the keyed permutations."""
     tail: str = "pad"
@@ -73,6 +71,9 @@ class ShardPlan:
     before the run went on with this one; ends with the first position of `batch_size`'s own stretch."""
     ended: bool = False
     """The epoch ended where the last of `segments` begins: what the tail dropped there stays so in `batch_size`."""
+    ordering: Ordering = field(init=False, repr=False)
+    """What `shuffle` stands for."""
+    ending: Tail = field(init=False, repr=False, compare=False)
     _start: tuple[int, int] = field(init=False, repr=False, compare=False)
     """(step, position) at which the stretch of `batch_size` begins."""
     _rest: int = field(init=False, repr=False, compare=False)
@@ -89,29 +90,20 @@ class ShardPlan:
             object.__setattr__(self, name, int(value))
         if self.num_samples > MAX_SAMPLES:
             raise ArgumentError(f"num_samples must be at most 2^62, got {self.num_samples}.")
-        self._check_shuffle()
-        if self.tail not in TAILS:
-            raise ArgumentError(f"tail must be one of {_listed(TAILS)}, got {self.tail!r}.")
+        object.__setattr__(self, "ordering", find_ordering(self.shuffle))
+        object.__setattr__(self, "ending", find_tail(self.tail))
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
-        more = -self.num_samples % self.num_data_ranks if self.shuffle in PADDLE else 0
-        object.__setattr__(self, "_num_positions", self.num_samples + more)
+        positions = self.ordering.num_positions(self.num_samples, self.num_data_ranks)
+        object.__setattr__(self, "_num_positions", positions)
         self._check_segments()
         self._count_steps()
-        if self.tail == "error" and self._rest:
+        if self.ending.refuses and self._rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
                 f"tail='error': {self.num_samples} samples do not fill the last batch of {self.batch_size} "
                 f"({self._rest} are left over). Nearest lengths that do: {_either(lengths)}; "
                 "or choose tail='pad', 'fill' or 'drop'."
             )
-
-    def _check_shuffle(self) -> None:
-        if self.shuffle == "blocks":
-            object.__setattr__(self, "shuffle", Blocks())
-        if isinstance(self.shuffle, Blocks):
-            return
-        if self.shuffle not in SHUFFLES or isinstance(self.shuffle, int) != isinstance(self.shuffle, bool):
-            raise ArgumentError(f"shuffle must be a Blocks or one of {_listed(SHUFFLES)}, got {self.shuffle!r}.")
 
     def _check_segments(self) -> None:
         starts = [first for first, _ in self.segments]
@@ -138,7 +130,7 @@ class ShardPlan:
         full, rest = divmod(left, self.batch_size)
         object.__setattr__(self, "_start", (step, position))
         object.__setattr__(self, "_rest", rest)
-        object.__setattr__(self, "_num_steps", step + full + (rest > 0 and self.tail != "drop"))
+        object.__setattr__(self, "_num_steps", step + full + (rest > 0 and not self.ending.drops))
 
     @property
     def padding_unit(self) -> int:
@@ -202,10 +194,10 @@ class ShardPlan:
         if step < self._start[0]:
             return self._stretch(step)[1]
         rest = self.num_positions - self.first_position(step=step)
-        if rest >= self.batch_size or self.tail == "fill":
+        if rest >= self.batch_size:
             return self.batch_size
-        unit = self.num_data_ranks if self.shuffle in PADDLE else self.padding_unit
-        return rest + -rest % unit
+        unit = self.num_data_ranks if self.ordering.pads_first else self.padding_unit
+        return self.ending.num_rows(rest, self.batch_size, unit)
 
     def micro_size(self, *, step: int) -> int:
         """Return the rows of a micro-batch of the global batch at `step`; the last one may have fewer.
@@ -213,7 +205,7 @@ class ShardPlan:
         Args:
             step: Of the epoch, from 0.
         """
-        if self.shuffle in PADDLE:
+        if self.ordering.pads_first:
             return self.batch_size // self.accumulation
         return max(1, self.num_rows(step=step) // self.accumulation)
 
@@ -223,7 +215,7 @@ class ShardPlan:
         Args:
             step: Of the epoch, from 0.
         """
-        if self.shuffle in PADDLE:
+        if self.ordering.pads_first:
             raise ArgumentError("padding: Paddle's depends on the epoch; use valid(epoch=, step=, rows=).")
         rows = self.num_rows(step=step)
         return max(0, self.first_position(step=step) + rows - self.num_positions)
@@ -238,7 +230,7 @@ class ShardPlan:
         """
         positions = self.first_position(step=step) + rows
         real = positions < self.num_positions
-        if self.shuffle in PADDLE:
+        if self.ordering.pads_first:
             real &= self.order(epoch=epoch)(positions % self.num_positions) < self.num_samples
         return real
 
@@ -282,7 +274,7 @@ class ShardPlan:
 
     def _samples(self, found: Indices) -> Indices:
         """What stands at positions, as samples: Paddle's padding stands there as numbers past the last sample."""
-        return found % self.num_samples if self.shuffle in PADDLE else found
+        return found % self.num_samples if self.ordering.pads_first else found
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:
         """Return the real samples at positions [first, end) of the epoch's order.
@@ -338,15 +330,9 @@ class ShardPlan:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a saved run must agree with to go on in this order: JSON-able, without the batch size."""
-        found: dict[str, Any] = {"num_samples": self.num_samples, "shuffle": self.shuffle, "tail": self.tail}
-        if self.shuffle is True:
-            found["seed"] = self.seed
-        if isinstance(self.shuffle, Blocks):
-            found |= {"shuffle": "blocks", "block_size": self.shuffle.size, "window": self.shuffle.window}
-            found |= {"seed": self.seed, "accumulation": self.accumulation}
-        if self.shuffle in PADDLE:
-            found["num_data_ranks"] = self.num_data_ranks
-        return found
+        order = self.ordering
+        found = {"num_samples": self.num_samples, "shuffle": order.name, "seed": self.seed, "tail": str(self.tail)}
+        return found | order.fingerprint(num_data_ranks=self.num_data_ranks, accumulation=self.accumulation)
 
     def order(self, *, epoch: int) -> Order:
         """Return the epoch's order: which sample stands at each of `num_positions` positions, and the inverse.
@@ -354,7 +340,7 @@ class ShardPlan:
         Args:
             epoch: The epoch.
         """
-        return order_of(self.shuffle, self.num_positions, self.seed, epoch, self.width)
+        return self.ordering.order(self.num_positions, self.seed, epoch, self.width)
 
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.num_steps:
@@ -363,7 +349,3 @@ class ShardPlan:
 
 def _either(numbers: tuple[int, ...]) -> str:
     return " or ".join(map(str, numbers))
-
-
-def _listed(values: tuple[object, ...]) -> str:
-    return ", ".join(map(repr, values))

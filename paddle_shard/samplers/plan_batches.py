@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.order import PADDLE
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
@@ -65,7 +64,7 @@ class PlanBatches:
             if resumed.ended:
                 return
             plan, first = resumed_plan(plan, resumed), resumed.steps
-        known, last, sizes = plan.shuffle not in PADDLE, plan.num_steps - 1, (0, 0)
+        known, last, sizes = not plan.ordering.pads_first, plan.num_steps - 1, (0, 0)
         for step in range(first, last + 1):
             if step in (first, last) or step <= plan.alike_from:
                 sizes = plan.num_rows(step=step), plan.micro_size(step=step)

@@ -14,6 +14,7 @@ from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.tails import Tail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class StreamBatches:
     """Opens its parts, or all of it where items are whole batches."""
     plan: PartsPlan | None
     """None: each item is a whole batch."""
-    tail: str
+    tail: Tail
     num_batches: int | None
     seed: int
     split_over: int | None = None
@@ -61,7 +62,7 @@ class StreamBatches:
     @property
     def repeats(self) -> bool:
         """Whether a part that ends is read again."""
-        return self.tail == "repeat" or self.num_batches is not None
+        return self.tail.repeats or self.num_batches is not None
 
     @property
     def knows_length(self) -> bool:
@@ -108,7 +109,7 @@ class StreamBatches:
             return whole
         left = [max(0, length - start.samples // num_parts) for length in lengths]
         size = plan.samples_per_part
-        return min(left) // size if plan.tail == "drop" else -(-max(left) // size)
+        return plan.ending.num_steps(left, size)
 
     def stripe(self, start: LoaderState) -> int:
         """Return the rows of a micro-batch that come from one part: of the epoch's first, which its cut keeps."""
@@ -123,7 +124,7 @@ class StreamBatches:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on."""
-        found: dict[str, Any] = {"stream": self.stage.fingerprint(), "seed": self.seed, "tail": self.tail}
+        found: dict[str, Any] = {"stream": self.stage.fingerprint(), "seed": self.seed, "tail": str(self.tail)}
         if self.plan is not None:
             found["num_parts"] = self.plan.num_parts
         if self.num_batches is not None:

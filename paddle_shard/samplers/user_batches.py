@@ -16,6 +16,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows, check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.tails import Tail
 from paddle_shard.samplers.draw import Draw, Drawn, owner_of, samplers
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
 
@@ -76,8 +77,8 @@ class UserBatches:
     batch_sampler: Iterable[Any]
     """Yields lists of indices; each is a global batch."""
     num_data_ranks: int
-    tail: str
-    """One of `plan.shard_plan.TAILS`."""
+    tail: Tail
+    """Of the last batch, where the sampler yields a short one."""
     nominal_size: int | None = None
     """Rows of a full batch, where the sampler says so."""
     num_steps: int | None = None
@@ -112,7 +113,7 @@ class UserBatches:
     @property
     def _says_length(self) -> bool:
         """Whether the sampler's own length is that of its batches here: its last is not dropped by the tail."""
-        return self.tail != "drop" or bool(getattr(self.batch_sampler, "drop_last", False))
+        return not self.tail.drops or bool(getattr(self.batch_sampler, "drop_last", False))
 
     def untouched(self) -> UserBatches:
         """Return the same over a copy of the sampler; over itself where it cannot be copied."""
@@ -169,7 +170,7 @@ class UserBatches:
         inner = getattr(self.batch_sampler, "sampler", None)
         if inner is not None:
             names["sampler"] = type(inner).__name__
-        return {**names, **self.lengths, "tail": self.tail, "seed": self.seed}
+        return {**names, **self.lengths, "tail": str(self.tail), "seed": self.seed}
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[UserBatch]:
         """Iterate over the global batches of an epoch.
@@ -361,18 +362,16 @@ class UserBatches:
             raise type(error)(text) from None
 
     def _last(self, batch: list[Any], head: list[Any], step: int, noted: dict[str, Any]) -> Iterator[UserBatch]:
-        if self.tail == "drop":
+        if self.tail.drops:
             if not self._drops_itself:
                 return
             self._check_size(batch, step)
-        if self.tail == "error":
+        if self.tail.refuses:
             raise ArgumentError(
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        padding = -len(batch) % self._unit
-        if self.tail == "fill" and self.nominal_size is not None:
-            padding = max(padding, self.nominal_size - len(batch))
+        padding = max(0, self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit) - len(batch))
         order = head + batch
         indices = batch + [order[i % len(order)] for i in range(padding)]
         yield UserBatch(indices=indices, micro_size=len(indices) // self.accumulation, padding=padding, **noted)

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.tails import INDEX_TAILS
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from paddle_shard.testing.strategies import layouts_with_data_axes
+from tests.orders_and_tails import BLOCKS, OF_ANY_MESH
 from tests.trials import trials
 
 
@@ -43,7 +45,6 @@ def one_pass(loader):
     return out
 
 
-BLOCKS = paddle_shard.Blocks(size=3, window=2)
 UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks do not divide:UserWarning")
 
 
@@ -134,9 +135,9 @@ def in_row_order(slices, accumulation):
     mesh=layouts_with_data_axes(),
     length=st.integers(1, 60),
     multiple=st.integers(1, 3),
-    tail=st.sampled_from(["pad", "fill", "drop", "error"]),
+    tail=st.sampled_from(INDEX_TAILS),
     accumulation=st.integers(1, 3),
-    shuffle=st.sampled_from([False, True, BLOCKS, "blocks"]),
+    shuffle=st.sampled_from([*OF_ANY_MESH, "blocks"]),
     seed=st.integers(0, 3),
 )
 def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, accumulation, shuffle, seed):
@@ -145,15 +146,13 @@ def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, 
 
 @UNSHARED
 @settings(max_examples=trials(6))
-@given(
-    mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.sampled_from([False, True, BLOCKS])
-)
+@given(mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.sampled_from(OF_ANY_MESH))
 def test_any_mesh_gets_the_batches_of_one_process_with_workers(mesh, length, shuffle):
     check_laws(*mesh, length, 2, "pad", 1, workers=2, shuffle=shuffle)
 
 
 @UNSHARED
-@pytest.mark.parametrize("shuffle", [False, True, BLOCKS])
+@pytest.mark.parametrize("shuffle", OF_ANY_MESH)
 @pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))])
 def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
     mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=list(axes))
@@ -198,20 +197,22 @@ def test_a_data_set_may_say_how_large_its_blocks_are():
         given = paddle.io.DataLoader(dataset, batch_size=8)
         return paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0, **options)
 
-    assert loader(Chunks(40), shuffle="blocks").plan.shuffle == paddle_shard.Blocks(size=16)
-    assert loader(Chunks(40), shuffle=BLOCKS).plan.shuffle == BLOCKS
-    assert loader(Rows(40), shuffle="blocks").plan.shuffle == paddle_shard.Blocks()
+    assert loader(Chunks(40), shuffle="blocks").plan.ordering == paddle_shard.Blocks(size=16)
+    assert loader(Chunks(40), shuffle=BLOCKS).plan.ordering == BLOCKS
+    assert loader(Rows(40), shuffle="blocks").plan.ordering == paddle_shard.Blocks()
     Chunks.block_size = None
     with pytest.raises(ArgumentError, match="block_size of the Chunks must be an int >= 1, .* got None. Correct it"):
         loader(Chunks(40), shuffle="blocks")
-    with pytest.raises(ArgumentError, match="shuffle must be None, True, False, 'blocks', a Blocks or 'paddle', got"):
+    with pytest.raises(
+        ArgumentError, match="shuffle must be one of False, True, .blocks., .paddle., or a .*Blocks, got"
+    ):
         loader(Rows(40), shuffle="block")
 
 
 def test_data_ranks_that_must_share_blocks_are_told_so():
     mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["dp"])
 
-    with simulated_rank(0, 4), pytest.warns(UserWarning, match="the 4 data ranks do not divide the order's 2 parts"):
+    with simulated_rank(0, 4), pytest.warns(UserWarning, match="2 parts, which 4 data ranks do not divide"):
         make(100, 8, mesh, "dp", shuffle=paddle_shard.Blocks(size=40))
 
 

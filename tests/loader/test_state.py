@@ -17,7 +17,9 @@ from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 import paddle_shard
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.loader.say_once import _SAID
+from paddle_shard.plan.paddle_order import PaddleSequential
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from tests.orders_and_tails import BLOCKS, OF_ANY_MESH, SERVING_TAILS
 from tests.trials import trials
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -35,7 +37,6 @@ class Ids(Dataset):
         return np.array(index), np.random.rand()
 
 
-BLOCKS = paddle_shard.Blocks(size=3, window=2)
 UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks do not divide:UserWarning")
 
 
@@ -90,7 +91,7 @@ def test_a_run_resumed_at_every_step_is_the_straight_run(tail, shuffle, workers)
 @given(
     length=st.integers(1, 60),
     sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4),
-    shuffle=st.sampled_from([False, True, BLOCKS]),
+    shuffle=st.sampled_from(OF_ANY_MESH),
     seed=st.integers(0, 3),
 )
 def test_stops_that_change_the_mesh_and_the_batch_size_miss_and_repeat_nothing(length, sizes, shuffle, seed):
@@ -717,7 +718,7 @@ def test_paddles_own_sampler_is_reproduced_bit_for_bit(length, drop_last, accumu
             plain = BatchSampler(Ids(length), batch_size=2 * num_data_ranks, drop_last=drop_last)
 
             assert three_epochs(theirs()) == expected
-            assert three_epochs(plain, shuffle="paddle" if shuffle else "paddle unshuffled") == expected
+            assert three_epochs(plain, shuffle="paddle" if shuffle else PaddleSequential()) == expected
 
 
 # The certificate
@@ -1039,7 +1040,7 @@ ACTIONS = st.one_of(
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     length=st.sampled_from([6, 17, 30, 36]),
-    tail=st.sampled_from(["pad", "fill", "drop"]),
+    tail=st.sampled_from(SERVING_TAILS),
     mesh=MESHES,
     actions=st.lists(ACTIONS, max_size=7),
 )

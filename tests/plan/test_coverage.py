@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
+from tests.orders_and_tails import ALL, SERVING_TAILS, UNNAMED
 
 
 @given(
@@ -11,8 +12,8 @@ from paddle_shard import ShardPlan
     ranks=st.integers(1, 5),
     multiple=st.integers(1, 3),
     accumulation=st.integers(1, 2),
-    tail=st.sampled_from(["pad", "fill", "drop"]),
-    shuffle=st.sampled_from([False, True, "paddle", "paddle unshuffled"]),
+    tail=st.sampled_from(SERVING_TAILS),
+    shuffle=st.sampled_from([*ALL, *UNNAMED]),
 )
 def test_a_plan_delivers_each_sample_once_but_for_what_it_drops(length, ranks, multiple, accumulation, tail, shuffle):
     plan = ShardPlan(

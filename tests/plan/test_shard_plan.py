@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
 from paddle_shard.errors import ArgumentError, BatchSizeError
+from tests.orders_and_tails import SERVING_TAILS
 
 plans = st.builds(
     lambda samples, ranks, micro, multiple, tail, shuffle, seed: {
@@ -22,7 +23,7 @@ plans = st.builds(
     st.integers(1, 8),
     st.integers(1, 3),
     st.integers(1, 4),
-    st.sampled_from(["pad", "fill", "drop"]),
+    st.sampled_from(SERVING_TAILS),
     st.booleans(),
     st.integers(0, 5),
 )
@@ -102,7 +103,7 @@ def test_indices_are_int64_and_any_step_can_be_asked_for():
         ({"num_data_ranks": 0}, ArgumentError, "num_data_ranks must be an int >= 1, got 0"),
         ({"batch_size": True}, ArgumentError, "batch_size must be an int >= 1, got True"),
         ({"tail": "wrap"}, ArgumentError, "tail must be one of 'pad', 'fill', 'drop', 'error', got 'wrap'"),
-        ({"shuffle": "yes"}, ArgumentError, "shuffle must be a Blocks or one of False, True, 'blocks', 'paddle', "),
+        ({"shuffle": "yes"}, ArgumentError, "shuffle must be one of False, True, 'blocks', 'paddle', or a"),
         ({"tail": "error"}, ArgumentError, "10 samples do not fill the last batch of 4 (2 are left over). Nearest "
          "lengths that do: 8 or 12"),
     ],

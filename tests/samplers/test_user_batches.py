@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
+from paddle_shard.plan.tails import find_tail
 from paddle_shard.samplers import UserBatches
 from paddle_shard.samplers.randomness import NumpyGenerator, PrivateRandomness, PythonGenerator
 
@@ -23,7 +24,9 @@ class Batches:
 
 
 def served(*batches, ranks=2, tail="pad", nominal=None):
-    source = UserBatches(batch_sampler=Batches(*batches), num_data_ranks=ranks, tail=tail, nominal_size=nominal)
+    source = UserBatches(
+        batch_sampler=Batches(*batches), num_data_ranks=ranks, tail=find_tail(tail), nominal_size=nominal
+    )
     found = [(batch.indices, batch.padding) for batch in source.epoch(0)]
     assert len(source) == len(found)
     return found
@@ -55,7 +58,7 @@ def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(sizes, ranks
     ids = iter(range(100))
     batches = [[next(ids) for _ in range(size * ranks)] for size in sizes]
     sampler = Batches(*batches, drop_last=True)
-    source = UserBatches(batch_sampler=sampler, num_data_ranks=ranks, tail="drop", nominal_size=nominal)
+    source = UserBatches(batch_sampler=sampler, num_data_ranks=ranks, tail=find_tail("drop"), nominal_size=nominal)
 
     assert [batch.indices for batch in source.epoch(0)] == batches
     assert len(source) == len(batches)
@@ -65,7 +68,7 @@ def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was
     sampler = Batches([1, 2], [3], drop_last=True)
 
     with pytest.raises(BatchSizeError, match="step 1 of the batch_sampler Batches: .* batch of 1 cannot"):
-        list(UserBatches(batch_sampler=sampler, num_data_ranks=2, tail="drop").epoch(0))
+        list(UserBatches(batch_sampler=sampler, num_data_ranks=2, tail=find_tail("drop")).epoch(0))
 
 
 def test_fill_goes_up_to_the_nominal_size_and_round_the_order():
@@ -105,7 +108,7 @@ def test_indices_may_be_anything_and_numpy_ints_become_ints():
 
 
 def test_a_sampler_without_a_length_still_serves():
-    source = UserBatches(batch_sampler=(b for b in ([0, 1], [2, 3])), num_data_ranks=2, tail="pad")
+    source = UserBatches(batch_sampler=(b for b in ([0, 1], [2, 3])), num_data_ranks=2, tail=find_tail("pad"))
 
     with pytest.raises(ArgumentTypeError, match="has no __len__"):
         len(source)
@@ -124,7 +127,7 @@ def test_drawing_is_the_same_whatever_the_generator_was_and_leaves_it_alone():
     def orders(global_seed, seed=0, epoch=0, interleave=False):
         np.random.seed(global_seed)
         before = np.random.get_state()[1].tolist()
-        source = UserBatches(batch_sampler=Draws(), num_data_ranks=2, tail="pad", generators=BOTH, seed=seed)
+        source = UserBatches(batch_sampler=Draws(), num_data_ranks=2, tail=find_tail("pad"), generators=BOTH, seed=seed)
         found = []
         for batch in source.epoch(epoch):
             found.append(batch.indices)

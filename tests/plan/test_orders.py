@@ -1,0 +1,121 @@
+"""Each order is a bijection, and a saved run is bound to all that it depends on."""
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_shard import ShardPlan
+from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.orders import find_ordering
+from paddle_shard.plan.shuffle import permutation
+from paddle_shard.plan.state import LoaderState
+from tests.orders_and_tails import ALL, UNNAMED
+from tests.trials import trials
+
+EVERY = [find_ordering(shuffle) for shuffle in ALL + UNNAMED]
+SIZES = {
+    "length": st.integers(1, 300),
+    "seed": st.integers(-3, 3),
+    "epoch": st.integers(0, 5),
+    "width": st.integers(1, 40),
+}
+
+
+@pytest.mark.parametrize("ordering", EVERY, ids=repr)
+@settings(max_examples=trials(60))
+@given(**SIZES, data=st.data())
+def test_an_order_is_a_bijection_that_is_read_by_position_by_stretch_and_backwards(
+    ordering, length, seed, epoch, width, data
+):
+    order, positions = ordering.order(length, seed, epoch, width), np.arange(length)
+    start = data.draw(st.integers(0, length))
+    stop = data.draw(st.integers(start, length))
+
+    samples = order(positions)
+
+    assert sorted(samples.tolist()) == list(range(length))
+    assert order.inverse(samples).tolist() == positions.tolist()
+    assert order.between(start, stop).tolist() == samples[start:stop].tolist()
+    assert ordering.shuffles or samples.tolist() == positions.tolist()
+
+
+@pytest.mark.parametrize("ordering", EVERY, ids=repr)
+def test_an_order_that_shuffles_is_another_one_each_epoch(ordering):
+    first, second = (ordering.order(200, 0, epoch, 8)(np.arange(200)).tolist() for epoch in range(2))
+
+    assert (first != second) == ordering.shuffles
+
+
+@dataclass(frozen=True)
+class Forgetful(Ordering):
+    """A planted defect: its order depends on `salt`, which no saved state tells."""
+
+    salt: int = 0
+    name = "forgetful"
+
+    def order(self, length, seed, epoch, width):
+        return permutation(length, f"salted {self.salt}", seed, epoch)
+
+
+def check_that_states_tell_orders_apart(orderings, sizes):
+    """Each pair of runs whose orders differ is told apart by the saved state.
+
+    The batch size is none of the fingerprint: it may change on the way, and a state tells it in its segments.
+    """
+    plans = [
+        ShardPlan(num_samples=60, batch_size=12, num_data_ranks=ranks, accumulation=steps, shuffle=ordering, seed=seed)
+        for ordering in orderings
+        for ranks, steps, seed in sizes
+    ]
+    for one in plans:
+        saved = LoaderState(fingerprint=one.fingerprint()).to_dict()
+        for other in plans:
+            same = one.num_positions == other.num_positions and (
+                one.samples(epoch=3, first=0, end=60).tolist() == other.samples(epoch=3, first=0, end=60).tolist()
+            )
+            try:
+                LoaderState.from_dict(saved, other.fingerprint())
+            except StateError:
+                continue
+            assert same, f"{one} is resumed as {other}"
+
+
+def fields_of(ordering):
+    return fields(ordering) if is_dataclass(ordering) else ()
+
+
+SIZE_PAIRS = [(1, 1, 0), (1, 1, 5), (2, 1, 0), (2, 3, 5)]
+
+
+@pytest.mark.parametrize("shuffle", ALL + UNNAMED, ids=repr)
+def test_a_state_is_refused_by_a_run_with_another_order(shuffle):
+    ordering = find_ordering(shuffle)
+    other_values = [replace(ordering, **{f.name: getattr(ordering, f.name) + 1}) for f in fields_of(ordering)]
+
+    check_that_states_tell_orders_apart([ordering, *other_values, *EVERY], SIZE_PAIRS)
+
+
+@pytest.mark.parametrize("shuffle", ALL + UNNAMED, ids=repr)
+def test_the_state_of_every_order_refuses_another_seed(shuffle):
+    saved, now = (
+        ShardPlan(num_samples=60, batch_size=12, num_data_ranks=2, shuffle=shuffle, seed=seed).fingerprint()
+        for seed in (1, 2)
+    )
+
+    with pytest.raises(StateError, match="seed: saved 1, now 2"):
+        LoaderState.from_dict(LoaderState(fingerprint=saved).to_dict(), now)
+
+
+def test_an_order_whose_state_forgets_what_it_depends_on_is_found():
+    with pytest.raises(AssertionError, match="is resumed as"):
+        check_that_states_tell_orders_apart([Forgetful(0), Forgetful(1)], SIZE_PAIRS)
+
+
+@pytest.mark.parametrize("shuffle", ["yes", "paddle unshuffled", None, 2, 1.0, [1]])
+def test_what_is_no_order_is_refused_with_those_there_are(shuffle):
+    with pytest.raises(ArgumentError, match="shuffle must be one of False, True, 'blocks', 'paddle', or a .*Blocks"):
+        find_ordering(shuffle)
