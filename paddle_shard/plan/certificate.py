@@ -135,14 +135,14 @@ def _put_together(legs: set[Leg], whole: list[Leg], pieces: list[Leg], problems:
     """Add what all data ranks have delivered to `whole`, and what some have to `pieces`."""
     stretches: dict[Any, dict[int, Leg]] = defaultdict(dict)
     for leg in sorted(legs):
-        kind = DRAWN if leg.data_rank == DRAWN else ALL
+        kind = min(leg.data_rank, 0)  # ALL, DRAWN, or 0: of one data rank, also where there is but one
         of_ranks = stretches[(leg.first, leg.end, leg.num_data_ranks, leg.times, kind)]
         if leg.data_rank in of_ranks:
             who = "the samplers drew" if kind == DRAWN else f"replicas of data rank {leg.data_rank} delivered"
             problems.append(f"{who} different samples on some ranks in [{leg.first}, {leg.end})")
         of_ranks[leg.data_rank] = leg
     for (first, end, num_ranks, times, kind), of_ranks in sorted(stretches.items()):
-        if kind in of_ranks:
+        if kind < 0:
             whole.append(of_ranks[kind])
             continue
         missing = sorted(set(range(num_ranks)) - set(of_ranks))

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 
@@ -1044,6 +1044,7 @@ ACTIONS = st.one_of(
     mesh=MESHES,
     actions=st.lists(ACTIONS, max_size=7),
 )
+@example("blocks", 6, "pad", (1, 1, 6), [("deliver", 1), ("check",), ("deliver", 1), ("resumed", "own", (1, 1, 6))])
 def test_the_certificate_says_exactly_once_if_and_only_if_it_was(kind, length, tail, mesh, actions):
     if tail == "drop" and length < 18:
         length += 18
