@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import paddle.distributed as dist
@@ -19,37 +18,6 @@ PREFETCH = 8
 """Steps that workers have read ahead of the one that is delivered; half of them is the window that is agreed on."""
 PREFETCH_ALONE = 2
 """The same where the training thread reads."""
-
-QUICK = 0.001
-"""Seconds from step to step, below which some microseconds count."""
-_AGREED_AHEAD, _SEEN_AHEAD = 0.02, 0.0005
-"""Seconds of steps that are read ahead, so that a round of the agreement is over when half of them are needed: it takes
-up to some milliseconds on a busy host. And where ranks see on a board how far the others are: they differ by that."""
-_HELD, _HELD_SEEN = 8 << 20, 1 << 20
-"""Bytes of batches that may be held for that; so few, where steps are quick, that they stay in the cache."""
-_MOST = 32
-
-
-def steps_ahead(least: int, step_seconds: float, num_bytes: int, *, on_board: bool = False) -> int:
-    """Return how many steps to read ahead so that quick ones do not wait for the agreement.
-
-    Args:
-        least: At least so many, but for quick steps on a board.
-        step_seconds: From one step to the next.
-        num_bytes: Of a batch.
-        on_board: Whether no rounds are needed.
-
-    Examples:
-        >>> steps_ahead(2, 0.0002, 1000), steps_ahead(2, 0.0002, 1 << 20), steps_ahead(2, 0.05, 1000)
-        (32, 8, 2)
-        >>> steps_ahead(8, 0.0002, 1 << 20, on_board=True)
-        2
-    """
-    seconds, held = (_SEEN_AHEAD, _HELD_SEEN) if on_board else (_AGREED_AHEAD, _HELD)
-    if on_board and step_seconds < QUICK:
-        least = min(least, PREFETCH_ALONE)
-    wanted = 2 * math.ceil(seconds / max(step_seconds, 1e-6))
-    return max(least, min(wanted, held // max(num_bytes, 1), _MOST))
 
 
 def open_agreement(
@@ -117,8 +85,6 @@ _gatherers: dict[tuple[tuple[int, ...], int], Group] = {}
 
 
 def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
-    if len(ranks) == 1:
-        return Coordinator(_Alone(), timeout=timeout)
     group = group_of(ranks, f"loaders of {_named(ranks)}", timeout)
     return Coordinator(group, timeout=timeout, end_process=_end_process, join_board=join_board)
 
@@ -133,24 +99,3 @@ def _end_process() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-class _Alone:
-    """The group of a single process."""
-
-    rank, size, names, timeout = 0, 1, (0,), 0.0
-
-    def absent(self) -> Sequence[int]:
-        """Return nobody."""
-        return ()
-
-    def minimum(self, values: Sequence[int]) -> list[int]:
-        """Return the values."""
-        return list(values)
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Return the payload."""
-        return [payload]
-
-    def close(self) -> None:
-        """Leave nothing behind."""

@@ -13,19 +13,17 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 
-from paddle_shard.agree import Agreement
+from paddle_shard.agree import Agreement, AloneAgreement
 from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.pending import Pending
-from paddle_shard.loader.placed_pass import PlacedPass
 from paddle_shard.loader.prefetch import DrawnAhead
 from paddle_shard.loader.say_once import say_once
 from paddle_shard.loader.setup import PassSetup
 from paddle_shard.loader.source import Source
-from paddle_shard.loader.stream_pass import AgreedPass, stream_outlook
+from paddle_shard.loader.step_pass import StepPass, stream_readiness
 from paddle_shard.loader.stream_setup import StreamSetup
 from paddle_shard.place.lengths import rows_of
 from paddle_shard.place.placer import tensors
@@ -34,6 +32,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import NO_STAND_IN, Slice
 from paddle_shard.reading.digest import digest
 from paddle_shard.reading.local_shuffle import MixedPass
+from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.replicas.split_check import first_batch
 from paddle_shard.samplers import IndexBatch, UserBatches
@@ -65,7 +64,7 @@ def _requests(
         step += 1
 
 
-def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> Any:
+def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
     """Start reading data that has an index; yields (placed batch, what was requested)."""
     pending: deque[Pending] = deque()
     source = setup.source.batches
@@ -77,9 +76,8 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> Any:
         skipped = [row for row, _ in reading.skipped.popleft()] if setup.skip_errors else ()
         if skipped:
             found.skipped = np.isin(np.arange(len(found.indices)), skipped)
-        return _placed(setup, batch, found, alone=alone)
+        return _placed(setup, batch, found)
 
-    alone = look or len(setup.agreeing_ranks) == 1
     prefetch = 0 if look else setup.prefetch
     if not prefetch:
         reading, draw = setup.reading.start(requests), _draw_nothing
@@ -91,11 +89,20 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> Any:
         def draw(count: int) -> None:
             drawn.draw(count + reading.num_ahead)
 
-    read = (lambda found, made: made[1].digest) if _draws_for_all(setup.source) else None
+    compared = (lambda found, made: made[1].digest) if _draws_for_all(setup.source) else None
     with _closed_on_failure(reading):
-        if alone:
-            return PlacedPass(reading, place, prefetch, setup.worth, draw)
-        return _agreed(setup, start, reading, place, ends_must_agree=True, worth=setup.worth, draw=draw, digest=read)
+        return _step_pass(
+            setup,
+            start,
+            reading,
+            place,
+            alone=look,
+            ends_must_agree=True,
+            digest=compared,
+            prefetch=prefetch,
+            if_worth_it=setup.if_worth_it,
+            draw=draw,
+        )
 
 
 def _draws_for_all(source: Source) -> bool:
@@ -117,40 +124,57 @@ def _draw_nothing(count: int) -> None:
     """Leave the requests to the reading, which is on the caller's thread."""
 
 
-def stream_pass(setup: PassSetup, start: LoaderState) -> AgreedPass:
+def stream_pass(setup: PassSetup, start: LoaderState) -> StepPass:
     """Start reading a stream; yields (placed batch, what it holds)."""
     source = setup.source
     assert source.stream is not None
     num_steps = source.stream.batches.steps_left(start)
     reading = _reading(setup, source.stream, start, num_steps)
     with _closed_on_failure(reading):
-        return _agreed(
+        return _step_pass(
             setup,
             start,
             reading,
             _StreamSteps(setup, start),
             ends_must_agree=source.tail.refuses,
-            outlook=stream_outlook(source.tail, num_steps),
+            readiness=stream_readiness(source.tail, num_steps),
             num_steps=num_steps,
             digest=(lambda found, made: found.digest) if source.stream.read_by_all else None,
+            prefetch=setup.prefetch,
         )
 
 
-def _agreed(
-    setup: PassSetup, start: LoaderState, reading: Any, prepare: Any, *, ends_must_agree: bool, **how: Any
-) -> AgreedPass:
-    """Return a pass that keeps in step with the other ranks; `how` it is read is for `AgreedPass`."""
-    return AgreedPass(
-        reading,
-        _agreement(setup, start, ends_must_agree=ends_must_agree, same_data=how.get("digest") is not None),
-        prepare=prepare,
-        notes=StepNotes(
+def _step_pass(
+    setup: PassSetup,
+    start: LoaderState,
+    reading: Pass,
+    prepare: Any,
+    *,
+    alone: bool = False,
+    ends_must_agree: bool,
+    digest: Any = None,
+    **how: Any,
+) -> StepPass:
+    """Return a pass that keeps in step with the other ranks, if there are any; `how` it is read is for `StepPass`."""
+    alone = alone or len(setup.agreeing_ranks) == 1
+    agreement: Agreement | AloneAgreement = AloneAgreement()
+    if not alone:
+        same_data = digest is not None
+        agreement = _agreement(setup, start, ends_must_agree=ends_must_agree, same_data=same_data)
+    notes = None
+    if not alone or setup.pad_to is not None:
+        notes = StepNotes(
             holds_rows=setup.own_layout.on_mesh or not setup.source.split,
-            split_check=setup.split_check,
+            split_check=None if alone else setup.split_check,
             pad_to=setup.pad_to,
-        ),
+        )
+    return StepPass(
+        reading,
+        agreement,
+        prepare=prepare,
+        notes=notes,
         in_bursts=not setup.dataloader.num_workers,
-        prefetch=setup.prefetch,
+        digest=None if alone else digest,
         **how,
     )
 
@@ -221,8 +245,8 @@ class _StreamSteps:
         return found
 
 
-def _placed(setup: PassSetup, batch: Any, pending: Pending, *, alone: bool = False) -> tuple[Any, Pending]:
-    """Return a batch placed; with `pad_to` unless `alone`, when the other ranks have said how long their rows are."""
+def _placed(setup: PassSetup, batch: Any, pending: Pending) -> tuple[Any, Pending]:
+    """Return a batch placed; with `pad_to`, as far as it can be before the ranks have said how long their rows are."""
     if pending.is_first and setup.split_check is not None:
         pending.first = first_batch((leaf.numpy() for leaf in tensors(batch)), setup.run.num_steps_or_none())
     if pending.rows is None:
@@ -232,8 +256,6 @@ def _placed(setup: PassSetup, batch: Any, pending: Pending, *, alone: bool = Fal
     placed, pending.layout, apart = setup.placer.place(batch, pending.rows, setup.input_keys, pad_to)
     if pad_to is not None:
         pending.row_shapes = rows_of(placed)
-        if alone:
-            placed = pad_to.finished(placed, {dist.get_rank(): pending.row_shapes})
     elif apart:
         pending.row_shapes = [*pending.row_shapes, *apart]
     if pending.is_first and isinstance(batch, Mapping) and len(placed) < len(batch):
@@ -272,7 +294,7 @@ def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
 
 def _least_ahead(setup: PassSetup) -> int:
     """Return how many steps are read ahead at least where ranks agree on them."""
-    if setup.prefetch and not setup.worth:  # as the user has said
+    if setup.prefetch and not setup.if_worth_it:  # as the user has said
         return setup.prefetch
     return PREFETCH if setup.dataloader.num_workers else PREFETCH_ALONE
 

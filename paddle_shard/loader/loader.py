@@ -137,7 +137,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         if progress:
             import_tqdm()  # so that it is missed on every rank, and now
         dealt = self._source.stream is not None and self._source.stream.dealt
-        self._prefetch, self._worth = checked_prefetch(prefetch, dataloader, stream=stream is not None, dealt=dealt)
+        is_stream = stream is not None
+        self._prefetch, self._if_worth_it = checked_prefetch(prefetch, dataloader, stream=is_stream, dealt=dealt)
         members, me = _ranks_of(layouts), dist.get_rank()
         if self._pad_to is not None and not agree and max(layout.num_data_ranks for layout in layouts) > 1:
             raise ArgumentError(
@@ -329,7 +330,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
             on_lost=self._on_lost,
             skip_errors=self._on_error == "skip",
             prefetch=self._prefetch,
-            worth=self._worth,
+            if_worth_it=self._if_worth_it,
             progress=self._progress,
         )
 

@@ -8,7 +8,6 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.loader.prefetch import WORTH
 from paddle_shard.loader.say_once import say_once
 from paddle_shard.place.local_tensor import is_cpu
 
@@ -56,10 +55,8 @@ def check_no_stream_options(dataloader: Any, num_batches: Any, num_parts: Any) -
             )
 
 
-def checked_prefetch(
-    prefetch: Any, dataloader: paddle.io.DataLoader, *, stream: bool, dealt: bool
-) -> tuple[int, float]:
-    """Return how many batches a thread keeps ready, and the seconds that reading one must take for that.
+def checked_prefetch(prefetch: Any, dataloader: paddle.io.DataLoader, *, stream: bool, dealt: bool) -> tuple[int, bool]:
+    """Return how many batches a thread keeps ready, and whether only if reading takes long enough.
 
     Where a DataLoader has its `use_buffer_reader`, Paddle reads in a thread of its own if there are no workers, and
     moves to the device in one. So that is the default here, too, where it is worth its while.
@@ -77,7 +74,7 @@ def checked_prefetch(
     if prefetch is None:
         moves = not is_cpu(dataloader.places[0])
         helps = (moves and not dealt) if dataloader.num_workers else not stream
-        return (2, WORTH) if helps and not own and dataloader.use_buffer_reader else (0, 0.0)
+        return (2, True) if helps and not own and dataloader.use_buffer_reader else (0, False)
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
     if prefetch and own:
@@ -91,5 +88,5 @@ def checked_prefetch(
             "while the training waits for it. Give the DataLoader workers (num_workers=) to read ahead.",
             prefetch,
         )
-        return 0, 0.0
-    return int(prefetch), 0.0
+        return 0, False
+    return int(prefetch), False

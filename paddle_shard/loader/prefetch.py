@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import threading
 import time
@@ -15,14 +14,11 @@ from typing import Any
 from paddle.base.framework import _current_expected_place, _set_expected_place
 
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.reading.pace import Pace
 from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
 """How long a read that cannot be interrupted is waited for when a pass is closed; then its thread ends by itself."""
-
-WORTH = 0.001
-"""Seconds that a batch must take to be read for a thread to be worth its while, which costs some 50 us a batch."""
-_TRIALS = 3
 
 _open: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
@@ -34,19 +30,19 @@ class Ahead:
     the training thread; the caller does the rest itself, when it needs it.
     """
 
-    def __init__(self, work: Callable[[bool], bool], runs_free: Callable[[], bool], *, worth: float = 0.0) -> None:
+    def __init__(self, work: Callable[[bool], bool], runs_free: Callable[[], bool], pace: Pace | None = None) -> None:
         """Start nothing yet.
 
         Args:
             work: Does one step and returns whether that is done; raises StopIteration where there is none. It is told
                 whether the caller may be at work, too; then it may find that the caller has to do it.
             runs_free: Whether it can be done then, as far as is known.
-            worth: Seconds that a step must take on the caller's thread before another thread is started.
+            pace: Of the steps that the caller's thread does: the other is started when they are known not to be quick,
+                since it costs some 50 us a step. None: it is started at once.
         """
-        self._work, self._runs_free, self._worth = work, runs_free, worth
+        self._work, self._runs_free, self._pace = work, runs_free, pace
         self._changed = threading.Condition()
         self._done = self._limit = 0
-        self._quickest = math.inf
         self._busy = self._over = False
         self._failure: BaseException | None = None
         self._process = os.getpid()
@@ -55,7 +51,8 @@ class Ahead:
 
     def start(self) -> bool:
         """Start the thread, if it is worth its while; return whether it goes on while the caller does other things."""
-        if self._thread is None and self._worth and (self._done < _TRIALS or self.quick):
+        pace = self._pace
+        if self._thread is None and pace is not None and (not pace.reads_known or pace.reads_quickly):
             return False
         with self._changed:
             if self._thread is None and not self._over and self._runs_free():
@@ -65,11 +62,6 @@ class Ahead:
                     _open.add(self)
                     self._thread = thread
             return self._running()
-
-    @property
-    def quick(self) -> bool:
-        """Whether steps have been seen to take too little for a thread."""
-        return self._thread is None and self._done >= _TRIALS and self._quickest < self._worth
 
     def _running(self) -> bool:
         return self._thread is not None and self._runs_free()
@@ -112,12 +104,13 @@ class Ahead:
 
     def _do_here(self) -> None:
         """Do a step on the caller's thread, which the other, if there is one, must leave to it meanwhile."""
-        began = time.perf_counter()
+        done, began = self._done, time.perf_counter()
         try:
             self._done += self._work(False)
         except StopIteration:
             self._over = True
-        self._quickest = min(self._quickest, time.perf_counter() - began)
+        if self._pace is not None and self._done > done:
+            self._pace.has_read(time.perf_counter() - began)
 
     def _run(self) -> None:
         _set_expected_place(self._place)  # a thread's own; the device's, where it has one

@@ -46,6 +46,6 @@ class PassSetup:
     on_lost: str
     skip_errors: bool
     prefetch: int
-    worth: float
-    """Seconds that reading a step must take for a thread of its own."""
+    if_worth_it: bool
+    """A thread of its own is started only if reading a step takes long enough."""
     progress: bool

@@ -22,6 +22,7 @@ import paddle.io
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.pace import Pace
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.worker import MOST_AT_ONCE, WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
@@ -33,12 +34,6 @@ _LOOK_SECONDS = 1.0
 """How often it is looked for workers that were killed, where nothing comes."""
 _OTHERS_SECONDS = 5.0
 """How long one worker is waited for where another was killed, which may have held a lock."""
-
-_QUICK = 0.001
-"""Seconds from batch to batch, below which several requests are sent at once: a message, and a worker that is woken for
-it, cost more than reading a small batch."""
-_BYTES_AT_ONCE = 1 << 20
-"""Bytes that the answers to one message are to have."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
@@ -110,8 +105,8 @@ class WorkerPool:
         self.error: Exception | None = None
         """What is raised behind the last of `pending`."""
         self._num_asked = self._num_taken = 0
-        self._looked, self._at_once = (0, 0.0), 1
-        """(batches, time) at the last look at the clock; requests a message."""
+        self._pace, self._looked, self._at_once = Pace(), 0, 1
+        """Of the batches; how many had come at the last look at the clock; requests a message."""
         self.interrupted = False
         self.process = os.getpid()
         """Whose workers they are."""
@@ -129,7 +124,7 @@ class WorkerPool:
         self.pending.clear()
         self.unsent.clear()
         self._ready = getattr(requests, "ready", lambda count: count)
-        self._num_asked, self._num_taken, self._looked = 0, 0, (0, time.perf_counter())
+        self._num_asked, self._num_taken, self._looked, self._pace = 0, 0, 0, Pace()
         self._under_way = [deque() for _ in range(self.num_workers)]
         if not self._workers:
             self._start_workers()
@@ -292,13 +287,10 @@ class WorkerPool:
 
     def _look_at_the_clock(self, num_bytes: int) -> None:
         """Send as many requests at once as suits the time that batches take, and their size."""
-        (taken, at), now = self._looked, time.perf_counter()
-        count, fit = self._num_taken - taken, max(1, min(MOST_AT_ONCE, _BYTES_AT_ONCE // max(num_bytes, 1)))
-        if count < 2 * self.num_ahead:  # half of them at most were ready when the first was taken
-            self._at_once = min(self._at_once, fit)
-            return
-        self._looked = self._num_taken, now
-        self._at_once = fit if now - at < count * _QUICK else 1
+        if self._num_taken - self._looked >= 2 * self.num_ahead:  # half of them at most were ready at the last look
+            self._looked = self._num_taken
+            self._pace.look(self._num_taken, num_bytes)
+        self._at_once = self._pace.requests_at_once(num_bytes, MOST_AT_ONCE)
 
     def _received(self, number: int) -> Any:
         """Return the next answer of a worker."""

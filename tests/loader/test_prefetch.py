@@ -20,12 +20,12 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.agree import Agreement
+from paddle_shard.agree import AloneAgreement, Coordinator
 from paddle_shard.errors import ArgumentError, DataReadError
-from paddle_shard.loader import options
-from paddle_shard.loader.agreeing import open_agreement, steps_ahead
-from paddle_shard.loader.prefetch import WORTH, Ahead, DrawnAhead
-from paddle_shard.loader.stream_pass import AgreedPass
+from paddle_shard.loader.prefetch import Ahead, DrawnAhead
+from paddle_shard.loader.step_pass import StepPass
+from paddle_shard.reading import pace
+from paddle_shard.reading.pace import QUICK, Pace, steps_ahead
 from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.workers import WorkerPool
@@ -173,13 +173,13 @@ def test_what_only_the_thread_can_use_that_made_it_is_used_there():
 
 def test_slow_reads_get_a_thread_without_asking_and_quick_ones_do_not(monkeypatch):
     slow, quick = Rows(seconds=0.002), Rows()
-    for dataset, worth in ((slow, WORTH), (quick, 60.0)):  # on a busy machine none takes less than a millisecond
-        monkeypatch.setattr(options, "WORTH", worth)
+    for dataset, limit in ((slow, QUICK), (quick, 60.0)):  # on a busy machine none takes less than a millisecond
+        monkeypatch.setattr(pace, "QUICK", limit)
         batches = iter(sharded(dataset))
         for _ in range(8):
             next(batches)
         batches.close()
-    monkeypatch.setattr(options, "WORTH", WORTH)
+    monkeypatch.setattr(pace, "QUICK", QUICK)
     given = paddle.io.DataLoader(Rows(seconds=0.002), batch_size=4, use_buffer_reader=False)
     for _ in paddle_shard.shard_dataloader(given, ONE, shard_dims="dp"):
         pass
@@ -318,6 +318,28 @@ def test_steps_read_ahead_for_the_agreement_are_more_where_they_are_quick_and_sm
     assert steps_ahead(2, 1e-4, 1000) == 32
 
 
+class One:
+    """A group of one rank, which agrees by the same rules as several."""
+
+    rank, size, names, timeout = 0, 1, (0,), 0.0
+
+    def absent(self):
+        return ()
+
+    def minimum(self, values):
+        return list(values)
+
+    def gather(self, payload):
+        return [payload]
+
+    def close(self):
+        pass
+
+
+def agreement_of_one(prefetch):
+    return Coordinator(One(), timeout=HANG).open(prefetch, ends_must_agree=True, name="test")
+
+
 class Enough(Exception):
     """What a handler raises."""
 
@@ -358,12 +380,10 @@ def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled
         def __len__(self):
             return 16
 
-    agreement = open_agreement(
-        (0,), prefetch=8, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
-    )
+    agreement = agreement_of_one(8)
     given = paddle.io.DataLoader(Rows(), batch_sampler=Sampler())
     for batches in (
-        AgreedPass(reading(), agreement),
+        StepPass(reading(), agreement),
         paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", prefetch=4),
     ):
         delivered = []
@@ -488,7 +508,7 @@ def test_a_description_that_a_handler_has_cut_off_loses_no_batch(handled, worker
 @pytest.mark.parametrize(("in_bursts", "seconds"), [(True, 0.0), (False, 0.0), (True, 0.003)])
 def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_bursts, seconds, monkeypatch):
     steps, ahead, read, now = 200, 8, [], 0.0
-    monkeypatch.setattr("paddle_shard.loader.stream_pass.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("paddle_shard.reading.pace.time", SimpleNamespace(perf_counter=lambda: now))
 
     class Reading(Pass):
         def __next__(self):
@@ -500,10 +520,8 @@ def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_burs
         def close(self):
             pass
 
-    agreement = open_agreement(
-        (0,), prefetch=ahead, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
-    )
-    batches, calls, delivered = AgreedPass(Reading(), agreement, in_bursts=in_bursts), [], []
+    agreement = agreement_of_one(ahead)
+    batches, calls, delivered = StepPass(Reading(), agreement, in_bursts=in_bursts), [], []
     for step, _ in batches:
         delivered.append(step)
         calls.append(len(read))
@@ -519,21 +537,20 @@ def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_burs
         assert set(settled) == {1}
 
 
-@pytest.mark.parametrize(("seconds", "worth"), [(0.001, WORTH), (0.0, 60.0)])
-def test_slow_reads_get_a_thread_by_default_where_ranks_agree(seconds, worth):
+@pytest.mark.parametrize(("seconds", "quick"), [(0.001, QUICK), (0.0, 60.0)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_slow_reads_get_a_thread_by_default(seconds, quick, alone, monkeypatch):
+    monkeypatch.setattr("paddle_shard.reading.pace.QUICK", quick)
     dataset = Rows(400, seconds=seconds)
     reading_of = sharded(dataset)._reading
     drawn = DrawnAhead(ReadRequest(0, step, [*range(4 * step, 4 * step + 4)], False, 0, True) for step in range(100))
-    agreement = open_agreement(
-        (0,), prefetch=2, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
-    )
-    batches = AgreedPass(
+    batches = StepPass(
         reading_of.start(drawn),
-        agreement,
+        AloneAgreement() if alone else agreement_of_one(2),
         prepare=lambda batch: (batch.numpy()[:, 0].tolist(), SimpleNamespace(num_bytes=64)),
         in_bursts=True,
         prefetch=2,
-        worth=worth,
+        if_worth_it=True,
         draw=drawn.draw,
     )
     delivered = [row for rows_of_batch, _ in batches for row in rows_of_batch]
@@ -543,7 +560,7 @@ def test_slow_reads_get_a_thread_by_default_where_ranks_agree(seconds, worth):
     assert len(others) == (1 if seconds else 0)
 
 
-def test_steps_are_not_quick_for_a_pass_that_has_a_thread():
+def test_a_thread_stays_whose_caller_has_done_a_quick_step(monkeypatch):
     """Where the caller has to do one of its steps, and that is quick."""
     done, free = [], True
 
@@ -552,7 +569,9 @@ def test_steps_are_not_quick_for_a_pass_that_has_a_thread():
         done.append(beside)
         return True
 
-    ahead = Ahead(work, lambda: free, worth=0.002)
+    of_caller = Pace()
+    monkeypatch.setattr("paddle_shard.reading.pace.QUICK", 0.002)
+    ahead = Ahead(work, lambda: free, of_caller)
     try:
         for count in range(1, 4):
             assert not ahead.start()
@@ -563,14 +582,15 @@ def test_steps_are_not_quick_for_a_pass_that_has_a_thread():
         ahead.need(5, 5)
         free = True
         assert done == [False, False, False, True, False]
-        assert not ahead.quick
+        assert of_caller.reads_quickly
+        assert ahead.start()
     finally:
         ahead.stop()
 
 
 def test_one_thread_announces(monkeypatch):
     """Else the other could announce between a thread's noting that a step is ready and its saying so."""
-    by, announce = set(), Agreement.announce_ok
+    by, announce = set(), AloneAgreement.announce_ok
 
     def noted(agreement, *steps):
         by.add(threading.current_thread().name)
@@ -580,9 +600,9 @@ def test_one_thread_announces(monkeypatch):
         time.sleep(0.0005)
         say(self)
 
-    say = AgreedPass._say
-    monkeypatch.setattr(AgreedPass, "_say", slowly)
-    monkeypatch.setattr(Agreement, "announce_ok", noted)
+    say = StepPass._say
+    monkeypatch.setattr(StepPass, "_say", slowly)
+    monkeypatch.setattr(AloneAgreement, "announce_ok", noted)
     stream = Stream.of(lambda: (np.array([number]) for number in range(256)))
     found = [row for batch in sharded(stream, workers=1, prefetch=3) for (row,) in rows(batch)]
 
@@ -610,10 +630,8 @@ def test_workers_that_pause_are_not_waited_for_while_batches_are_ready():
             pass
 
     reading, ahead = Reading(), 8
-    agreement = open_agreement(
-        (0,), prefetch=ahead, ends_must_agree=True, facts={}, name="test", timeout=HANG, on_lost="raise"
-    )
-    batches, delivered = AgreedPass(reading, agreement), []
+    agreement = agreement_of_one(ahead)
+    batches, delivered = StepPass(reading, agreement), []
     for step, _ in batches:
         delivered.append(step)
         reading.paused = 20 <= step < 20 + ahead // 2 - 1

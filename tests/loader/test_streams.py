@@ -11,7 +11,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
-from paddle_shard.loader.stream_pass import _of_another, _report
+from paddle_shard.loader.failure_report import failure_of_another, report_of
 from paddle_shard.plan.opening import Stage
 from paddle_shard.testing.simulated import on_each_rank
 
@@ -273,9 +273,9 @@ def test_a_long_failure_reaches_the_other_ranks_with_its_place():
     error = DataReadError("x" * 100_000)
     error.index, error.step = (3, 4), 7
     agreed = AgreedFailure("")
-    agreed.reports = ((5, _report(error)),)
+    agreed.reports = ((5, report_of(error)),)
 
-    other = _of_another(agreed)
+    other = failure_of_another(agreed)
 
     assert isinstance(other, DataReadError)
     assert (other.index, other.step) == ((3, 4), 7)

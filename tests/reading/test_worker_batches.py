@@ -224,7 +224,7 @@ def test_quick_and_small_batches_travel_together_and_are_read_by_the_same_worker
 
     monkeypatch.setattr(Channel, "send", counted)
     if not seconds:  # on a busy machine none takes less than a millisecond
-        monkeypatch.setattr("paddle_shard.reading.workers._QUICK", 60.0)
+        monkeypatch.setattr("paddle_shard.reading.pace.QUICK", 60.0)
     steps = 100 if seconds or not together else 500
     readers = []
     with reading(work, requests(steps)) as batches:
