@@ -1,0 +1,97 @@
+"""Runs the Python blocks of a page, one after the other, with what such a page takes for granted."""
+
+import contextlib
+import io
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard.testing import report
+
+
+class Rows(paddle.io.Dataset):
+    def __getitem__(self, index):
+        return np.full(8, index, "float32"), np.int64(index % 4)
+
+    def __len__(self):
+        return 100
+
+
+class Texts(paddle.io.Dataset):
+    def __init__(self, length=None):
+        self.length = length
+
+    def __getitem__(self, index):
+        return [1 + index] * (self.length or 1 + index % 7)
+
+    def __len__(self):
+        return 32
+
+
+class Sequences(Texts):
+    def __getitem__(self, index):
+        return np.arange(8) + index
+
+
+def write_tars(folder):
+    from PIL import Image
+
+    folder.mkdir()
+    for shard in range(4):
+        with tarfile.open(folder / f"train-{shard:03d}.tar", "w") as tar:
+            for number in range(20):
+                picture = io.BytesIO()
+                Image.new("RGB", (4, 4), (shard, number, 0)).save(picture, "PNG")
+                for suffix, content in (("png", picture.getvalue()), ("cls", str(number % 4).encode())):
+                    member = tarfile.TarInfo(f"{shard:03d}{number:03d}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+
+
+def taken_for_granted(ranks):
+    mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
+    weight = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Replicate()])
+    return {
+        "np": np,
+        "paddle": paddle,
+        "dist": dist,
+        "paddle_shard": paddle_shard,
+        "mesh": mesh,
+        "dataset": Rows(),
+        "loader": paddle_shard.shard_dataloader(paddle.io.DataLoader(Rows(), batch_size=16), mesh, shard_dims="dp"),
+        "model": type("Model", (), {"__call__": lambda self, x: x @ weight, "state_dict": lambda self: {}})(),
+        "texts": Texts(),
+        "texts_of_8": Sequences(),
+        "images": np.zeros([100, 8], "float32"),
+        "classes": np.zeros(100, "int64"),
+    }
+
+
+def main(page, folder):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if ranks > 1:
+        dist.init_parallel_env()
+    text = Path(page).read_text()
+    if "train-{000..003}.tar" in text and rank == 0:
+        write_tars(Path(folder, "shards"))
+    if ranks > 1:
+        dist.barrier()
+    import os
+
+    os.chdir(folder)
+    names, printed = taken_for_granted(ranks), io.StringIO()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    with contextlib.redirect_stdout(printed):
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"{Path(page).name}, Python block {number + 1}", "exec"), names)
+    report({"blocks": len(blocks), "printed": printed.getvalue()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,121 @@
+"""What README.md and docs/ say is so: their Python runs, and every name, file, command and test that they mention exists."""
+
+import importlib
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import paddle_shard
+from paddle_shard.testing import run_ranks
+from tests.deadlines import HANG
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/README.md", ROOT / "launch/README.md"]
+OTHERS = {"resampled", "pin_memory"}
+"""Options of other libraries."""
+RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "failures.md": 2}
+"""Of the pages whose meshes have several."""
+EXTRAS = {"streams.md": "PIL"}
+
+
+def name_of(page):
+    return page.name
+
+
+def without_blocks(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def code_in(page):
+    return re.findall(r"`([^`\n]+)`", without_blocks(page.read_text()))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
+def test_the_python_of_a_page_runs(page, tmp_path):
+    if page.name in EXTRAS:
+        pytest.importorskip(EXTRAS[page.name])
+    (tmp_path / "work").mkdir()
+    worker = Path(__file__).with_name("page_worker.py")
+    ranks = RANKS.get(page.name, 1)
+
+    reports = run_ranks(worker, ranks, tmp_path / "run", args=[page, tmp_path / "work"], timeout=HANG)
+
+    assert all(report["blocks"] for report in reports)
+    for promised in re.findall(r"prints `([^`]+)`", page.read_text()):
+        assert all(promised in report["printed"] for report in reports), reports[0]["printed"]
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_files_that_a_page_links_to_exist(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_names_of_this_library_that_a_page_mentions_exist(page):
+    missing = []
+    for dotted in re.findall(r"paddle_shard(?:\.\w+)+", page.read_text()):
+        found = paddle_shard
+        for name in dotted.split(".")[1:]:
+            if not hasattr(found, name):
+                try:
+                    importlib.import_module(f"{found.__name__}.{name}")
+                except (ImportError, AttributeError):
+                    missing.append(dotted)
+                    break
+            found = getattr(found, name)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_options_that_a_page_mentions_exist(page):
+    known = {"cls", "name", "save", "size", "window", "index", "counts", "resample", "splits_itself", "num_workers"}
+    known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
+    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle):
+        known |= set(inspect.signature(takes).parameters)
+    mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
+
+    assert mentioned - known - OTHERS == set()
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_targets_of_make_that_a_page_mentions_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    mentioned = [target for code in code_in(page) for target in re.findall(r"^make ([a-z-]+)", code)]
+
+    assert set(mentioned) <= targets
+
+
+def test_tests_that_the_differences_name_exist():
+    text = (ROOT / "docs/differences.md").read_text()
+    named = re.findall(r"`([^`]*test_[^`]*)`", text)
+    assert len(named) > 25
+    sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for code in named:
+        file, _, test = code.rpartition("::") if "::" in code else ("", "", code)
+        if code.endswith(".py"):
+            file, test = code, "def test_"
+        elif not file:
+            file, test = "loader/test_paddle_defects.py", f"def {test}("
+        else:
+            test = f"def {test}("
+        assert any(str(path).endswith(file) and test in source for path, source in sources.items()), code
+
+
+def test_no_page_is_left_out_of_the_readme():
+    linked = re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text())
+
+    assert sorted(linked) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_make_knows_every_command_of_the_readme():
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    for target in ("demo", "demos", "test", "quick"):
+        assert re.search(rf"^{target}:", shown, re.MULTILINE), shown
