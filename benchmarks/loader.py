@@ -112,7 +112,7 @@ def price(here):
     import paddle
 
     import paddle_shard
-    from paddle_shard.loader.generators import generators
+    from paddle_shard.inputs.generators import generators
     from paddle_shard.reading.reader import BatchReader
     from paddle_shard.reading.request import ReadRequest
 

@@ -12,16 +12,16 @@ from paddle_shard import errors
 from paddle_shard.plan import Blocks, MeshLayout, ShardPlan
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from paddle_shard.inputs.stream import Stream as Stream
     from paddle_shard.loader.api import patch_paddle as patch_paddle
     from paddle_shard.loader.api import shard_dataloader as shard_dataloader
-    from paddle_shard.loader.checkpoint import state_from_tensor as state_from_tensor
-    from paddle_shard.loader.checkpoint import state_to_tensor as state_to_tensor
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
     from paddle_shard.loader.loader import ShardDataloader as ShardDataloader
     from paddle_shard.loader.metrics import gather_valid as gather_valid
-    from paddle_shard.loader.stream import Stream as Stream
     from paddle_shard.loader.trainer import TrainerCallback as TrainerCallback
     from paddle_shard.place.field import Balanced as Balanced
+    from paddle_shard.position.checkpoint import state_from_tensor as state_from_tensor
+    from paddle_shard.position.checkpoint import state_to_tensor as state_to_tensor
     from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
     from paddle_shard.sources.foreign import Foreign as Foreign
     from paddle_shard.sources.foreign import Share as Share
@@ -35,13 +35,13 @@ _LAZY = {
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
     "Share": "paddle_shard.sources.foreign",
-    "Stream": "paddle_shard.loader.stream",
+    "Stream": "paddle_shard.inputs.stream",
     "TrainerCallback": "paddle_shard.loader.trainer",
     "gather_valid": "paddle_shard.loader.metrics",
     "patch_paddle": "paddle_shard.loader.api",
     "shard_dataloader": "paddle_shard.loader.api",
-    "state_from_tensor": "paddle_shard.loader.checkpoint",
-    "state_to_tensor": "paddle_shard.loader.checkpoint",
+    "state_from_tensor": "paddle_shard.position.checkpoint",
+    "state_to_tensor": "paddle_shard.position.checkpoint",
 }
 """Public name -> the module that holds it; most import paddle."""
 

@@ -20,14 +20,23 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "version": (set(), set()),
     "collate": ({"errors", "tree"}, {"numpy"}),
     "agree": ({"errors"}, {"numpy"}),
+    "say_once": (set(), set()),
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
-    "sources": (PURE, {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED),
+    "sources": (PURE | {"stages"}, {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED),
     "reading": (PURE | {"tree", "collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
-    "place": ({"errors", "plan", "agree", "tree"}, {"numpy", "paddle"}),
-    "replicas": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
+    "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),
+    "comm": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
+    "inputs": (PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"}, {"numpy", "paddle"}),
+    "position": (PURE | {"say_once", "samplers", "place", "comm", "inputs"}, {"numpy", "paddle"}),
+    "delivery": (
+        PURE | {"say_once", "agree", "samplers", "reading", "place", "comm", "inputs", "position"},
+        {"numpy", "paddle"},
+    ),
     "loader": (
-        PURE | {"version", "collate", "agree", "samplers", "stages", "sources", "reading", "place", "replicas"},
+        PURE
+        | {"version", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "comm"}
+        | {"inputs", "position", "delivery"},
         {"numpy", "paddle", "tqdm"},
     ),
     "testing": (PURE | {"loader"}, {"numpy", "paddle", "hypothesis"}),

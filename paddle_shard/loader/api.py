@@ -14,8 +14,8 @@ from paddle.distributed import auto_parallel
 
 from paddle_shard.errors import ArgumentError, PaddleShardError
 from paddle_shard.loader.loader import ShardDataloader
-from paddle_shard.loader.say_once import say_once
 from paddle_shard.plan.orders import Shuffle
+from paddle_shard.say_once import say_once
 
 
 def shard_dataloader(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.loader.source import Source
+from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.version import VERSION
 

@@ -10,6 +10,10 @@ import paddle
 import paddle.distributed as dist
 from paddle.profiler import RecordEvent
 
+from paddle_shard.delivery.begin import index_pass, stream_pass, unequal_ends
+from paddle_shard.delivery.pending import Pending
+from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.delivery.stats import PassClock
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
@@ -17,11 +21,7 @@ from paddle_shard.errors import (
     PaddleShardError,
     UnequalEndsError,
 )
-from paddle_shard.loader.begin import index_pass, stream_pass, unequal_ends
-from paddle_shard.loader.pending import Pending
 from paddle_shard.loader.progress_bar import ProgressBar
-from paddle_shard.loader.setup import PassSetup
-from paddle_shard.loader.stats import PassClock
 from paddle_shard.loader.uneven import say_if_uneven
 from paddle_shard.reading.chunk import NO_STAND_IN
 

@@ -10,20 +10,21 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
+from paddle_shard.comm.meeting import num_ranks
+from paddle_shard.comm.split_check import SplitCheck
+from paddle_shard.delivery.rows import LoaderRows
+from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
+from paddle_shard.inputs.generators import generators
+from paddle_shard.inputs.source import read_source
+from paddle_shard.inputs.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.facts import check_ranks, facts_of
-from paddle_shard.loader.generators import generators
 from paddle_shard.loader.iteration import ShardIterator, describe
 from paddle_shard.loader.options import check_no_stream_options, check_options, checked_prefetch
 from paddle_shard.loader.progress_bar import import_tqdm
-from paddle_shard.loader.rows import LoaderRows
-from paddle_shard.loader.run import Run
 from paddle_shard.loader.sampler_view import ShardBatchSampler
-from paddle_shard.loader.setup import PassSetup
-from paddle_shard.loader.source import read_source
-from paddle_shard.loader.stats import LoaderStats
-from paddle_shard.loader.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
@@ -33,11 +34,10 @@ from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.shard_plan import ShardPlan, Where
+from paddle_shard.position.run import Run
 from paddle_shard.reading.passes import shallow_copy
 from paddle_shard.reading.stream_pass import StreamLoader
 from paddle_shard.reading.user_loader import UserLoader
-from paddle_shard.replicas.meeting import num_ranks
-from paddle_shard.replicas.split_check import SplitCheck
 
 mend_process_mesh()
 

@@ -8,8 +8,8 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.loader.say_once import say_once
 from paddle_shard.place.local_tensor import is_cpu
+from paddle_shard.say_once import say_once
 
 ON_LOST = ("raise", "exit")
 ON_ERROR = ("raise", "skip")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import paddle.io
 
+from paddle_shard.delivery.rows import LoaderRows
+from paddle_shard.inputs.source import Source
 from paddle_shard.loader.compat import asked_by_to_static
-from paddle_shard.loader.rows import LoaderRows
-from paddle_shard.loader.run import Run
-from paddle_shard.loader.source import Source
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.position.run import Run
 
 
 class ShardBatchSampler(paddle.io.DistributedBatchSampler):

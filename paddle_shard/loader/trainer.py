@@ -13,7 +13,7 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.loader.loader import ShardDataloader
-from paddle_shard.loader.say_once import say_once
+from paddle_shard.say_once import say_once
 
 FILE = "paddle_shard.json"
 """In a checkpoint's folder. Where each rank has data of its own, the others' names hold the rank, too."""

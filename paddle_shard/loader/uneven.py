@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from paddle_shard.loader.say_once import say_once
-from paddle_shard.loader.setup import PassSetup
-from paddle_shard.loader.stream_setup import StreamSetup
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.inputs.stream_setup import StreamSetup
+from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (

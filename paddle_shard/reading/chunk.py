@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.opening import Opening
 from paddle_shard.plan.partition import Rows
+from paddle_shard.stages.opening import Opening
 from paddle_shard.tree import is_sequence, leaves, rebuild
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
-from paddle_shard.plan.opening import Stage, Stated, Unreadable
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Fed
 from paddle_shard.reading.digest import digest
 from paddle_shard.reading.failure import ReadFailure
@@ -22,6 +21,8 @@ from paddle_shard.reading.reader import collate_rows
 from paddle_shard.reading.skipping import Usual, collate_skipping
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.batch import Unbatch
+from paddle_shard.stages.opening import Stated, Unreadable
+from paddle_shard.stages.stage import Stage
 from paddle_shard.stages.stripe import FAILED_AT, Stripe
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from paddle_shard.errors import text_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.opening import Stage
 from paddle_shard.reading.chunk import ChunkRequest, Fed
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.first_samples import opened_with_first
 from paddle_shard.reading.padding import Padding
 from paddle_shard.samplers.randomness import Generator, kept
+from paddle_shard.stages.stage import Stage
 from paddle_shard.stages.stripe import FAILED_AT
 
 _SPARE = 64

@@ -9,10 +9,11 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage, Unreadable, leave_sample
 from paddle_shard.reading.chunk import Fed
 from paddle_shard.reading.skipping import TRIED
+from paddle_shard.stages.opening import Opening, Unreadable, leave_sample
 from paddle_shard.stages.repeat import Repeat, in_rounds
+from paddle_shard.stages.stage import Stage
 
 _COMPARED, _PARTS = 16, 4
 """Samples that are compared, and the parts that they come from where these have as many."""

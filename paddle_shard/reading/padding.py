@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage, Stated, Unreadable
 from paddle_shard.reading.skipping import TRIED
+from paddle_shard.stages.opening import Opening, Stated, Unreadable
 from paddle_shard.stages.round_robin import RoundRobin
+from paddle_shard.stages.stage import Stage
 
 _NOTHING = object()
 

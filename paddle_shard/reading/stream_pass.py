@@ -10,7 +10,6 @@ import paddle.io
 
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Even, Gather, Joiner, Slice, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
@@ -24,6 +23,7 @@ from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.stages.round_robin import RoundRobin
+from paddle_shard.stages.stage import Stage
 
 
 class StreamLoader:

@@ -8,8 +8,9 @@ from itertools import count
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.plan.opening import Opening, Stage, Stated
 from paddle_shard.plan.seeding import mix
+from paddle_shard.stages.opening import Opening, Stated
+from paddle_shard.stages.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

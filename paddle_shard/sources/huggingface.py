@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.adapters.common import needs
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 _ROUND = 1 << 20
 """Epochs between the first and the second reading within an epoch."""

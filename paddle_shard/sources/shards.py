@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.sources.names import local_size, shown, within_their_folder
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 RECOUNT = (
     "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "

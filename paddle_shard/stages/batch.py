@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage, Unreadable
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import mix
+from paddle_shard.stages.opening import Opening, Unreadable
 from paddle_shard.stages.search import Search
+from paddle_shard.stages.stage import Stage
 
 _END = object()
 

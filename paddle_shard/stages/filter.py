@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage, Unreadable
 from paddle_shard.plan.seeding import mix
+from paddle_shard.stages.opening import Opening, Unreadable
 from paddle_shard.stages.search import Search
+from paddle_shard.stages.stage import Stage
 
 
 class Filter(Stage):

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.seeding import mix
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 
 class Map(Stage):

@@ -8,8 +8,9 @@ from itertools import count, repeat
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.opening import Opening, Stage, leave_sample
 from paddle_shard.plan.parts import check_count
+from paddle_shard.stages.opening import Opening, leave_sample
+from paddle_shard.stages.stage import Stage
 
 
 class Repeat(Stage):

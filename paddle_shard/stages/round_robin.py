@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 
 class RoundRobin(Stage):

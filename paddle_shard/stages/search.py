@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.opening import Opening
+from paddle_shard.stages.opening import Opening
 
 FEWEST = 1000
 """Samples that are tried at least: a random function may drop all of a few rounds of a short part."""

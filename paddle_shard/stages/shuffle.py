@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 
 class Shuffle(Stage):

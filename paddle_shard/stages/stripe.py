@@ -9,7 +9,8 @@ from itertools import islice
 from typing import Any
 from weakref import ref
 
-from paddle_shard.plan.opening import Opening, Stage, leave_sample
+from paddle_shard.stages.opening import Opening, leave_sample
+from paddle_shard.stages.stage import Stage
 
 FAILED_AT = "_paddle_shard_failed_at"
 """Attribute of an exception: (part, position) of the sample that failed before the cut, whoever was to get it."""

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is so: their Python runs, and every name, file, command and test that they mention exists."""
+"""The Python of README.md and docs/ runs, and every name, file, command and test that they mention exists."""
 
 import importlib
 import inspect

@@ -11,9 +11,9 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, DataReadError, MissingDependencyError
-from paddle_shard.loader.stream import recipe_of
-from paddle_shard.plan.opening import Opening
+from paddle_shard.inputs.stream import recipe_of
 from paddle_shard.reading.first_samples import opened_with_first
+from paddle_shard.stages.opening import Opening
 from paddle_shard.testing.simulated import on_each_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])

@@ -11,9 +11,9 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_shard.agree import Coordinator
+from paddle_shard.comm.shared_board import join_board
+from paddle_shard.comm.star_group import group_of
 from paddle_shard.errors import AgreedFailure, PeerLostError
-from paddle_shard.replicas.shared_board import join_board
-from paddle_shard.replicas.star_group import group_of
 from paddle_shard.testing import report
 
 PREFETCH = 8

@@ -12,10 +12,10 @@ from unittest import mock
 import paddle.distributed as dist
 import pytest
 
+from paddle_shard.comm import star_group
+from paddle_shard.comm.meeting import meeting_of
+from paddle_shard.comm.star_group import StarGroup, group_of
 from paddle_shard.errors import ArgumentError, PeerLostError
-from paddle_shard.replicas import star_group
-from paddle_shard.replicas.meeting import meeting_of
-from paddle_shard.replicas.star_group import StarGroup, group_of
 from paddle_shard.testing import start_ranks
 from paddle_shard.testing.simulated import simulated_rank
 from tests.deadlines import HANG

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Joiner
 from paddle_shard.reading.chunk_reader import ChunkReader
@@ -17,6 +16,8 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 from tests.trials import trials
 
 GENERATORS = (NumpyGenerator(), PythonGenerator())

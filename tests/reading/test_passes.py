@@ -9,7 +9,7 @@ import paddle
 from hypothesis import given, settings
 
 from paddle_shard.errors import DataReadError
-from paddle_shard.loader.generators import generators
+from paddle_shard.inputs.generators import generators
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.reading.chunk import Slice
 from paddle_shard.reading.local_shuffle import MixedPass

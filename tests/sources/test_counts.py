@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ShardReadError
-from paddle_shard.loader.stream import recipe_of
-from paddle_shard.plan.opening import Opening
+from paddle_shard.inputs.stream import recipe_of
 from paddle_shard.sources import counts, shard_index, tars, text
 from paddle_shard.sources.text import csv_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
+from paddle_shard.stages.opening import Opening
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
 from tests.sources.http_server import serving

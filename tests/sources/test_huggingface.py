@@ -6,8 +6,8 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, SplitError
-from paddle_shard.plan.opening import Opening
 from paddle_shard.sources.huggingface import huggingface_source
+from paddle_shard.stages.opening import Opening
 from tests.extras import needs
 from tests.sources.library_laws import check_laws, steps_of
 

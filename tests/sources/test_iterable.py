@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.opening import Opening
 from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.stages.opening import Opening
 
 
 def seed_generators(seed):

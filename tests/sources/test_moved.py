@@ -13,7 +13,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import StateError
-from paddle_shard.loader.stream import recipe_of
+from paddle_shard.inputs.stream import recipe_of
 from tests.sources.library_laws import files, parquet_bytes, tar_bytes
 
 KINDS = {

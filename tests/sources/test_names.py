@@ -7,7 +7,7 @@ import pytest
 from paddle_shard import Stream
 from paddle_shard.cli.index_shards import main as index_command
 from paddle_shard.errors import ArgumentError
-from paddle_shard.loader.stream import recipe_of
+from paddle_shard.inputs.stream import recipe_of
 from paddle_shard.sources.names import matched
 from tests.sources.library_laws import files, names
 

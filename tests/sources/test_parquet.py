@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
-from paddle_shard.plan.opening import Opening
 from paddle_shard.sources.parquet import parquet_source
+from paddle_shard.stages.opening import Opening
 from tests.extras import needs
 from tests.sources.library_laws import LENGTHS, TOTAL, check_laws, files, names, pieces
 

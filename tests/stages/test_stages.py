@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch, search
+from paddle_shard.stages.opening import Opening
 from paddle_shard.stages.repeat import in_rounds
+from paddle_shard.stages.stage import Stage
 from tests.trials import trials
 
 chains_settings = settings(max_examples=trials(60))

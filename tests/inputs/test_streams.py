@@ -10,9 +10,9 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.comm.failure_report import failure_of_another, report_of
 from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
-from paddle_shard.loader.failure_report import failure_of_another, report_of
-from paddle_shard.plan.opening import Stage
+from paddle_shard.stages.stage import Stage
 from paddle_shard.testing.simulated import on_each_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])

@@ -11,12 +11,11 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentTypeError
-from paddle_shard.loader.other_library import is_iterable_dataset
-from paddle_shard.loader.recipe import Recipe
-from paddle_shard.loader.say_once import say_once
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.inputs.other_library import is_iterable_dataset
+from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.plan.parts import check_count
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
+from paddle_shard.say_once import say_once
 from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.names import Paths
@@ -24,6 +23,8 @@ from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import csv_source, lines_source
 from paddle_shard.sources.webdataset import decode, webdataset_source
 from paddle_shard.stages import Batch, Filter, Map, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 
 class Stream(paddle.io.IterableDataset):

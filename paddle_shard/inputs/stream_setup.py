@@ -9,13 +9,14 @@ from itertools import count
 import numpy as np
 
 from paddle_shard.errors import StateError
-from paddle_shard.plan.opening import Opening, Stage
+from paddle_shard.inputs.stream_batches import StreamBatches
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import chunks_of
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import ChunkRequest
-from paddle_shard.samplers.stream_batches import StreamBatches
 from paddle_shard.stages import Map, Shuffle, Stripe
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 _UNREAD = {"shard": None, "rows": 0, "library": None}
 

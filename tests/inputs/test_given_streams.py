@@ -9,9 +9,8 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_shard
-from paddle_shard import Stream
+from paddle_shard import Stream, say_once
 from paddle_shard.errors import ArgumentTypeError
-from paddle_shard.loader import say_once
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 

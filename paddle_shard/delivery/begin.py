@@ -15,16 +15,17 @@ import numpy as np
 import paddle
 
 from paddle_shard.agree import Agreement, AloneAgreement
+from paddle_shard.comm.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
+from paddle_shard.comm.split_check import first_batch
+from paddle_shard.delivery.notes import StepNotes
+from paddle_shard.delivery.pending import Pending
+from paddle_shard.delivery.prefetch import DrawnAhead
+from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.delivery.step_pass import StepPass, stream_readiness
 from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
-from paddle_shard.loader.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
-from paddle_shard.loader.notes import StepNotes
-from paddle_shard.loader.pending import Pending
-from paddle_shard.loader.prefetch import DrawnAhead
-from paddle_shard.loader.say_once import say_once
-from paddle_shard.loader.setup import PassSetup
-from paddle_shard.loader.source import Source
-from paddle_shard.loader.step_pass import StepPass, stream_readiness
-from paddle_shard.loader.stream_setup import StreamSetup
+from paddle_shard.inputs.source import Source
+from paddle_shard.inputs.stream_batches import StreamBatch
+from paddle_shard.inputs.stream_setup import StreamSetup
 from paddle_shard.place.lengths import rows_of
 from paddle_shard.place.placer import tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed
@@ -34,9 +35,8 @@ from paddle_shard.reading.digest import digest
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
-from paddle_shard.replicas.split_check import first_batch
 from paddle_shard.samplers import IndexBatch, UserBatches
-from paddle_shard.samplers.stream_batches import StreamBatch
+from paddle_shard.say_once import say_once
 
 
 def _requests(

@@ -16,8 +16,8 @@ from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
-from paddle_shard.loader.say_once import _SAID
 from paddle_shard.plan.paddle_order import PaddleSequential
+from paddle_shard.say_once import _SAID
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from tests.orders_and_tails import BLOCKS, OF_ANY_MESH, SERVING_TAILS
 from tests.trials import trials
@@ -952,12 +952,12 @@ class Job:
             raise Gathering(legs)
 
         def sent(rank):
-            with mock.patch("paddle_shard.loader.run._gathered", gathering), pytest.raises(Gathering) as it:
+            with mock.patch("paddle_shard.position.run._gathered", gathering), pytest.raises(Gathering) as it:
                 self.loaders[rank].certificate()
             return it.value.args[0]
 
         accounts = json.loads(json.dumps(self.each(sent)))
-        with mock.patch("paddle_shard.loader.run._gathered", lambda legs, *others: accounts):
+        with mock.patch("paddle_shard.position.run._gathered", lambda legs, *others: accounts):
             found = self.each(lambda rank: self.loaders[rank].certificate())
         self.told_all = True
         assert len(set(map(str, found))) == 1, "all ranks say the same"

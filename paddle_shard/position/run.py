@@ -12,19 +12,19 @@ import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
+from paddle_shard.comm.agreeing import gather_of
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.loader.account import Delivered
-from paddle_shard.loader.agreeing import gather_of
-from paddle_shard.loader.progress import PassProgress, numbers
-from paddle_shard.loader.say_once import say_once
-from paddle_shard.loader.source import Source
+from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import Account, Certificate, certify, expected_of_plan, merge
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.position.account import Delivered
+from paddle_shard.position.progress import PassProgress, numbers
 from paddle_shard.samplers import IndexBatch, PlanBatches, UserBatches
 from paddle_shard.samplers.plan_batches import resumed_plan
 from paddle_shard.samplers.user_batches import UserBatch
+from paddle_shard.say_once import say_once
 
 
 class Run:

@@ -21,9 +21,9 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.agree import AloneAgreement, Coordinator
+from paddle_shard.delivery.prefetch import Ahead, DrawnAhead
+from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import ArgumentError, DataReadError
-from paddle_shard.loader.prefetch import Ahead, DrawnAhead
-from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.reading import pace
 from paddle_shard.reading.pace import QUICK, Pace, steps_ahead
 from paddle_shard.reading.passes import Pass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.loader.generators import generators
+from paddle_shard.inputs.generators import generators
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
@@ -23,7 +23,7 @@ from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
 
 if TYPE_CHECKING:
-    from paddle_shard.loader.stream_setup import StreamSetup
+    from paddle_shard.inputs.stream_setup import StreamSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

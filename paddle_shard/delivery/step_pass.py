@@ -8,10 +8,10 @@ from enum import Enum
 from typing import Any
 
 from paddle_shard.agree import Agreement, AloneAgreement
+from paddle_shard.comm.failure_report import failure_of_another, report_of
+from paddle_shard.delivery.notes import StepNotes
+from paddle_shard.delivery.prefetch import Ahead
 from paddle_shard.errors import AgreedFailure, PeerLostError, UnequalEndsError
-from paddle_shard.loader.failure_report import failure_of_another, report_of
-from paddle_shard.loader.notes import StepNotes
-from paddle_shard.loader.prefetch import Ahead
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.tails import Tail
 from paddle_shard.reading.chunk import Slice

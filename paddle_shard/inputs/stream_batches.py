@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import Tail
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

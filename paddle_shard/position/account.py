@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paddle_shard.loader.progress import Mark, PassProgress
 from paddle_shard.plan.certificate import Account, Leg, folded
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.position.progress import Mark, PassProgress
 
 
 class _Epoch(NamedTuple):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.comm.split_check import SplitCheck
+from paddle_shard.delivery.pending import Pending
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.loader.pending import Pending
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.reading.reader import RAGGED
-from paddle_shard.replicas.split_check import SplitCheck
 
 
 class StepNotes:

@@ -26,8 +26,8 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.agree.group import MergingGroup, TwoLevelGroup
+from paddle_shard.comm.meeting import meeting_of
 from paddle_shard.errors import PeerLostError
-from paddle_shard.replicas.meeting import meeting_of
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")

@@ -11,8 +11,8 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.agree import Agreement, Coordinator, Group, described
-from paddle_shard.replicas.shared_board import join_board
-from paddle_shard.replicas.star_group import group_of
+from paddle_shard.comm.shared_board import join_board
+from paddle_shard.comm.star_group import group_of
 
 PREFETCH = 8
 """Steps that workers have read ahead of the one that is delivered; half of them is the window that is agreed on."""

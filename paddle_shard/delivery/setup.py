@@ -8,14 +8,14 @@ from typing import Any
 
 import paddle.io
 
-from paddle_shard.loader.rows import LoaderRows
-from paddle_shard.loader.run import Run
-from paddle_shard.loader.source import Source
-from paddle_shard.loader.stats import LoaderStats
+from paddle_shard.comm.split_check import SplitCheck
+from paddle_shard.delivery.rows import LoaderRows
+from paddle_shard.delivery.stats import LoaderStats
+from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.placer import BatchPlacer
-from paddle_shard.replicas.split_check import SplitCheck
+from paddle_shard.position.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

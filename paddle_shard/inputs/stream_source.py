@@ -12,20 +12,20 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.loader.other_library import check_is_paddles
-from paddle_shard.loader.recipe import Recipe
-from paddle_shard.loader.say_once import say_once
-from paddle_shard.loader.source import Source
-from paddle_shard.loader.stream import Stream, batches_of, recipe_of
-from paddle_shard.loader.stream_setup import StreamSetup
+from paddle_shard.inputs.other_library import check_is_paddles
+from paddle_shard.inputs.recipe import Recipe
+from paddle_shard.inputs.source import Source
+from paddle_shard.inputs.stream import Stream, batches_of, recipe_of
+from paddle_shard.inputs.stream_batches import StreamBatches
+from paddle_shard.inputs.stream_setup import StreamSetup
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.opening import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
 from paddle_shard.plan.tails import TAILS, find_tail
-from paddle_shard.samplers.stream_batches import StreamBatches
+from paddle_shard.say_once import say_once
 from paddle_shard.sources.foreign import Foreign, ForeignSource
 from paddle_shard.stages import Repeat, Stripe
+from paddle_shard.stages.stage import Stage
 
 
 def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:

@@ -10,7 +10,7 @@ import numpy as np
 import paddle.io
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.loader.source import Source
+from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchPlacer, BatchRows
 from paddle_shard.plan.partition import nearest_multiples

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.opening import Opening, Stage
 from paddle_shard.stages import RoundRobin, Stripe
+from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Stage
 
 Step = Callable[[Stage], Stage]
 

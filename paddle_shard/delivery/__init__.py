@@ -1,0 +1,1 @@
+"""How the steps of a pass are read ahead, placed, agreed on and delivered."""

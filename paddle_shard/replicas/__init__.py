@@ -1,1 +1,0 @@
-"""Comparing what ranks have: do replicas agree, and do data ranks differ?"""

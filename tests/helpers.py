@@ -1,0 +1,40 @@
+"""What most tests of a loader need: a data set of anything, meshes, a sharded loader, and what it delivered here."""
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+
+
+class Made(paddle.io.Dataset):
+    """What a function makes of each index."""
+
+    def __init__(self, function=np.array, length=16):
+        self.function, self.length = function, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.function(index)
+
+
+def mesh(ids, *names):
+    return dist.ProcessMesh(ids, dim_names=list(names) or ["dp"])
+
+
+ONE, DP2 = mesh([0]), mesh([0, 1])
+
+
+def sharded(given, meshes=DP2, dims="dp", **options):
+    return paddle_shard.shard_dataloader(given, meshes, shard_dims=dims, **options)
+
+
+def local(batch):
+    """This rank's rows of a batch that is a tensor."""
+    return batch._local_value().numpy().tolist()
+
+
+def locals_of(batches):
+    return [local(batch) for batch in batches]

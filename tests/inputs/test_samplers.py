@@ -1,0 +1,188 @@
+"""Samplers that split already, that have a state, an epoch or holes."""
+
+import numpy as np
+import paddle.distributed as dist
+import pytest
+from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler
+
+from paddle_shard.errors import ArgumentError, SplitError
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from tests.helpers import Made, local, locals_of, mesh, sharded
+
+# Samplers that split already
+
+
+class DuckDistributed(BatchSampler):
+    """As PaddleNLP's: no subclass of Paddle's distributed sampler, but with its attributes."""
+
+    def __init__(self, dataset, batch_size, nranks, rank):
+        super().__init__(dataset, batch_size=batch_size)
+        self.length, self.nranks, self.local_rank = len(dataset), nranks, rank
+
+    def __iter__(self):
+        step = self.batch_size * self.nranks
+        for first in range(self.local_rank * self.batch_size, self.length, step):
+            yield list(range(first, first + self.batch_size))
+
+    def __len__(self):
+        return self.length // (self.batch_size * self.nranks)
+
+
+def test_a_sampler_with_nranks_is_not_split_again():
+    got = on_each_rank(
+        range(2),
+        lambda: locals_of(sharded(DataLoader(Made(), batch_sampler=DuckDistributed(Made(), 4, 2, dist.get_rank())))),
+    )
+
+    assert got == {0: [[0, 1, 2, 3], [8, 9, 10, 11]], 1: [[4, 5, 6, 7], [12, 13, 14, 15]]}
+
+
+def distributed(length=16, batch_size=2, ranks=2, cls=DistributedBatchSampler, **options):
+    return cls(Made(length=length), batch_size, num_replicas=ranks, rank=dist.get_rank(), **options)
+
+
+def test_the_padding_of_paddles_sampler_is_marked():
+    def run():
+        batches = iter(sharded(DataLoader(Made(length=7), batch_sampler=distributed(7))))
+        return [(local(b), local(batches.valid)) for b in batches]
+
+    got = on_each_rank(range(2), run)
+
+    assert got[1][-1] == ([6, 0], [True, False])
+
+
+def test_meshes_that_order_the_ranks_otherwise_refuse_data_that_is_split():
+    pairs = Made(lambda i: (np.array(i), np.array(i)))
+    with simulated_rank(0, 2):
+        sampler = DuckDistributed(pairs, 2, 2, 0)
+        with pytest.raises(SplitError, match=r"global rank 0 has the data ranks \[0, 1\]"):
+            sharded(DataLoader(pairs, batch_sampler=sampler), [mesh([0, 1]), mesh([1, 0])])
+
+
+def test_a_rank_on_no_mesh_gets_metadata_of_split_data_too():
+    pairs = Made(lambda i: (np.array(i), np.array(i)), 8)
+
+    def run():
+        given = DataLoader(pairs, batch_size=2)
+        loader = sharded(given, [mesh([0, 1]), mesh([4, 5])], is_dataset_splitted=True)
+        return [[leaf.shape for leaf in batch] for batch in loader]
+
+    got = on_each_rank([0, 2, 4], run)
+
+    assert got[0] == got[2] == got[4] == [[[4], [4]]] * 4
+
+
+def test_split_items_are_refused_at_construction():
+    with pytest.raises(ArgumentError, match="is_dataset_splitted=True needs a DataLoader with a batch size"):
+        sharded(DataLoader(Made(), batch_size=None), is_dataset_splitted=True)
+
+
+@pytest.mark.parametrize("cls", [DistributedBatchSampler, type("Sub", (DistributedBatchSampler,), {})])
+def test_a_look_consumes_no_epoch_of_paddles_sampler(cls):
+    loader = sharded(DataLoader(Made(), batch_sampler=distributed(cls=cls, shuffle=True)))
+    next(iter(loader))
+
+    pairs = [(a, b) for a, b in zip(locals_of(loader), locals_of(loader), strict=True)]
+
+    assert loader.epoch == 2
+    loader.set_epoch(0)
+    assert all(a != b for a, b in pairs)
+    assert locals_of(loader) == [a for a, _ in pairs]
+
+
+def test_the_epoch_of_paddles_sampler_is_the_loaders():
+    sampler = distributed(shuffle=True)
+    loader = sharded(DataLoader(Made(), batch_sampler=sampler))
+    orders = []
+    for epoch in (0, 0, np.int64(2), np.int64(2)):
+        sampler.set_epoch(epoch)
+        orders.append(locals_of(loader))
+
+    assert orders[0] == orders[1] != orders[2] == orders[3]
+    assert (loader.epoch, sampler.epoch) == (3, 3)
+
+
+# Samplers with a state
+
+
+class OwnRandom(BatchSampler):
+    def __init__(self, length, batch_size):
+        super().__init__(Made(length=length), batch_size=batch_size)
+        self.length, self.random = length, np.random.RandomState(0)
+
+    def __iter__(self):
+        order = self.random.permutation(self.length).tolist()
+        yield from (order[k : k + self.batch_size] for k in range(0, self.length, self.batch_size))
+
+
+def test_neither_len_nor_describing_moves_a_sampler():
+    def loader():
+        return sharded(DataLoader(Made(), batch_sampler=OwnRandom(16, 4)), tail="drop")
+
+    expected = locals_of(loader())
+    asked = loader()
+    assert len(asked) == 4
+    pairs = Made(lambda i: (np.array(i), np.array(i)))
+    described = sharded(DataLoader(pairs, batch_sampler=OwnRandom(16, 4)))
+    from paddle_shard.loader.iteration import describe
+
+    describe(described._first_batch)
+
+    assert locals_of(asked) == expected
+    assert [local(x) for x, _ in described] == expected
+
+
+class Epochs:
+    """A sampler of indices that has a set_epoch."""
+
+    epoch = 0
+
+    def __iter__(self):
+        return iter([(i + self.epoch) % 8 for i in range(8)])
+
+    def __len__(self):
+        return 8
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_set_epoch_reaches_the_sampler_inside_a_batch_sampler():
+    loader = sharded(DataLoader(Made(), batch_sampler=BatchSampler(sampler=Epochs(), batch_size=4)))
+
+    loader.set_epoch(1)
+
+    assert locals_of(loader)[0] == [1, 2]
+
+
+def test_an_iterator_keeps_its_epoch():
+    class Batches(BatchSampler):
+        epoch = 0
+
+        def __iter__(self):
+            yield [self.epoch, 1 + self.epoch]
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    loader = sharded(DataLoader(Made(), batch_sampler=Batches(Made(), batch_size=2)))
+    batches = iter(loader)
+    loader.set_epoch(3)
+
+    assert (locals_of(batches), batches.epoch) == ([[0]], 0)
+
+
+def test_none_in_a_sampler_is_an_error():
+    class Holes(BatchSampler):
+        def __iter__(self):
+            yield from ([0, 1], None, [2, 3])
+
+    with pytest.raises(TypeError, match="must yield lists of indices, got NoneType at step 1"):
+        locals_of(sharded(DataLoader(Made(), batch_sampler=Holes(Made(), batch_size=2))))
+
+
+def test_dropping_everything_is_an_error_with_a_sampler_too():
+    given = DataLoader(Made(), batch_sampler=BatchSampler(sampler=[1, 2, 3], batch_size=4, drop_last=True))
+
+    with pytest.raises(ArgumentError, match="tail='drop' leaves no batch: the loader's list has 3 samples"):
+        sharded(given)

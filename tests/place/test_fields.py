@@ -1,0 +1,78 @@
+"""Fields that are replicated, nested, empty of tensors, or of several meshes."""
+
+import numpy as np
+import pytest
+from paddle.io import DataLoader
+
+from paddle_shard.errors import BatchStructureError, DataReadError
+from paddle_shard.testing.simulated import on_each_rank
+from tests.helpers import DP2, Made, mesh, sharded
+
+
+def test_a_replicated_field_of_another_mesh_has_its_global_shape_everywhere():
+    pairs = Made(lambda i: (np.array(i), np.array([i, i])))
+
+    def run():
+        return [leaf.shape for leaf in next(iter(sharded(DataLoader(pairs, batch_size=4), METHES, ["dp", None])))]
+
+    METHES = [mesh([0, 1]), mesh([2, 3])]
+    got = on_each_rank(range(5), run)
+
+    assert all(shapes == [[4], [4, 2]] for shapes in got.values())
+
+
+def test_valid_is_placed_as_the_last_field():
+    fields = Made(lambda i: {"x": np.arange(4), "y": np.array(i)})
+    four = mesh([[0, 1], [2, 3]], "dp", "sep")
+
+    def run():
+        batches = iter(sharded(DataLoader(fields, batch_size=4), four, placements={"x": {"sep": 1}}))
+        batch = next(batches)
+        return batches.valid._local_value().shape, batch["y"]._local_value().shape
+
+    got = on_each_rank(range(4), run)
+
+    assert all(valid == y == [2] for valid, y in got.values())
+
+
+def test_what_has_an_item_for_each_row_is_cut_like_the_rows():
+    def collate(samples):
+        names = [f"s{i}" for i in samples]
+        return [np.array(samples), np.array(names), names, [{"id": n} for n in names], [None, *names[1:]], np.ones(3)]
+
+    def run():
+        loader = sharded(DataLoader(Made(int), batch_size=4, collate_fn=collate), [DP2] * 6, ["dp"] * 5 + [None])
+        return next(iter(loader))
+
+    got = on_each_rank(range(2), run)[1]
+
+    assert got[1].tolist() == got[2] == ["s2", "s3"]
+    assert got[3] == [{"id": "s2"}, {"id": "s3"}]
+    assert got[4] == ["s2", "s3"]
+
+
+def test_a_dict_cannot_have_a_list_of_meshes():
+    fields = Made(lambda i: ({"a": np.array(i)}, np.array(i)))
+
+    with pytest.raises(BatchStructureError, match="is a dict, but its entry in meshes is a list of 2"):
+        next(iter(sharded(DataLoader(fields, batch_size=4), [[DP2, DP2], DP2])))
+
+
+def test_items_that_are_batches_are_counted_by_a_field_that_is_split():
+    item = Made(lambda i: [np.arange(3), np.arange(4)], 2)
+
+    batch = next(iter(sharded(DataLoader(item, batch_size=None), [DP2, DP2], [None, "dp"])))
+
+    assert [leaf._local_value().shape for leaf in batch] == [[3], [2]]
+
+
+def test_a_collate_that_pads_texts_to_the_longest_is_refused():
+    def pad(samples):
+        longest = max(map(len, samples))
+        return np.array([[ord(c) for c in s.ljust(longest)] for s in samples])
+
+    loader = sharded(DataLoader(Made(lambda i: "a" * (i + 1)), batch_size=4, collate_fn=pad))
+    with pytest.raises(DataReadError, match="pads to the longest row"):
+        next(iter(loader))
+    alone = sharded(DataLoader(Made(lambda i: "a" * (i + 1)), batch_size=4, collate_fn=pad), mesh([0]))
+    assert next(iter(alone)).shape == [4, 4], "with one data rank there are no others"
