@@ -44,7 +44,7 @@ def _requests(
 ) -> Iterator[ReadRequest]:
     """Yield what this rank reads at each step, and note it."""
     source = setup.source
-    key = derive_seed("sample", setup.seed, start.epoch)
+    key = derive_seed("sample", setup.options.seed, start.epoch)
     step = start.steps
     several, drawn = setup.own_layout.num_data_ranks > 1, 0
     compared = len(setup.agreeing_ranks) > 1 and _draws_for_all(source)
@@ -73,7 +73,7 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
 
     def place(batch: Any) -> tuple[Any, Pending]:
         found = pending.popleft()
-        skipped = [row for row, _ in reading.skipped.popleft()] if setup.skip_errors else ()
+        skipped = [row for row, _ in reading.skipped.popleft()] if setup.options.skip_errors else ()
         if skipped:
             found.skipped = np.isin(np.arange(len(found.indices)), skipped)
         return _placed(setup, batch, found)
@@ -307,8 +307,8 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
         ends_must_agree=ends_must_agree,
         facts={**setup.facts, "epoch": start.epoch, "step": start.steps},
         name=f"{type(setup.dataloader.dataset).__name__}, epoch {start.epoch}",
-        timeout=setup.timeout,
-        on_lost=setup.on_lost,
+        timeout=setup.options.timeout,
+        on_lost=setup.options.on_lost,
         same_data=same_data,
         ends_apart=None if stream is None else stream.ends_apart,
         first_step=start.steps,
@@ -333,5 +333,5 @@ def _reading(setup: PassSetup, stream: StreamSetup, start: LoaderState, num_step
         first_window=begin.steps // mixed[0],
         skip=skip,
         num_steps=None if num_steps is None else num_steps + skip,
-        key=derive_key("local shuffle", setup.seed, start.epoch, own.data_rank if own.on_mesh else 0),
+        key=derive_key("local shuffle", setup.options.seed, start.epoch, own.data_rank if own.on_mesh else 0),
     )

@@ -11,6 +11,7 @@ import paddle.io
 from paddle_shard.comm.split_check import SplitCheck
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.stats import LoaderStats
+from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
@@ -22,6 +23,7 @@ from paddle_shard.position.run import Run
 class PassSetup:
     """A loader's settings when a pass begins, and what the passes share."""
 
+    options: LoaderOptions
     source: Source
     dataloader: paddle.io.DataLoader
     """The user's; read only."""
@@ -36,16 +38,12 @@ class PassSetup:
     run: Run
     stats: LoaderStats
     input_keys: Sequence[Any] | None
+    """As given, or as a trainer has assigned them since."""
     pad_to: PadTo | None
     agreeing_ranks: tuple[int, ...]
     facts: Mapping[str, Any]
     """What must be the same on all ranks."""
     split_check: SplitCheck | None
-    seed: int
-    timeout: float
-    on_lost: str
-    skip_errors: bool
     prefetch: int
     if_worth_it: bool
     """A thread of its own is started only if reading a step takes long enough."""
-    progress: bool

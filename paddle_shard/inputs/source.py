@@ -12,10 +12,11 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.generators import generators
+from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
-from paddle_shard.plan.orders import Shuffle, find_ordering
+from paddle_shard.plan.orders import find_ordering
 from paddle_shard.plan.paddle_order import PaddleOrdering, PaddleSequential
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
@@ -45,21 +46,15 @@ class Source:
     """How a stream is read, where the data has no index."""
 
 
-def read_source(
-    dataloader: Any,
-    layouts: Sequence[FieldLayout],
-    *,
-    is_dataset_splitted: bool,
-    shuffle: Shuffle | None,
-    seed: int,
-    tail: str | None,
-) -> Source:
+def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:
     """Return the order of a DataLoader, checked against the meshes.
 
     Raises:
         ArgumentTypeError: Not a DataLoader.
         ArgumentError: Something in it cannot be honoured.
     """
+    dataloader, seed, tail, shuffle = options.dataloader, options.seed, options.tail, options.shuffle
+    is_dataset_splitted = options.is_dataset_splitted
     _check_kind(dataloader)
     sampler = dataloader.batch_sampler
     chosen = find_tail(tail, drop_last=bool(getattr(sampler, "drop_last", False)))

@@ -12,6 +12,7 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.other_library import check_is_paddles
 from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.source import Source
@@ -72,33 +73,19 @@ def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
     return "__iter__" not in iterates.__code__.co_names
 
 
-def read_stream(
-    dataloader: paddle.io.DataLoader,
-    layouts: Sequence[FieldLayout],
-    own: FieldLayout,
-    *,
-    is_dataset_splitted: bool,
-    shuffle: Any,
-    seed: int,
-    tail: str | None,
-    num_parts: int | None,
-    num_batches: int | None,
-    skip_errors: bool = False,
-    own_rows: bool = False,
-    pads: bool = False,
-) -> Source:
+def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: FieldLayout) -> Source:
     """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
-
-    `own_rows`: Some field's rows may not be the samples, so that it cannot be joined row by row.
-    `pads`: Rows may differ in length.
 
     Raises:
         ArgumentError: Something in it cannot be honoured; the text says what can.
     """
-    _check_arguments(dataloader, shuffle, num_parts, num_batches)
-    chosen = find_tail(tail, stream=True, drop_last=dataloader.drop_last)
-    num_parts = None if num_parts is None else int(num_parts)
-    num_batches = None if num_batches is None else int(num_batches)
+    dataloader = options.dataloader
+    _check_arguments(options)
+    chosen = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
+    num_parts = None if options.num_parts is None else int(options.num_parts)
+    num_batches = None if options.num_batches is None else int(options.num_batches)
+    # Then a field cannot be joined row by row.
+    own_rows = any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)
     dataset = dataloader.dataset
     stream = recipe_of(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
     if stream.whole.endless and num_batches is None:
@@ -107,7 +94,7 @@ def read_stream(
             "many batches an epoch has."
         )
     foreign = isinstance(stream.stage, ForeignSource)
-    is_dataset_splitted = is_dataset_splitted or foreign
+    is_dataset_splitted = options.is_dataset_splitted or foreign
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
     size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
     if size is None and stream.batched is not None:  # a last stage that makes the batches
@@ -143,7 +130,7 @@ def read_stream(
         plan=plan,
         tail=chosen,
         num_batches=num_batches,
-        seed=seed,
+        seed=options.seed,
         split_over=own.num_data_ranks if is_dataset_splitted else None,
         mixed=None if stream.mixed is None else (stream.mixed, own.num_data_ranks),
     )
@@ -180,10 +167,10 @@ def read_stream(
         parts=parts,
         num_workers=num_workers if plan is None else min(num_workers, len(parts)),
         several=own.num_data_ranks > 1,
-        skip_errors=skip_errors,
+        skip_errors=options.skip_errors,
         dealt=stream.is_dealt,
         foreign=foreign,
-        pads=pads,
+        pads=options.pad_to is not None,
     )
     return Source(
         batches=batches,
@@ -286,18 +273,19 @@ def _held(plan: PartsPlan, layouts: Sequence[FieldLayout], *, split: bool) -> tu
     return tuple(sorted(held)) or tuple(range(plan.num_parts))  # on none of the meshes: for where they end
 
 
-def _check_arguments(dataloader: Any, shuffle: Any, num_parts: Any, num_batches: Any) -> None:
-    if shuffle:
+def _check_arguments(options: LoaderOptions) -> None:
+    if options.shuffle:
         raise ArgumentError(
-            f"shuffle={shuffle!r}: a stream has no index to be shuffled by. Leave shuffle at None, and permute it in "
-            "windows: paddle_shard.Stream.of(...).shuffle(window)."
+            f"shuffle={options.shuffle!r}: a stream has no index to be shuffled by. Leave shuffle at None, and "
+            "permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
         )
-    for name, value in (("num_parts", num_parts), ("num_batches", num_batches)):
+    for name, value in (("num_parts", options.num_parts), ("num_batches", options.num_batches)):
         if value is not None:
             check_count(name, value)
-    if type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__:
+    given = type(options.dataloader)
+    if given.__iter__ is not paddle.io.DataLoader.__iter__:
         raise ArgumentTypeError(
-            f"dataloader is a {type(dataloader).__name__} with an __iter__ of its own over a stream, whose batches "
+            f"dataloader is a {given.__name__} with an __iter__ of its own over a stream, whose batches "
             "are made of the chunks of several readers. Do in the stream or in a collate_fn what it does to a batch."
         )
 

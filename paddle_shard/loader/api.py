@@ -13,6 +13,7 @@ import paddle.io
 from paddle.distributed import auto_parallel
 
 from paddle_shard.errors import ArgumentError, PaddleShardError
+from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.say_once import say_once
@@ -116,29 +117,7 @@ def shard_dataloader(
     Raises:
         ArgumentError: An argument cannot be honoured; on every rank, before any batch.
     """
-    return ShardDataloader(
-        dataloader,
-        meshes,
-        input_keys,
-        shard_dims,
-        is_dataset_splitted,
-        dense_tensor_idx,
-        shuffle=shuffle,
-        seed=seed,
-        tail=tail,
-        num_batches=num_batches,
-        num_parts=num_parts,
-        placements=placements,
-        pad_to=pad_to,
-        pad_values=pad_values,
-        seed_paddle=seed_paddle,
-        agree=agree,
-        timeout=timeout,
-        prefetch=prefetch,
-        on_error=on_error,
-        on_lost=on_lost,
-        progress=progress,
-    )
+    return ShardDataloader(LoaderOptions(**locals()))  # the arguments, each by its name
 
 
 class PaddlePatch:

@@ -51,7 +51,7 @@ class ShardIterator:
         self._current: Pending | None = None
         self._clock = PassClock(setup.stats)
         self._bar = None
-        if setup.progress and not look and dist.get_rank() == 0:
+        if setup.options.progress and not look and dist.get_rank() == 0:
             self._bar = ProgressBar(start.epoch, self._progress.num_steps, start.steps)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass: Any = stream_pass(setup, start) if setup.source.stream else index_pass(setup, start, look)

@@ -17,22 +17,20 @@ from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators
-from paddle_shard.inputs.source import read_source
+from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
+from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.facts import check_ranks, facts_of
 from paddle_shard.loader.iteration import ShardIterator, describe
-from paddle_shard.loader.options import check_no_stream_options, check_options, checked_prefetch
 from paddle_shard.loader.progress_bar import import_tqdm
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
-from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.position.run import Run
 from paddle_shard.reading.passes import shallow_copy
@@ -64,103 +62,44 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         stats: What was delivered to this rank, and where the time went; see `LoaderStats`.
     """
 
-    def __init__(
-        self,
-        dataloader: Any,
-        meshes: Any,
-        input_keys: Sequence[str] | None = None,
-        shard_dims: Any = None,
-        is_dataset_splitted: bool = False,
-        dense_tensor_idx: Sequence[Sequence[int]] | None = None,
-        *,
-        shuffle: Shuffle | None = None,
-        seed: int = 0,
-        tail: str | None = None,
-        num_batches: int | None = None,
-        num_parts: int | None = None,
-        placements: Any = None,
-        pad_to: str | int | Sequence[int] | None = None,
-        pad_values: Mapping[Any, float] | None = None,
-        seed_paddle: bool = False,
-        agree: bool = True,
-        timeout: float = 1800.0,
-        prefetch: int | None = None,
-        on_error: str = "raise",
-        on_lost: str = "raise",
-        progress: bool = False,
-    ) -> None:
+    def __init__(self, options: LoaderOptions) -> None:
         """See `shard_dataloader`."""
         # Paddle's constructor is not called: it is what this class puts right.
-        if is_dataset_splitted and shard_dims is None:
-            raise ArgumentError(
-                "is_dataset_splitted=True needs shard_dims: over which axes of the mesh is the data split?"
-            )
-        check_options(seed=seed, timeout=timeout, on_lost=on_lost, on_error=on_error, dense_tensor_idx=dense_tensor_idx)
+        meshes, shard_dims, placements = options.meshes, options.shard_dims, options.placements
+        self._input_keys, self.dense_tensor_idx = options.input_keys, options.dense_tensor_idx
+        self._meshes, self._shard_dims, self._original = meshes, shard_dims, options.dataloader
         auto_dp = in_auto_dp_mode()
-        assigned = assignment(meshes, input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp)
-        self._placer = BatchPlacer(assigned, dense_tensor_idx)
+        assigned = assignment(
+            meshes, self._input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp
+        )
+        self._placer = BatchPlacer(assigned, options.dense_tensor_idx)
         layouts = self._placer.layouts
-        self._pad_to = PadTo.of(pad_to, pad_values)
+        self._pad_to = options.padding()
         check_ranks(layouts, num_ranks())
         here = [layout for layout in layouts if layout.on_mesh] or layouts
-        self._own_layout = max(here, key=lambda layout: layout.num_data_ranks)
-        split, self._original = bool(is_dataset_splitted), dataloader
-        stream = as_stream_loader(dataloader, split=split)
-        if stream is not None:
-            dataloader = stream
-            self._source = read_stream(
-                stream,
-                layouts,
-                self._own_layout,
-                is_dataset_splitted=split,
-                shuffle=shuffle,
-                seed=seed,
-                tail=tail,
-                num_parts=num_parts,
-                num_batches=num_batches,
-                skip_errors=on_error == "skip",
-                own_rows=any(dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts),
-                pads=self._pad_to is not None,
-            )
-            if not agree and not self._source.batches.knows_length:
-                raise ArgumentError(
-                    "agree=False: nobody knows when this stream ends, so its ranks must agree on it. Give "
-                    "num_batches=, or a source that is counted."
-                )
+        self._own_layout = own = max(here, key=lambda layout: layout.num_data_ranks)
+        split = bool(options.is_dataset_splitted)
+        stream = as_stream_loader(options.dataloader, split=split)
+        self._options = options = options.of(options.dataloader if stream is None else stream, split=split)
+        dataloader = options.dataloader
+        if stream is None:
+            check_no_stream_options(options)
+            self._source = read_source(options, layouts)
         else:
-            check_no_stream_options(dataloader, num_batches, num_parts)
-            self._source = read_source(
-                dataloader, layouts, is_dataset_splitted=split, shuffle=shuffle, seed=seed, tail=tail
-            )
-        self.seed, self.timeout, self._on_lost, self._on_error = seed, timeout, on_lost, on_error
-        self._progress = bool(progress)
-        if progress:
+            self._source = read_stream(options, layouts, own)
+        _check_agree(options, self._source, layouts)
+        self.seed, self.timeout = options.seed, options.timeout
+        if options.progress:
             import_tqdm()  # so that it is missed on every rank, and now
         dealt = self._source.stream is not None and self._source.stream.dealt
-        is_stream = stream is not None
-        self._prefetch, self._if_worth_it = checked_prefetch(prefetch, dataloader, stream=is_stream, dealt=dealt)
+        self._prefetch, self._if_worth_it = checked_prefetch(options, stream=stream is not None, dealt=dealt)
         members, me = _ranks_of(layouts), dist.get_rank()
-        if self._pad_to is not None and not agree and max(layout.num_data_ranks for layout in layouts) > 1:
-            raise ArgumentError(
-                f"pad_to={pad_to!r} needs the ranks to agree: how long the longest row of a step is, they tell each "
-                "other. Leave agree at True, or pad to a fixed length in the collate_fn."
-            )
-        self._agreeing_ranks = members if agree and me in members else (me,)
-        options: dict[str, Any] = {
-            "seed": seed,
-            "seed_paddle": seed_paddle,
-            "input_keys": input_keys,
-            "timeout": timeout,
-        }
-        options |= {"pad_to": pad_to, "pad_values": None if pad_values is None else dict(pad_values)}
-        options |= {"on_error": on_error, "num_batches": num_batches, "num_parts": num_parts}
-        self._facts = facts_of(self._source, layouts, dataloader.dataset, options)
+        self._agreeing_ranks = members if options.agree and me in members else (me,)
+        self._facts = facts_of(self._source, layouts, dataloader.dataset, options.compared())
         """What must be the same on all ranks."""
         self._given = dataloader
-        self._meshes, self._input_keys, self._shard_dims = meshes, input_keys, shard_dims
-        self.dense_tensor_idx = dense_tensor_idx
-        self._run = Run(self._source, self._own_layout, members, timeout)
-        own, compared = self._own_layout, hasattr(self._source.custom_sampler, "nranks") or auto_dp
+        self._run = Run(self._source, own, members, self.timeout)
+        compared = hasattr(self._source.custom_sampler, "nranks") or auto_dp
         self._split_check: SplitCheck | None = None
         if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
             self._split_check = SplitCheck(own.layout, own.data_axes)
@@ -169,8 +108,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         self.stats = LoaderStats()
         self._described: ShardIterator | None = None
         make = TensorMaker(dataloader.places[0])
-        drawn = generators(with_paddle=seed_paddle)
-        patience = 0.9 * timeout  # less than the other ranks', so that they are told what it is
+        drawn = generators(with_paddle=options.seed_paddle)
+        patience = 0.9 * self.timeout  # less than the other ranks', so that they are told what it is
         self._reading: Any
         if self._source.stream is not None:
             self._reading = StreamLoader(
@@ -181,7 +120,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
             self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         else:
             self._reading = UserLoader(
-                dataloader, drawn, make.copied, make.adopted, patience, skip_errors=on_error == "skip"
+                dataloader, drawn, make.copied, make.adopted, patience, skip_errors=options.skip_errors
             )
             self._dataloader = self._reading.dataloader
         size = self._source.batch_size
@@ -311,6 +250,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
 
     def _setup(self) -> PassSetup:
         return PassSetup(
+            options=self._options,
             source=self._source,
             dataloader=self._given,
             name=repr(self),
@@ -325,13 +265,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
             agreeing_ranks=self._agreeing_ranks,
             facts=self._facts,
             split_check=self._split_check,
-            seed=self.seed,
-            timeout=self.timeout,
-            on_lost=self._on_lost,
-            skip_errors=self._on_error == "skip",
             prefetch=self._prefetch,
             if_worth_it=self._if_worth_it,
-            progress=self._progress,
         )
 
     def _first_batch(self) -> Any:
@@ -396,3 +331,19 @@ def _ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
     if num_ranks() == 1:
         return (dist.get_rank(),)
     return tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
+
+
+def _check_agree(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> None:
+    """Refuse `agree=False` where ranks must agree."""
+    if options.agree:
+        return
+    if source.stream is not None and not source.batches.knows_length:
+        raise ArgumentError(
+            "agree=False: nobody knows when this stream ends, so its ranks must agree on it. Give num_batches=, or a "
+            "source that is counted."
+        )
+    if options.pad_to is not None and max(layout.num_data_ranks for layout in layouts) > 1:
+        raise ArgumentError(
+            f"pad_to={options.pad_to!r} needs the ranks to agree: how long the longest row of a step is, they tell "
+            "each other. Leave agree at True, or pad to a fixed length in the collate_fn."
+        )

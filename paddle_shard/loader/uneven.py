@@ -42,7 +42,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     stage = stream.stage
     if plan.ending.drops and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
         parts = tuple(range(plan.num_parts))
-        share = _dropped(stage, Opening(parts=parts, num_parts=len(parts), seed=setup.seed, epoch=epoch))
+        share = _dropped(stage, Opening(parts=parts, num_parts=len(parts), seed=setup.options.seed, epoch=epoch))
         if share is None or share > 0.01:
             say_once(
                 "tail='drop': the epoch had %d batches, %d rows, and ended with the shortest of the stream's %d parts; "

@@ -1,0 +1,147 @@
+"""What is a loader asked for?"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import paddle.io
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.place.lengths import PadTo
+from paddle_shard.place.local_tensor import is_cpu
+from paddle_shard.plan.orders import Shuffle
+from paddle_shard.say_once import say_once
+
+ON_LOST = ("raise", "exit")
+ON_ERROR = ("raise", "skip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """The arguments of `shard_dataloader`, which describes them; checked as far as they do not depend on the data.
+
+    Raises:
+        ArgumentError: One is not what it can be.
+    """
+
+    dataloader: Any
+    meshes: Any
+    input_keys: Sequence[str] | None
+    shard_dims: Any
+    is_dataset_splitted: bool
+    dense_tensor_idx: Sequence[Sequence[int]] | None
+    shuffle: Shuffle | None
+    seed: int
+    tail: str | None
+    num_batches: int | None
+    num_parts: int | None
+    placements: Any
+    pad_to: str | int | Sequence[int] | None
+    pad_values: Mapping[Any, float] | None
+    seed_paddle: bool
+    agree: bool
+    timeout: float
+    prefetch: int | None
+    on_error: str
+    on_lost: str
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if self.is_dataset_splitted and self.shard_dims is None:
+            raise ArgumentError(
+                "is_dataset_splitted=True needs shard_dims: over which axes of the mesh is the data split?"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ArgumentError(f"seed must be an int, got {self.seed!r}.")
+        timeout = self.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
+        for name, value, known in (("on_lost", self.on_lost, ON_LOST), ("on_error", self.on_error, ON_ERROR)):
+            if value not in known:
+                raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}.")
+        _check_dense_tensor_idx(self.dense_tensor_idx)
+
+    @property
+    def skip_errors(self) -> bool:
+        """Whether a sample that cannot be read is an invalid row, and no error."""
+        return self.on_error == "skip"
+
+    def padding(self) -> PadTo | None:
+        """Return what rows are padded to; None if they are not."""
+        return PadTo.of(self.pad_to, self.pad_values)
+
+    def of(self, dataloader: Any, *, split: bool) -> LoaderOptions:
+        """Return the options for a DataLoader that was made of the given one."""
+        return replace(self, dataloader=dataloader, is_dataset_splitted=split)
+
+    def compared(self) -> dict[str, Any]:
+        """Return those that must be the same on all ranks, besides what the order says of itself: name -> value."""
+        names = ("seed", "seed_paddle", "input_keys", "timeout", "pad_to", "on_error", "num_batches", "num_parts")
+        found = {name: getattr(self, name) for name in names}
+        return found | {"pad_values": None if self.pad_values is None else dict(self.pad_values)}
+
+
+def _check_dense_tensor_idx(given: Any) -> None:
+    fine = given is None or (
+        isinstance(given, list | tuple)
+        and all(isinstance(items, list | tuple) and all(isinstance(i, int) for i in items) for items in given)
+    )
+    if not fine:
+        raise ArgumentError(
+            "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
+            f"got {given!r}."
+        )
+
+
+def check_no_stream_options(options: LoaderOptions) -> None:
+    """Refuse the options of streams for data with an index.
+
+    Raises:
+        ArgumentError: One is given.
+    """
+    kind = type(options.dataloader.dataset).__name__
+    for name, value in (("num_batches", options.num_batches), ("num_parts", options.num_parts)):
+        if value is not None:
+            raise ArgumentError(
+                f"{name}={value!r} is for streams; the {kind} has a length and an index. Leave {name} out."
+            )
+
+
+def checked_prefetch(options: LoaderOptions, *, stream: bool, dealt: bool) -> tuple[int, bool]:
+    """Return how many batches a thread keeps ready, and whether only if reading takes long enough.
+
+    Where a DataLoader has its `use_buffer_reader`, Paddle reads in a thread of its own if there are no workers, and
+    moves to the device in one. So that is the default here, too, where it pays off.
+
+    Args:
+        options: Of the loader.
+        stream: Whether its data is a stream.
+        dealt: Whether this process reads it for its workers.
+
+    Raises:
+        ArgumentError: It is no number, or the DataLoader cannot be read in another thread.
+    """
+    prefetch, dataloader = options.prefetch, options.dataloader
+    own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
+    if prefetch is None:
+        moves = not is_cpu(dataloader.places[0])
+        helps = (moves and not dealt) if dataloader.num_workers else not stream
+        return (2, True) if helps and not own and dataloader.use_buffer_reader else (0, False)
+    if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
+        raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
+    if prefetch and own:
+        raise ArgumentError(
+            f"prefetch={prefetch}: the {type(dataloader).__name__} has an __iter__ of its own, which belongs to the "
+            "thread that iterates. Leave prefetch out; workers (num_workers=) read ahead all the same."
+        )
+    if prefetch and stream and (dealt or not dataloader.num_workers):
+        say_once(
+            "prefetch=%d: this stream is read by this process, by code that may draw random numbers, so it is read "
+            "while the training waits for it. Give the DataLoader workers (num_workers=) to read ahead.",
+            prefetch,
+        )
+        return 0, False
+    return int(prefetch), False
