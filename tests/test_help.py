@@ -19,11 +19,16 @@ CLASSES = [value for name in paddle_shard.__all__ if isinstance(value := getattr
 
 
 def methods():
+    seen = set()
     for class_ in CLASSES:
-        for name, value in vars(class_).items():
-            function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-            if inspect.isfunction(function) and not name.startswith("_"):
-                yield f"{class_.__name__}.{name}", function
+        for base in class_.__mro__:
+            if not base.__module__.startswith("paddle_shard"):
+                continue
+            for name, value in vars(base).items():
+                function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+                if inspect.isfunction(function) and not name.startswith("_") and (class_, name) not in seen:
+                    seen.add((class_, name))
+                    yield f"{class_.__name__}.{name}", function
 
 
 METHODS = dict(methods())
@@ -42,7 +47,7 @@ def test_every_public_method_says_what_it_takes(method):
 
 def test_every_stage_of_a_stream_is_shown_by_an_example():
     for name, method in METHODS.items():
-        if inspect.signature(method).return_annotation == "Stream" and name != "Stream.unbatched":
+        if inspect.signature(method).return_annotation in ("Stream", "Self") and name != "Stream.unbatched":
             assert "Examples:" in method.__doc__, name
 
 

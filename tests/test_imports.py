@@ -27,7 +27,10 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "reading": (PURE | {"tree", "collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),
     "comm": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),
-    "inputs": (PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"}, {"numpy", "paddle"}),
+    "inputs": (
+        PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},
+        {"numpy", "paddle", "typing_extensions"},
+    ),
     "position": (PURE | {"say_once", "samplers", "place", "comm", "inputs"}, {"numpy", "paddle"}),
     "delivery": (
         PURE | {"say_once", "agree", "samplers", "reading", "place", "comm", "inputs", "position"},

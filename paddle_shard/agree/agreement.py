@@ -5,44 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from threading import Condition
-from typing import Protocol
 
 from paddle_shard.agree.board import Board
-from paddle_shard.agree.facts import differences
-from paddle_shard.agree.group import Group
-from paddle_shard.agree.history import ReadHistory, difference, first_difference
+from paddle_shard.agree.history import ReadHistory
 from paddle_shard.agree.outlook import CLOSED, END, FAIL, NEVER, OK, Decision, Outlook
-from paddle_shard.errors import (
-    AgreedFailure,
-    ArgumentError,
-    PaddleShardError,
-    PeerLostError,
-    UnequalEndsError,
-)
+from paddle_shard.agree.rounds import Rounds
+from paddle_shard.agree.verdict import data_differs, ended_unequally, error_of
+from paddle_shard.errors import ArgumentError, PaddleShardError
 
 _SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
 """Seconds from one look at the board to the next, for a rank that waits."""
 _PATIENCE = 2e-3
 """Seconds for which it looks, before it asks for a round."""
-
-
-class Rounds(Protocol):
-    """What an agreement asks of the `Coordinator` that made it."""
-
-    group: Group
-    changed: Condition
-    board: Board | None
-
-    @staticmethod
-    def tag(label: str) -> int:
-        """See `Coordinator`."""
-
-    def hear(self, agreement: Agreement) -> None:
-        """See `Coordinator`."""
-
-    def wait(self, agreement: Agreement, step: int, start: float, look_again: float | None = None) -> None:
-        """See `Coordinator`."""
 
 
 class Agreement:
@@ -231,7 +205,7 @@ class Agreement:
             if (
                 self._verdict.kind == END
                 and self._verdict.same
-                and not (self._ends_must_agree and self._ended_unequally())
+                and not (self._ends_must_agree and ended_unequally(self._verdict, self._outlooks))
             ):
                 return False
             raise self._error(self._verdict)
@@ -284,7 +258,7 @@ class Agreement:
         self._post()
         if decision.kind != OK:
             if self._same_data and (decision.kind == END or not decision.same):
-                self._differing = self._first_difference(outlooks)
+                self._differing = data_differs(outlooks, self._ends_apart)
                 decision = replace(decision, same=decision.same and self._differing is None)
                 if board is not None:  # what any rank may have delivered, all do
                     self._compared = max(self._compared, board.least(self.number))
@@ -355,59 +329,6 @@ class Agreement:
             self.waited += time.monotonic() - start
         return self._may_deliver(step)
 
-    def _first_difference(self, outlooks: Sequence[Outlook]) -> tuple[int, list[int]] | None:
-        """Return the first step of which not all ranks have read the same, and what each has; None if there is none."""
-        found = first_difference([outlook.report for outlook in outlooks])
-        if found is not None or self._ends_apart is None:
-            return found
-        ends = [outlook.exhausted for outlook in outlooks]
-        if max(ends) == NEVER:
-            ends = [outlook.step for outlook in outlooks]
-        first = min(ends)
-        # The parts of one stream end no further apart.
-        return (first, [int(end > first) for end in ends]) if max(ends) - first > self._ends_apart else None
-
-    def _ended_unequally(self) -> bool:
-        return len({self._ends_here(outlook) for outlook in self._outlooks}) > 1
-
-    def _ends_here(self, outlook: Outlook) -> bool:
-        return outlook.kind == END and outlook.step == self._released
-
     def _error(self, verdict: Decision) -> PaddleShardError:
-        step, names = verdict.step, self._coordinator.group.names
-        here = [(names[i], o) for i, o in enumerate(self._outlooks)]
-        if not verdict.matches:
-            differ = differences({rank: o.report.decode(errors="replace") for rank, o in here})
-            return ArgumentError(
-                f"The ranks differ where they must be the same, in pass {self.number} over a loader. {differ}. Give "
-                "all ranks the same arguments and data, and start every loop on all of them, in the same order."
-            )
-        if not verdict.same:
-            if self._differing is None:  # so long ago that it is not told any more
-                return difference(self.name, f"Before step {self.first_step + step}", dict.fromkeys(names, 0))
-            first, digests = self._differing
-            return difference(self.name, f"At step {self.first_step + first}", dict(zip(names, digests, strict=True)))
-        if verdict.kind == FAIL:
-            failed = [(rank, o.report) for rank, o in here if o.kind == FAIL and o.step == step]
-            failure = AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
-            failure.step, failure.reports = step, tuple(failed)
-            return failure
-        at = self.first_step + step
-        if verdict.kind == END:
-            unequal = UnequalEndsError("")
-            unequal.step = at
-            unequal.ended = tuple(rank for rank, o in here if self._ends_here(o))
-            unequal.went_on = tuple(rank for rank, o in here if not self._ends_here(o))
-            unequal.args = (
-                f"tail='error', but at step {at} the data of global ranks {list(unequal.ended)} has ended and "
-                f"that of {list(unequal.went_on)} has not. Make the data of equal length, or choose tail='drop', "
-                "'pad' or 'repeat', or num_batches=.",
-            )
-            return unequal
-        left = {rank: o.delivered for rank, o in here if o.kind == CLOSED and o.step == step}
-        told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())
-        return PeerLostError.of(
-            f"The loop was left by {told}, while this rank asks for step {at}. Leave it at the same step on all "
-            "ranks, or let all iterate to the end.",
-            left,
-        )
+        ranks = dict(zip(self._coordinator.group.names, self._outlooks, strict=True))
+        return error_of(verdict, ranks, self.number, self.name, self.first_step, self._differing)

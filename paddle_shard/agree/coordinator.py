@@ -30,6 +30,7 @@ from paddle_shard.agree.agreement import Agreement
 from paddle_shard.agree.board import Board
 from paddle_shard.agree.group import Group
 from paddle_shard.agree.outlook import CLOSED, OK, SIZE, WIDTH, Outlook, decide
+from paddle_shard.agree.waiting import say_who_is_waited_for, silence
 from paddle_shard.errors import ArgumentError, PeerLostError
 
 GRACE = 10.0
@@ -198,9 +199,9 @@ class Coordinator:
             self._asking = False
             if told < timeout:
                 agreement.noticed = True
-                self._notice(agreement, step, waited, behind)
+                say_who_is_waited_for(self._name, agreement, step, waited, behind)
             elif over >= grace or behind:
-                raise self._silence(agreement, step, behind)
+                raise silence(agreement, step, behind)
             return  # nobody is: the next round brings it, or the next question is answered otherwise
         longest = -over if over < 0 else max(grace - over, 0.001)
         self.changed.wait(longest if look_again is None else min(longest, look_again))
@@ -215,33 +216,6 @@ class Coordinator:
             elif said[number].kind == OK and said[number].step <= step:
                 behind[name] = f"has read up to step {agreement.first_step + said[number].step}"
         return behind
-
-    def _notice(self, agreement: Agreement, step: int, waited: float, behind: dict[int, str]) -> None:
-        """Say, before anybody wonders, who is waited for and what for."""
-        who = _who(behind)
-        if not who:
-            return  # they are there, and read: the answer came with what was waited for, or a round is on its way
-        logging.getLogger("paddle_shard").warning(
-            "global rank %s has waited %.0f s for the other ranks at step %d of %s: %s. All ranks of a loader's meshes "
-            "iterate over it alike, so that they end, and fail, at the same step: close() an iterator that only one "
-            "rank has left open. It waits on, up to timeout=%g s. For a loop on this rank alone give "
-            "shard_dataloader(..., agree=False).",
-            self._name,
-            waited,
-            agreement.first_step + step,
-            agreement.name,
-            who,
-            agreement.timeout,
-        )
-
-    def _silence(self, agreement: Agreement, step: int, behind: dict[int, str]) -> PeerLostError:
-        return PeerLostError.of(
-            f"Waited {agreement.timeout:g} s for the other ranks to reach step {agreement.first_step + step} of "
-            f"{agreement.name}: {_who(behind) or 'nobody answers'}. If a step may take longer "
-            "than that (evaluation, saving), give a longer timeout; for a loop on this rank alone, agree=False.",
-            behind,
-            agreement.timeout,
-        )
 
     def _exchange_notes(self) -> None:
         """Tell the others what this rank has noted; that of all steps which this round may release is among it."""
@@ -358,7 +332,3 @@ class Coordinator:
         with self.changed:
             self._answer = answer
             self.changed.notify_all()
-
-
-def _who(behind: dict[int, str]) -> str:
-    return "; ".join(f"global rank {name} {text}" for name, text in behind.items())

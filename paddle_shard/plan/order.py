@@ -66,7 +66,12 @@ class Ordering:
         raise NotImplementedError
 
     def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
-        """Return the positions of an epoch: the samples, and the padding that `pads_first`."""
+        """Return the positions of an epoch: the samples, and the padding that `pads_first`.
+
+        Args:
+            num_samples: Of the data set.
+            num_data_ranks: Which read it.
+        """
         return num_samples
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:

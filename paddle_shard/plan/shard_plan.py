@@ -101,7 +101,7 @@ class ShardPlan:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
                 f"tail='error': {self.num_samples} samples do not fill the last batch of {self.batch_size} "
-                f"({self._rest} are left over). Nearest lengths that do: {_either(lengths)}; "
+                f"({self._rest} are left over). Nearest lengths that do: {' or '.join(map(str, lengths))}; "
                 "or choose tail='pad', 'fill' or 'drop'."
             )
 
@@ -345,7 +345,3 @@ class ShardPlan:
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.num_steps:
             raise ArgumentError(f"step must be in range({self.num_steps}), got {step}.")
-
-
-def _either(numbers: tuple[int, ...]) -> str:
-    return " or ".join(map(str, numbers))

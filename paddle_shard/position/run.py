@@ -23,7 +23,7 @@ from paddle_shard.position.account import Delivered
 from paddle_shard.position.progress import PassProgress, numbers
 from paddle_shard.samplers import IndexBatch, PlanBatches, UserBatches
 from paddle_shard.samplers.plan_batches import resumed_plan
-from paddle_shard.samplers.user_batches import UserBatch
+from paddle_shard.samplers.user_batch import UserBatch
 from paddle_shard.say_once import say_once
 
 

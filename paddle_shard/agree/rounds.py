@@ -1,0 +1,27 @@
+"""What does an agreement ask of the `Coordinator` that made it?"""
+
+from __future__ import annotations
+
+from threading import Condition
+from typing import Any, Protocol
+
+from paddle_shard.agree.board import Board
+from paddle_shard.agree.group import Group
+
+
+class Rounds(Protocol):
+    """The rounds in which all passes of this rank take part."""
+
+    group: Group
+    changed: Condition
+    board: Board | None
+
+    @staticmethod
+    def tag(label: str) -> int:
+        """See `Coordinator`."""
+
+    def hear(self, agreement: Any) -> None:
+        """See `Coordinator`."""
+
+    def wait(self, agreement: Any, step: int, start: float, look_again: float | None = None) -> None:
+        """See `Coordinator`."""
