@@ -97,7 +97,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tail", choices=TAILS, help="only this one; all by default")
     parser.add_argument("--num-batches", type=int, help="exactly so many steps")
-    parser.add_argument("--parts", type=int, help="into how many parts the files are dealt")
+    parser.add_argument("--parts", type=int, help="into how many parts the files are dispatched")
     parser.add_argument("--show-splits", action="store_true", help="which part, rank and worker a file belongs to")
     parser.add_argument("--show-open", action="store_true", help="who opened which file, and how often")
     options = parser.parse_args()

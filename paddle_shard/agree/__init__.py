@@ -2,9 +2,18 @@
 
 from paddle_shard.agree.agreement import Agreement
 from paddle_shard.agree.alone import AloneAgreement
-from paddle_shard.agree.board import Board
 from paddle_shard.agree.coordinator import Coordinator
 from paddle_shard.agree.facts import described, differences
 from paddle_shard.agree.group import Group, TwoLevelGroup
+from paddle_shard.agree.progress_table import ProgressTable
 
-__all__ = ["Agreement", "AloneAgreement", "Board", "Coordinator", "Group", "TwoLevelGroup", "described", "differences"]
+__all__ = [
+    "Agreement",
+    "AloneAgreement",
+    "Coordinator",
+    "Group",
+    "ProgressTable",
+    "TwoLevelGroup",
+    "described",
+    "differences",
+]

@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paddle_shard.agree.board import Board
 from paddle_shard.agree.history import ReadHistory
 from paddle_shard.agree.outlook import CLOSED, END, FAIL, NEVER, OK, Decision, Outlook
+from paddle_shard.agree.progress_table import ProgressTable
 from paddle_shard.agree.rounds import Rounds
 from paddle_shard.agree.verdict import data_differs, ended_unequally, error_of
 from paddle_shard.errors import ArgumentError, PaddleShardError
 
 _SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
-"""Seconds from one look at the board to the next, for a rank that waits."""
-_PATIENCE = 2e-3
+"""Seconds from one look at the table to the next, for a rank that waits."""
+_LOOKS_FOR = 2e-3
 """Seconds for which it looks, before it asks for a round."""
 
 
@@ -50,8 +50,8 @@ class Agreement:
         self.outlook = Outlook(tag=coordinator.tag(label))
         self._released = 0
         """By rounds."""
-        self._on_board = 0
-        """Steps that the board has shown to be released."""
+        self._on_table = 0
+        """Steps that the table has shown to be released."""
         self._confirmed = False
         """All ranks mean the same pass, so that what they post is of it."""
         self._held, self._rounds_to_hear = NEVER, 0
@@ -66,7 +66,7 @@ class Agreement:
         self._differing: tuple[int, list[int]] | None = None
         """The first step of which the ranks have not read the same, and what stands for what each has."""
         self._posts = True
-        """How far this rank is may still be put on the board."""
+        """How far this rank is may still be put on the table."""
         self.outlook.reads_on = 0 if ends_apart is None else 1
         self._compared = 0
         """Steps, of those that rounds have released, before which all ranks are known to have read the same."""
@@ -117,7 +117,7 @@ class Agreement:
     def report_read(self) -> None:
         """Put into the report, for a gather, what was read of each step; called with the lock held.
 
-        No rank posts from here on: when all have gathered, all see the same on the board.
+        No rank posts from here on: when all have gathered, all see the same on the table.
         """
         self._posts = False
         if self._same_data and self.outlook.kind != FAIL:
@@ -226,24 +226,24 @@ class Agreement:
         """Return whether the others should hear of this pass now; called with the lock held."""
         if self._verdict is not None:
             return False
-        released = max(self._released, self._on_board)
+        released = max(self._released, self._on_table)
         while self._window <= released:
             self._size = min(2 * self._size, max(1, self._prefetch // 2))
             self._window += self._size
         if self.outlook.kind != OK:
             return True
-        if self._same_data and self._compared < self._released and (self._waiting or not self.on_board):
+        if self._same_data and self._compared < self._released and (self._waiting or not self.on_table):
             return True
         if self._waiting:
             return self.outlook.step > released
-        return self.outlook.step >= self._window and not self.on_board
+        return self.outlook.step >= self._window and not self.on_table
 
     def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
         """Take over what all ranks have agreed on; called with the lock held. Returns whether it is news."""
         news = decision.step > self._released or decision.kind != OK
-        board = self._board
+        table = self._table
         released, self._released = self._released, max(decision.step, self._released)
-        # What the board shows is delivered without a round: not before the first steps were seen to be the same.
+        # What the table shows is delivered without a round: not before the first steps were seen to be the same.
         compared = not self._same_data or self.outlook.read != 0
         self._confirmed = decision.matches and decision.same and compared
         if self._same_data and decision.kind == OK:
@@ -260,8 +260,8 @@ class Agreement:
             if self._same_data and (decision.kind == END or not decision.same):
                 self._differing = data_differs(outlooks, self._ends_apart)
                 decision = replace(decision, same=decision.same and self._differing is None)
-                if board is not None:  # what any rank may have delivered, all do
-                    self._compared = max(self._compared, board.least(self.number))
+                if table is not None:  # what any rank may have delivered, all do
+                    self._compared = max(self._compared, table.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 
@@ -287,30 +287,30 @@ class Agreement:
                 self._changed.notify_all()
 
     @property
-    def on_board(self) -> bool:
-        """Whether the others see on the board how far this rank is, so that no round need tell them."""
-        return self._board is not None and self._held == self.outlook.exhausted == NEVER
+    def on_table(self) -> bool:
+        """Whether the others see on the table how far this rank is, so that no round need tell them."""
+        return self._table is not None and self._held == self.outlook.exhausted == NEVER
 
     @property
-    def _board(self) -> Board | None:
-        """The board, once it is known that what stands there is of this pass."""
-        return self._coordinator.board if self._confirmed else None
+    def _table(self) -> ProgressTable | None:
+        """The table, once it is known that what stands there is of this pass."""
+        return self._coordinator.table if self._confirmed else None
 
     def _post(self) -> None:
-        """Say on the board how far this rank is; not past what is still to be told, nor past its last real row."""
-        if self._coordinator.board is not None and self._posts:
+        """Say on the table how far this rank is; not past what is still to be told, nor past its last real row."""
+        if self._coordinator.table is not None and self._posts:
             step = min(self.outlook.step, self.outlook.exhausted, self._held)
-            self._coordinator.board.post(self.number, step)
+            self._coordinator.table.post(self.number, step)
 
     def _may_deliver(self, step: int) -> bool:
         known = not self._same_data or (self._verdict is not None and self._verdict.same)
-        if (self._released if known else self._compared) > step or self._on_board > step:
+        if (self._released if known else self._compared) > step or self._on_table > step:
             return True
-        board = self._board
-        if board is None:
+        table = self._table
+        if table is None:
             return False
-        self._on_board = board.least(self.number)
-        return self._on_board > step
+        self._on_table = table.least(self.number)
+        return self._on_table > step
 
     def _wait(self, step: int) -> bool:
         """Wait until it is known whether `step` is delivered, and return it."""
@@ -318,9 +318,9 @@ class Agreement:
         try:
             while not self._may_deliver(step) and self._verdict is None:
                 waited, look_again = time.monotonic() - start, None
-                if self._board is not None:
+                if self._table is not None:
                     look_again = min(max(waited / 64, _SHORTEST_LOOK), _LONGEST_LOOK)
-                if not self._waiting and (not self.on_board or waited > _PATIENCE):
+                if not self._waiting and (not self.on_table or waited > _LOOKS_FOR):
                     self._waiting = True
                     self._changed.notify_all()
                 self._coordinator.wait(self, step, start, look_again)

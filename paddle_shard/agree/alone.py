@@ -11,7 +11,7 @@ class AloneAgreement:
     It has what a pass asks of an `Agreement`.
     """
 
-    on_board = False
+    on_table = False
 
     def __init__(self) -> None:
         """Start at step 0."""

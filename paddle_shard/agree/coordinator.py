@@ -10,7 +10,7 @@ followed by one `gather` on all ranks, in which everybody learns who failed, end
 A round is entered by a rank when a window of steps has been read, when its training thread waits, or after
 `heartbeat` seconds; so nobody waits longer for a rank that has nothing to say.
 
-Ranks that share memory have a board, too, on which each posts how many steps it can serve. What all of them have
+Ranks that share memory have a table, too, on which each posts how many steps it can serve. What all of them have
 posted is delivered without a round, which is then only needed to begin a pass, for notes, and to learn why somebody
 posts no more.
 """
@@ -27,9 +27,9 @@ import zlib
 from collections.abc import Callable
 
 from paddle_shard.agree.agreement import Agreement
-from paddle_shard.agree.board import Board
 from paddle_shard.agree.group import Group
 from paddle_shard.agree.outlook import CLOSED, OK, SIZE, WIDTH, Outlook, decide
+from paddle_shard.agree.progress_table import ProgressTable
 from paddle_shard.agree.waiting import say_who_is_waited_for, silence
 from paddle_shard.errors import ArgumentError, PeerLostError
 
@@ -55,7 +55,7 @@ class Coordinator:
         *,
         timeout: float = 1800.0,
         end_process: Callable[[], None] = lambda: os._exit(1),
-        join_board: Callable[[Group], Board | None] = lambda group: None,
+        join_table: Callable[[Group], ProgressTable | None] = lambda group: None,
     ) -> None:
         """Start nothing yet: the thread starts with the first pass.
 
@@ -64,7 +64,7 @@ class Coordinator:
             timeout: Seconds for which a rank may be silent while another waits for it, where a pass does not say.
             end_process: What is done where a rank is lost, a pass is to end the process then, and its training thread
                 has not heard of it within `GRACE` seconds: it may be stuck in a collective.
-            join_board: Returns a board, if the ranks can have one; called once, on all of them, in the background.
+            join_table: Returns a table, if the ranks can have one; called once, on all of them, in the background.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
@@ -82,8 +82,8 @@ class Coordinator:
         self._lost: PeerLostError | None = None
         self._heard = False
         self._closed = False
-        self._join_board = join_board
-        self.board: Board | None = None
+        self._join_table = join_table
+        self.table: ProgressTable | None = None
         self._thread: threading.Thread | None = None
 
     def open(
@@ -242,7 +242,7 @@ class Coordinator:
     def _run(self) -> None:
         pause = 0.0
         try:
-            self.board = self._join_board(self.group)
+            self.table = self._join_table(self.group)
             while True:
                 with self.changed:
                     if pause:  # this rank has said all it knows, and now waits for the others

@@ -5,8 +5,8 @@ from __future__ import annotations
 from threading import Condition
 from typing import Any, Protocol
 
-from paddle_shard.agree.board import Board
 from paddle_shard.agree.group import Group
+from paddle_shard.agree.progress_table import ProgressTable
 
 
 class Rounds(Protocol):
@@ -14,7 +14,7 @@ class Rounds(Protocol):
 
     group: Group
     changed: Condition
-    board: Board | None
+    table: ProgressTable | None
 
     @staticmethod
     def tag(label: str) -> int:

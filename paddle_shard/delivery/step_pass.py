@@ -32,7 +32,7 @@ class Readiness(Enum):
 
 OK, EXHAUSTED, END, UNEQUAL = Readiness
 _ENOUGH = 2
-"""Steps ready behind the next, with which no rank waits for its workers; without a board, half of those ahead."""
+"""Steps ready behind the next, with which no rank waits for its workers; without a table, half of those ahead."""
 
 
 class StepPass:
@@ -123,7 +123,7 @@ class StepPass:
             self.close()
             mine = self._failure is not None and failure.step == self._announced
             raise (self._failure if mine else failure_of_another(failure)) from None  # type: ignore[misc]
-        except PeerLostError as lost:  # who may have lost patience with what has failed here
+        except PeerLostError as lost:  # who may have lost worker_timeout with what has failed here
             if self._failure is None or self._announced != step:
                 raise
             self.close()
@@ -157,7 +157,7 @@ class StepPass:
             self._burst = limit - self._announced
         if ahead is not None:
             ahead.need(count, limit)
-        enough = _ENOUGH if agreement.on_board else max(1, agreement.prefetch // 2)
+        enough = _ENOUGH if agreement.on_table else max(1, agreement.prefetch // 2)
         while ahead is None and not self._over and self._announced < count:
             if self._announced > step + enough and not self._reading.at_hand():
                 break
@@ -174,7 +174,7 @@ class StepPass:
         newest = self._ready[-1] if self._ready else None
         self._pace.look(step, 0 if newest is None else newest[1].num_bytes)
         if self._pace.num_bytes:
-            ahead = self._pace.steps_ahead(self._least_ahead, on_board=self._agreement.on_board)
+            ahead = self._pace.steps_ahead(self._least_ahead, on_table=self._agreement.on_table)
             if ahead != self._agreement.prefetch:
                 self._agreement.prefetch = ahead
 

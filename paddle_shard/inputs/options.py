@@ -110,7 +110,7 @@ def check_no_stream_options(options: LoaderOptions) -> None:
             )
 
 
-def checked_prefetch(options: LoaderOptions, *, stream: bool, dealt: bool) -> tuple[int, bool]:
+def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) -> tuple[int, bool]:
     """Return how many batches a thread keeps ready, and whether only if reading takes long enough.
 
     Where a DataLoader has its `use_buffer_reader`, Paddle reads in a thread of its own if there are no workers, and
@@ -119,7 +119,7 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool, dealt: bool) -> tu
     Args:
         options: Of the loader.
         stream: Whether its data is a stream.
-        dealt: Whether this process reads it for its workers.
+        dispatched: Whether this process reads it for its workers.
 
     Raises:
         ArgumentError: It is no number, or the DataLoader cannot be read in another thread.
@@ -128,7 +128,7 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool, dealt: bool) -> tu
     own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
     if prefetch is None:
         moves = not is_cpu(dataloader.places[0])
-        helps = (moves and not dealt) if dataloader.num_workers else not stream
+        helps = (moves and not dispatched) if dataloader.num_workers else not stream
         return (2, True) if helps and not own and dataloader.use_buffer_reader else (0, False)
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
@@ -137,7 +137,7 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool, dealt: bool) -> tu
             f"prefetch={prefetch}: the {type(dataloader).__name__} has an __iter__ of its own, which belongs to the "
             "thread that iterates. Leave prefetch out; workers (num_workers=) read ahead all the same."
         )
-    if prefetch and stream and (dealt or not dataloader.num_workers):
+    if prefetch and stream and (dispatched or not dataloader.num_workers):
         say_once(
             "prefetch=%d: this stream is read by this process, by code that may draw random numbers, so it is read "
             "while the training waits for it. Give the DataLoader workers (num_workers=) to read ahead.",

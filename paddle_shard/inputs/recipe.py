@@ -38,7 +38,7 @@ class Recipe:
         """
         if self.mixed is not None:
             raise ArgumentError("local_shuffle must be the last stage: it mixes finished batches.")
-        if self.is_dealt and not (one_by_one and self.batched is None):
+        if self.is_dispatched and not (one_by_one and self.batched is None):
             raise ArgumentError(
                 "round_robin: only map, and batch as the last stage, may follow it. Put the other stages before it; "
                 "they run in the main process."
@@ -49,7 +49,7 @@ class Recipe:
         """Return the recipe with a cut behind its source, unless it has one."""
         return self if self.is_cut else replace(self, steps=(Stripe, *self.steps))
 
-    def without_dealing(self) -> Recipe:
+    def without_dispatch(self) -> Recipe:
         """Return the recipe for one reader alone."""
         return replace(self, steps=tuple(step for step in self.steps if step is not RoundRobin))
 
@@ -83,7 +83,7 @@ class Recipe:
 
     @property
     def most_even_parts(self) -> int | None:
-        """The most parts that those files can be dealt to evenly, as far as their sizes tell."""
+        """The most parts that those files can be dispatched to evenly, as far as their sizes tell."""
         return None if self.num_shards is None else self.source.most_even_parts
 
     @property
@@ -92,6 +92,6 @@ class Recipe:
         return not self.source.cuts
 
     @property
-    def is_dealt(self) -> bool:
-        """Whether one reader of each data rank deals to its workers."""
+    def is_dispatched(self) -> bool:
+        """Whether one reader of each data rank dispatches to its workers."""
         return RoundRobin in self.steps

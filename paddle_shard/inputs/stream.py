@@ -233,7 +233,7 @@ class Stream(StreamStages):
         """Read the stream without a loader: in a worker, as many parts as there are workers."""
         info = paddle.io.get_worker_info()
         part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
-        return self._recipe.without_dealing().stage.open(Opening(parts=(part,), num_parts=num_parts))[0]
+        return self._recipe.without_dispatch().stage.open(Opening(parts=(part,), num_parts=num_parts))[0]
 
 
 def recipe_of(stream: Stream) -> Recipe:

@@ -37,7 +37,7 @@ class StreamSetup:
     """Whether other ranks read other rows."""
     skip_errors: bool = False
     """Whether a sample that the user's code fails on is a row that is not valid."""
-    dealt: bool = False
+    dispatched: bool = False
     """Whether the main process reads samples for its workers."""
     foreign: bool = False
     """Whether another library reads, which is told the data rank."""
@@ -53,7 +53,7 @@ class StreamSetup:
     def read_by_all(self) -> bool:
         """Whether each reader reads the whole stream, and keeps its own samples of it."""
         striped = any(isinstance(stage, Stripe) for stage in self.stage.line())
-        return striped and not self.dealt and self.batches.split_over is None
+        return striped and not self.dispatched and self.batches.split_over is None
 
     @property
     def ends_apart(self) -> int | None:

@@ -111,8 +111,10 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
             )
     elif stream.mixed is not None:
         raise ArgumentError("local_shuffle mixes rows: give the DataLoader a batch_size, or the stream a batch stage.")
-    elif stream.is_dealt:
-        raise ArgumentError("round_robin deals samples: give the DataLoader a batch_size, or the stream a batch stage.")
+    elif stream.is_dispatched:
+        raise ArgumentError(
+            "round_robin dispatches samples: give the DataLoader a batch_size, or the stream a batch stage."
+        )
     elif num_parts is not None:
         raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
     else:
@@ -168,7 +170,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         num_workers=num_workers if plan is None else min(num_workers, len(parts)),
         several=own.num_data_ranks > 1,
         skip_errors=options.skip_errors,
-        dealt=stream.is_dealt,
+        dispatched=stream.is_dispatched,
         foreign=foreign,
         pads=options.pad_to is not None,
     )
@@ -200,7 +202,7 @@ def _check_off_mesh(own: FieldLayout, split: bool) -> None:
 
 
 def _uncut(stream: Recipe, num_batches: int | None, *, split: bool) -> Stage:
-    """Return the stream of whole batches, which is repeated before it is dealt to the workers."""
+    """Return the stream of whole batches, which is repeated before it is dispatched to the workers."""
     whole = stream.whole
     return whole if num_batches is None or split else Repeat(whole)
 
@@ -213,7 +215,9 @@ def _say_how_often_it_is_read(
         return
     ranks = 1 if split else own.num_data_ranks
     workers = (
-        1 if stream.is_dealt else max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
+        1
+        if stream.is_dispatched
+        else max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
     )
     if ranks * workers > 1:
         say_once(
@@ -250,9 +254,9 @@ def _plan(
         if chosen % num_data_ranks and most % num_data_ranks == 0:
             raise ArgumentError(
                 f"num_parts is missing: the stream's {shards} files are not counted and differ so much in size that "
-                f"they can be dealt evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not divide. "
-                "Ways that work: count the samples (counts=True; for tars an index file), so that files are cut in the "
-                f"middle; or num_parts={most}, where the tail pads or drops what the parts differ by."
+                f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
+                "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are cut "
+                f"in the middle; or num_parts={most}, where the tail pads or drops what the parts differ by."
             )
     return PartsPlan(
         batch_size=size,

@@ -161,7 +161,7 @@ class StreamStages(paddle.io.IterableDataset):
         return self._made(self._recipe.then(Stripe))
 
     def round_robin(self) -> Self:
-        """Return the stream read by the main process of each data rank alone, which deals it to its workers.
+        """Return the stream read by the main process of each data rank alone, which dispatches it to its workers.
 
         For what cannot be opened by every worker, or is too dear to be. What stands before it runs in the main
         process; only `map` may follow, and runs in the workers.

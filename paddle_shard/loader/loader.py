@@ -91,8 +91,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         self.seed, self.timeout = options.seed, options.timeout
         if options.progress:
             import_tqdm()  # so that it is missed on every rank, and now
-        dealt = self._source.stream is not None and self._source.stream.dealt
-        self._prefetch, self._if_worth_it = checked_prefetch(options, stream=stream is not None, dealt=dealt)
+        dispatched = self._source.stream is not None and self._source.stream.dispatched
+        self._prefetch, self._if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
         members, me = _ranks_of(layouts), dist.get_rank()
         self._agreeing_ranks = members if options.agree and me in members else (me,)
         self._facts = facts_of(self._source, layouts, dataloader.dataset, options.compared())
@@ -109,18 +109,24 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         self._described: ShardIterator | None = None
         make = TensorMaker(dataloader.places[0])
         drawn = generators(with_paddle=options.seed_paddle)
-        patience = 0.9 * self.timeout  # less than the other ranks', so that they are told what it is
+        worker_timeout = 0.9 * self.timeout  # less than the other ranks', so that they are told what it is
         self._reading: Any
         if self._source.stream is not None:
             self._reading = StreamLoader(
-                dataloader, self._source.stream.stage, drawn, make.copied, make.adopted, gather_tensors, patience
+                dataloader,
+                self._source.stream.stage,
+                drawn,
+                make.copied,
+                make.zero_copy,
+                gather_tensors,
+                worker_timeout,
             )
             if self._pad_to is not None:
                 self._reading.even = self._pad_to.even
             self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         else:
             self._reading = UserLoader(
-                dataloader, drawn, make.copied, make.adopted, patience, skip_errors=options.skip_errors
+                dataloader, drawn, make.copied, make.zero_copy, worker_timeout, skip_errors=options.skip_errors
             )
             self._dataloader = self._reading.dataloader
         size = self._source.batch_size

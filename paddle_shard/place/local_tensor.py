@@ -34,7 +34,7 @@ class TensorMaker:
         """
         return self._made(leaves, adopt=False)
 
-    def adopted(self, leaves: Sequence[Any]) -> list[Any]:
+    def zero_copy(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the same where the arrays are nobody else's: a tensor may be an array's memory, and not a copy."""
         distinct = len(leaves) == 1 or len({id(leaf) for leaf in leaves}) == len(leaves)
         return self._made(leaves, adopt=distinct)

@@ -1,6 +1,6 @@
 """Which part of a stream does each row of a global batch come from, and who holds the parts?
 
-A stream has no index, so it cannot be dealt out sample by sample. It is cut into P canonical parts, each a
+A stream has no index, so it cannot be dispatched out sample by sample. It is cut into P canonical parts, each a
 function of (seed, epoch, part); data ranks and workers only *hold* parts. Row r of every micro-batch comes from
 part r // (rows / P), so the global batches are the same whoever holds what.
 """

@@ -195,7 +195,7 @@ class Run:
         start = replace(start, fingerprint=fingerprint, certificate=self._delivered.legs(start.epoch))
         batches = self._source.batches
         if start.sampler is None and isinstance(batches, UserBatches):
-            return replace(start, sampler=batches.standing())
+            return replace(start, sampler=batches.snapshot())
         return start
 
     def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:

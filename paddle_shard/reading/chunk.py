@@ -14,7 +14,7 @@ from paddle_shard.stages.opening import Opening
 from paddle_shard.tree import is_sequence, leaves, rebuild
 
 
-class Fed(NamedTuple):
+class Dispatched(NamedTuple):
     """What the main process has read for a reader."""
 
     samples: Mapping[int, Sequence[tuple[int, Any]]]
@@ -59,7 +59,7 @@ class ChunkRequest:
     """Whether other rows of the global batch are collated elsewhere."""
     compared: bool = False
     """Whether what is read for it is compared with what other readers of the same stream read."""
-    fed: Fed | bytes | None = None
+    dispatched: Dispatched | bytes | None = None
     """The samples, pickled or not, where the main process has read them; else the reader does."""
     failure: Any = None
     """Of reading them."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
-from paddle_shard.reading.chunk import Chunk, ChunkRequest, Fed
+from paddle_shard.reading.chunk import Chunk, ChunkRequest, Dispatched
 from paddle_shard.reading.digest import digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.first_samples import first_of_dealt, opened_with_first
+from paddle_shard.reading.first_samples import first_of_dispatched, opened_with_first
 from paddle_shard.reading.local_batch import num_rows_of
 from paddle_shard.reading.padding import Padding
 from paddle_shard.reading.reader import collate_rows
@@ -55,7 +55,7 @@ class ChunkReader:
         self._ahead_digest = 0
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
-        self._dealt: dict[int, deque[Any]] = {}
+        self._dispatched: dict[int, deque[Any]] = {}
         self._padding: Padding | None = None
         self._why = ""  # why missing rows could not be made up
         self._state: Any = None
@@ -67,15 +67,15 @@ class ChunkReader:
         if request.failure is not None:
             return request.failure
         try:
-            if isinstance(request.fed, bytes):
-                request = replace(request, fed=pickle.loads(request.fed))
+            if isinstance(request.dispatched, bytes):
+                request = replace(request, dispatched=pickle.loads(request.dispatched))
             if request.number != self._number:
                 self._begin(request)
-            if isinstance(request.fed, Fed):
+            if isinstance(request.dispatched, Dispatched):
                 assert self._padding is not None
-                self._padding.give(request.fed.spare)
-                for part, pairs in request.fed.samples.items():
-                    self._dealt[part].extend(sample for _, sample in pairs)
+                self._padding.give(request.dispatched.spare)
+                for part, pairs in request.dispatched.samples.items():
+                    self._dispatched[part].extend(sample for _, sample in pairs)
             if request.step != self._next_step:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
@@ -107,7 +107,7 @@ class ChunkReader:
     def close(self) -> None:
         """Let go of the open parts."""
         self._padding = None
-        self._number, self._parts, self._dealt = None, [], {}
+        self._number, self._parts, self._dispatched = None, [], {}
 
     def _seed(self, seed: int) -> None:
         for generator in self._generators:
@@ -118,12 +118,16 @@ class ChunkReader:
         self._number, self._next_step, self._parts = request.number, request.first_step, []
         self._state, self._digest, self._ahead_digest = request.opening.state, 0, 0
         self._ahead.clear()
-        if request.fed is not None:  # the rounds, and what is skipped, are those of the one who feeds
+        if request.dispatched is not None:  # the rounds, and what is skipped, are those of the one who feeds
             self._padding = Padding(self._stage, opening)
-            self._dealt = {part: deque() for part in opening.parts}
-            opening = replace(opening, dealt={part: _taken(queue) for part, queue in self._dealt.items()})
+            self._dispatched = {part: deque() for part in opening.parts}
+            opening = replace(opening, dispatched={part: _taken(queue) for part, queue in self._dispatched.items()})
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
-            first = first_of_dealt(self._stage, opening, request.fed) if isinstance(request.fed, Fed) else []
+            first = (
+                first_of_dispatched(self._stage, opening, request.dispatched)
+                if isinstance(request.dispatched, Dispatched)
+                else []
+            )
         else:
             self._padding = Padding(self._stage, opening)
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
@@ -152,8 +156,8 @@ class ChunkReader:
         """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
         size, fresh, padding = request.samples_per_part, False, self._padding
         assert padding is not None
-        if isinstance(request.fed, Fed):
-            fresh = any(number == 0 for pairs in request.fed.samples.values() for number, _ in pairs)
+        if isinstance(request.dispatched, Dispatched):
+            fresh = any(number == 0 for pairs in request.dispatched.samples.values() for number, _ in pairs)
         # [part][row of it]
         columns: list[list[Any]] = []
         for part, items in zip(request.opening.parts, self._parts, strict=True):
@@ -164,7 +168,7 @@ class ChunkReader:
                 found = next(items, None)
                 if found is None:
                     break
-                fresh = fresh or (request.fed is None and found[0] == 0)
+                fresh = fresh or (request.dispatched is None and found[0] == 0)
                 sample = found[1]
                 if isinstance(sample, Stated):
                     sample, self._state = sample
@@ -200,7 +204,7 @@ class ChunkReader:
                 raise_if_a_handlers(error)
                 if delivers:
                     raise
-                self._why = (isinstance(request.fed, Fed) and request.fed.why) or str(error)
+                self._why = (isinstance(request.dispatched, Dispatched) and request.dispatched.why) or str(error)
                 return False
         return True
 
@@ -265,7 +269,7 @@ class ChunkReader:
 
 
 def _taken(queue: deque[Any]) -> Iterator[Any]:
-    """Yield what a part is dealt; it has ended where it is dealt less than is asked for."""
+    """Yield what a part is dispatched; it has ended where it is dispatched less than is asked for."""
     while queue:
         yield queue.popleft()
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
-from paddle_shard.reading.chunk import Fed
+from paddle_shard.reading.chunk import Dispatched
 from paddle_shard.reading.skipping import TRIED
 from paddle_shard.stages.opening import Opening, Unreadable, leave_sample
 from paddle_shard.stages.repeat import Repeat, in_rounds
@@ -47,13 +47,13 @@ def opened_with_first(
     return in_rounds(stage, opening, times, mine), first
 
 
-def first_of_dealt(stage: Stage, opening: Opening, fed: Fed) -> list[Any]:
-    """Return the same samples of a stream that the main process reads, as the stages behind the dealing make them."""
-    if not fed.first:
+def first_of_dispatched(stage: Stage, opening: Opening, dispatched: Dispatched) -> list[Any]:
+    """Return the same samples of a stream that the main process reads, as the stages behind the dispatch make them."""
+    if not dispatched.first:
         return []
-    first: dict[int, list[Any]] = pickle.loads(fed.first)
-    dealt = {part: iter(samples) for part, samples in first.items()}
-    parts = stage.open(replace(opening, parts=tuple(first), skip=0, state=None, rounds=Counter(), dealt=dealt))
+    first: dict[int, list[Any]] = pickle.loads(dispatched.first)
+    given = {part: iter(samples) for part, samples in first.items()}
+    parts = stage.open(replace(opening, parts=tuple(first), skip=0, state=None, rounds=Counter(), dispatched=given))
     return [*chain(*parts)]
 
 

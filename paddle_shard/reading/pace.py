@@ -18,7 +18,7 @@ _CACHED, _SENT, _HELD = 256 << 10, 1 << 20, 8 << 20
 that may be held ahead where the ranks need longer to agree."""
 _AGREED_AHEAD, _SEEN_AHEAD = 0.02, 0.0005
 """Seconds of steps that are read ahead, so that a round of the agreement is over when half of them are needed: it takes
-up to some milliseconds on a busy host. And where ranks see on a board how far the others are: they differ by that."""
+up to some milliseconds on a busy host. And where ranks see on a table how far the others are: they differ by that."""
 _FEWEST, _MOST = 2, 32
 """Steps that are read ahead of quick ones, at least and at most."""
 
@@ -87,27 +87,27 @@ class Pace:
         fit = max(1, min(most, _SENT // max(num_bytes, 1)))
         return fit if self.quick else 1
 
-    def steps_ahead(self, least: int, *, on_board: bool = False) -> int:
+    def steps_ahead(self, least: int, *, on_table: bool = False) -> int:
         """Return how many steps to read ahead so that quick ones do not wait for the agreement.
 
         Args:
-            least: At least so many, but for quick steps on a board.
-            on_board: Whether no rounds are needed.
+            least: At least so many, but for quick steps on a table.
+            on_table: Whether no rounds are needed.
         """
-        return steps_ahead(least, self.seconds, self.num_bytes, on_board=on_board)
+        return steps_ahead(least, self.seconds, self.num_bytes, on_table=on_table)
 
 
-def steps_ahead(least: int, step_seconds: float, num_bytes: int, *, on_board: bool = False) -> int:
+def steps_ahead(least: int, step_seconds: float, num_bytes: int, *, on_table: bool = False) -> int:
     """Return how many steps of a duration and size to read ahead; see `Pace.steps_ahead`.
 
     Examples:
         >>> steps_ahead(2, 0.0002, 1000), steps_ahead(2, 0.0002, 1 << 20), steps_ahead(2, 0.05, 1000)
         (32, 8, 2)
-        >>> steps_ahead(8, 0.0002, 1 << 20, on_board=True)
+        >>> steps_ahead(8, 0.0002, 1 << 20, on_table=True)
         2
     """
-    seconds, held = (_SEEN_AHEAD, _SENT) if on_board else (_AGREED_AHEAD, _HELD)
-    if on_board and step_seconds < QUICK:
+    seconds, held = (_SEEN_AHEAD, _SENT) if on_table else (_AGREED_AHEAD, _HELD)
+    if on_table and step_seconds < QUICK:
         least = min(least, _FEWEST)
     wanted = 2 * math.ceil(seconds / max(step_seconds, 1e-6))
     return max(least, min(wanted, held // max(num_bytes, 1), _MOST))

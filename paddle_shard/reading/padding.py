@@ -24,7 +24,7 @@ class Padding:
 
     A sample that cannot be read is passed over. So it depends on the order alone: not on who holds which parts, nor on
     where the pass began. The first samples of a pass are kept; where it begins later, and for other readers' parts, the
-    stream is opened again. Of what is dealt some samples are given, and it is opened only where none of them will do.
+    stream is opened again. Some samples of what is dispatched are given; it is opened only where none of them fits.
     """
 
     def __init__(self, stage: Stage, opening: Opening) -> None:
@@ -34,7 +34,7 @@ class Padding:
             stage: What opens the parts.
             opening: Of the pass.
         """
-        self._stage, self._source = stage, _dealing(stage)
+        self._stage, self._source = stage, _before_dispatch(stage)
         self._opening = replace(opening, skip=0, state=None)
         self._from_beginning = opening.skip == 0
         self._most = TRIED if stage.endless else None
@@ -53,7 +53,7 @@ class Padding:
             self._first[part] = first
 
     def give(self, spare: Mapping[int, Sequence[Any]]) -> None:
-        """Take the first samples of some parts, as the stage is to be dealt them."""
+        """Take the first samples of some parts, as the stage is to be dispatched them."""
         for part, samples in spare.items():
             self._given.setdefault(part, []).extend(samples)
             if not samples:
@@ -96,14 +96,14 @@ class Padding:
             yield self._stage.open(opening)[0]
             return
         if part in self._given:
-            yield self._stage.open(replace(opening, dealt={part: iter(self._given[part])}))[0]
-        if part not in self._first and opening.skip_errors:  # the functions behind the dealing fail on all of those
-            dealt = self._source.open(opening)[0]
-            yield self._stage.open(replace(opening, dealt={part: dealt}))[0]
+            yield self._stage.open(replace(opening, dispatched={part: iter(self._given[part])}))[0]
+        if part not in self._first and opening.skip_errors:  # the functions behind the dispatch fail on all of those
+            dispatched = self._source.open(opening)[0]
+            yield self._stage.open(replace(opening, dispatched={part: dispatched}))[0]
 
 
-def _dealing(stage: Stage) -> Stage | None:
-    """Return what stands before the dealing; None where nothing is dealt."""
+def _before_dispatch(stage: Stage) -> Stage | None:
+    """Return what stands before the dispatch; None where nothing is dispatched."""
     return next((one.read for one in stage.line() if isinstance(one, RoundRobin)), None)
 
 

@@ -15,7 +15,7 @@ from paddle_shard.reading.reader import AGAIN
 from paddle_shard.reading.request import Reader, Request
 from paddle_shard.reading.skipping import Patched
 from paddle_shard.reading.worker_guards import in_use
-from paddle_shard.samplers.randomness import Generator, look_again, put_back, standing
+from paddle_shard.samplers.randomness import Generator, refresh, restore, snapshot
 
 
 class Pass(Iterator[Any]):
@@ -102,18 +102,18 @@ class DirectPass(Pass):
     ) -> None:
         self._requests = requests
         self._reader = reader
-        self._standing = standing(generators)
+        self._snapshot = snapshot(generators)
         self._to_tensors = to_tensors
         self._again: deque[Request] = deque()
         self.skipped: deque[list[tuple[int, str]]] = deque()
 
     def __next__(self) -> Any:
         request = self._again.popleft() if self._again else next(self._requests)
-        look_again(self._standing)
+        refresh(self._snapshot)
         try:
             return self._finished(self._reader.read(request, None), request)
         finally:
-            put_back(self._standing)
+            restore(self._snapshot)
 
     @property
     def runs_free(self) -> bool:
@@ -141,11 +141,11 @@ class DirectPass(Pass):
             found.append(finished(batch, self._to_tensors, self.skipped))
             return not isinstance(found[-1], ReadFailure)
 
-        look_again(self._standing)
+        refresh(self._snapshot)
         try:
             num_good = reader.read_several(requests, take)
         finally:
-            put_back(self._standing)
+            restore(self._snapshot)
         self._again.extend(requests[num_good:])
         if self.skipped:
             self.skipped = deque(list(self.skipped)[: skipped + num_good])

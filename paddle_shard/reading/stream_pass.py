@@ -13,8 +13,8 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.chunk import Chunk, ChunkRequest, Even, Gather, Joiner, Slice, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.dispatch import dispatch
 from paddle_shard.reading.failure import ReadFailure, log_skipped
-from paddle_shard.reading.feeding import fed
 from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass
@@ -35,9 +35,9 @@ class StreamLoader:
         stage: Stage,
         generators: Sequence[Generator],
         copied: ToTensors,
-        adopted: ToTensors,
+        zero_copy: ToTensors,
         gather: Gather,
-        patience: float,
+        worker_timeout: float,
         even: Even = as_they_are,
     ) -> None:
         """Set up the loader.
@@ -47,14 +47,14 @@ class StreamLoader:
             stage: What opens the stream's parts.
             generators: Global generators to seed before each piece of the user's code.
             copied: Makes tensors of arrays.
-            adopted: The same for arrays that are nobody else's.
+            zero_copy: The same for arrays that are nobody else's.
             gather: For tensors.
-            patience: Seconds after which a worker that has not answered counts as hung.
+            worker_timeout: Seconds after which a worker that has not answered counts as hung.
             even: Makes what several workers have collated fit together.
         """
         self._dataloader, self._stage, self._generators, self.even = dataloader, stage, generators, even
-        self._copied, self._adopted, self.gather, self._patience = copied, adopted, gather, patience
-        self._dealt = _dealt(stage)
+        self._copied, self._zero_copy, self.gather, self._worker_timeout = copied, zero_copy, gather, worker_timeout
+        self._dispatched = _dispatching(stage)
         self._idle: list[WorkerPool] = []
 
     def start(self, requests: Iterator[list[ChunkRequest]], places: Sequence[Rows], num_workers: int) -> StreamPass:
@@ -67,19 +67,21 @@ class StreamLoader:
         """
         asked: deque[ChunkRequest] = deque()
         core: Pass
-        if self._dealt is not None:
-            requests = fed(requests, self._dealt.read, self._generators, to_workers=num_workers > 0)
+        if self._dispatched is not None:
+            requests = dispatch(requests, self._dispatched.read, self._generators, to_workers=num_workers > 0)
         flat = _noted(requests, asked)
         if num_workers == 0:
             core = DirectPass(flat, self._reader(), self._generators, self._copied)
         else:
             pool = self._idle.pop() if self._idle else self._pool(num_workers)
-            core = WorkerPass(flat, pool, self._idle, self._adopted)
+            core = WorkerPass(flat, pool, self._idle, self._zero_copy)
         return StreamPass(core, Joiner(places, self.gather, self.even), asked)
 
     def _pool(self, num_workers: int) -> WorkerPool:
         reads_all = isinstance(self._stage.source, IterableSource)
-        return WorkerPool(self._dataloader, self._reader(), num_workers, patience=self._patience, reads_all=reads_all)
+        return WorkerPool(
+            self._dataloader, self._reader(), num_workers, worker_timeout=self._worker_timeout, reads_all=reads_all
+        )
 
     def _reader(self) -> ChunkReader:
         loader = self._dataloader
@@ -143,8 +145,8 @@ class StreamPass(Pass):
         self._core.close()
 
 
-def _dealt(stage: Stage) -> RoundRobin | None:
-    """Return the stage at which the main process deals samples to its workers, if there is one."""
+def _dispatching(stage: Stage) -> RoundRobin | None:
+    """Return the stage at which the main process dispatches samples to its workers, if there is one."""
     return next((one for one in stage.line() if isinstance(one, RoundRobin)), None)
 
 

@@ -43,8 +43,8 @@ class UserLoader:
         dataloader: paddle.io.DataLoader,
         generators: Sequence[Generator],
         copied: ToTensors,
-        adopted: ToTensors,
-        patience: float,
+        zero_copy: ToTensors,
+        worker_timeout: float,
         *,
         skip_errors: bool,
     ) -> None:
@@ -54,12 +54,12 @@ class UserLoader:
             dataloader: The user's; may be of a subclass.
             generators: Global generators that are seeded for each sample.
             copied: Makes tensors of arrays, on the loader's place.
-            adopted: The same for arrays that are nobody else's.
+            zero_copy: The same for arrays that are nobody else's.
             skip_errors: Whether a sample that cannot be read is another's row, not a failure.
-            patience: Seconds after which a worker that has not answered counts as hung.
+            worker_timeout: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
-        self._copied, self._adopted, self._patience = copied, adopted, patience
+        self._copied, self._zero_copy, self._worker_timeout = copied, zero_copy, worker_timeout
         self._reader = BatchReader(
             dataloader.dataset,
             dataloader.collate_fn,
@@ -82,10 +82,14 @@ class UserLoader:
     def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
         """Start reading requests, below the user's subclass."""
         if self.dataloader.num_workers == 0:
-            to_tensors = self._adopted if self._reader.makes_arrays else self._copied
+            to_tensors = self._zero_copy if self._reader.makes_arrays else self._copied
             return DirectPass(requests, self._reader, self._generators, to_tensors)
-        pool = self._idle.pop() if self._idle else WorkerPool(self.dataloader, self._reader, patience=self._patience)
-        return WorkerPass(requests, pool, self._idle, self._adopted)
+        pool = (
+            self._idle.pop()
+            if self._idle
+            else WorkerPool(self.dataloader, self._reader, worker_timeout=self._worker_timeout)
+        )
+        return WorkerPass(requests, pool, self._idle, self._zero_copy)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""

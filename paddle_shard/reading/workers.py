@@ -75,7 +75,7 @@ class WorkerPool:
         reader: Reader,
         num_workers: int | None = None,
         *,
-        patience: float = math.inf,
+        worker_timeout: float = math.inf,
         reads_all: bool = False,
     ) -> None:
         """Start nothing yet.
@@ -84,7 +84,7 @@ class WorkerPool:
             settings: The user's; read only.
             reader: What the workers run.
             num_workers: Where there are to be fewer than in the settings.
-            patience: Seconds after which a worker that has not answered counts as hung.
+            worker_timeout: Seconds after which a worker that has not answered counts as hung.
             reads_all: Every worker reads the whole data set, and keeps some of it: the user's `worker_init_fn` is
                 shown a single worker then, so that it leaves the data set whole.
         """
@@ -92,7 +92,7 @@ class WorkerPool:
         self.num_workers = num_workers or settings.num_workers
         self._reader, self._reads_all = reader, reads_all
         self._init_fn, self._ahead = settings.worker_init_fn, settings.prefetch_factor
-        self.patience = min(patience, settings.timeout) if settings.timeout > 0 else patience
+        self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
         self._requests: Iterator[Request] = iter(())
@@ -298,7 +298,7 @@ class WorkerPool:
         while True:
             with contextlib.suppress(BlockingIOError):
                 return self._answer(channel, number)
-            seconds = min(_LOOK_SECONDS, self.patience - waited)
+            seconds = min(_LOOK_SECONDS, self.worker_timeout - waited)
             if channel.wait(seconds):
                 continue
             waited += seconds
@@ -306,8 +306,8 @@ class WorkerPool:
                 killed = next((at for at, worker in enumerate(self._workers) if worker.exitcode is not None), None)
                 if killed is not None:
                     raise self._lost(killed)
-            if waited >= self.patience:
-                text = f"worker {number} has said nothing for {self.patience:g} s; the loader's timeout= says so"
+            if waited >= self.worker_timeout:
+                text = f"worker {number} has said nothing for {self.worker_timeout:g} s; the loader's timeout= says so"
                 raise WorkersLostError(text, number)
 
     def _answer(self, channel: Channel, number: int) -> Any:

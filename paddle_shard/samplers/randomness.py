@@ -161,16 +161,16 @@ _INSTANCE: Any = random._inst
 _PYTHON = _python_table()
 
 
-Standing = list[tuple[Generator, Any, Any]]
+Snapshot = list[tuple[Generator, Any, Any]]
 """Generators, their states and their marks."""
 
 
-def standing(generators: Sequence[Generator]) -> Standing:
+def snapshot(generators: Sequence[Generator]) -> Snapshot:
     """Return how the generators stand."""
     return [(generator, generator.get_state(), generator.mark()) for generator in generators]
 
 
-def look_again(before: Standing) -> None:
+def refresh(before: Snapshot) -> None:
     """Take note of how the generators stand by now; what has not changed is not read."""
     for number, (generator, _, mark) in enumerate(before):
         now = generator.mark()
@@ -178,7 +178,7 @@ def look_again(before: Standing) -> None:
             before[number] = (generator, generator.get_state(), now)
 
 
-def put_back(before: Standing) -> None:
+def restore(before: Snapshot) -> None:
     """Let the generators stand as they did, whatever was drawn since."""
     for generator, state, mark in before:
         if mark is None or generator.mark() != mark:
@@ -188,11 +188,11 @@ def put_back(before: Standing) -> None:
 @contextmanager
 def kept(generators: Sequence[Generator]) -> Iterator[None]:
     """Put the generators' states back at the end, whatever was drawn inside."""
-    before = standing(generators)
+    before = snapshot(generators)
     try:
         yield
     finally:
-        put_back(before)
+        restore(before)
 
 
 class PrivateRandomness:

@@ -86,7 +86,7 @@ class UserBatches:
     def _copy(self) -> Any:
         return copy.deepcopy(self.batch_sampler, {id(self.dataset): self.dataset})
 
-    def standing(self) -> dict[str, Any] | None:
+    def snapshot(self) -> dict[str, Any] | None:
         """Return what resumes a sampler that has a state, where no pass is under way."""
         owner = owner_of(self.batch_sampler)
         if owner is None:

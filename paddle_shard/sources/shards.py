@@ -29,7 +29,7 @@ Segment = tuple[int, int, int | None]
 
 
 class ShardSource(Stage):
-    """Files of samples ("shards"), dealt to the parts, whoever reads those.
+    """Files of samples ("shards"), assigned to the parts, whoever reads those.
 
     Where the samples of each shard are counted, the shards are laid end to end in their order and cut evenly, in
     mid-file, so that the parts' lengths differ by at most one. Otherwise shard i of the order belongs to part
@@ -141,11 +141,11 @@ class ShardSource(Stage):
         return [local_size(file) for file in self._files]
 
     def part_sizes(self, opening: Opening) -> list[int] | None:
-        """Return the bytes of the whole files that each part is dealt; None if that is not known."""
+        """Return the bytes of the whole files that each part is assigned; None if that is not known."""
         sizes = self.sizes()
         if self._counts is not None or self._resample or None in sizes:
             return None
-        return [sum(sizes[shard] or 0 for shard, _, _ in self._dealt(opening, part)) for part in opening.parts]
+        return [sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part)) for part in opening.parts]
 
     def fingerprint(self) -> list[Any]:
         """Return a digest of names within their common folder and counts, and what the order depends on."""
@@ -159,10 +159,10 @@ class ShardSource(Stage):
         shards, parts = len(self._names), opening.num_parts
         if self._counts is None and not self._resample and shards < parts:
             raise ArgumentError(
-                f"num_parts={parts}: {shards} shards cannot be dealt to {parts} parts, which need one each. Ways that "
-                f"work: num_parts at most {shards}; counted samples, so that shards are cut in mid-file (counts=True; "
-                "for tars an index file, index=, made by `python -m paddle_shard.cli.index_shards`); resample=True; or "
-                "an uncut stream, dealt by turns (round_robin), of which each reader reads all."
+                f"num_parts={parts}: {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
+                f"that work: num_parts at most {shards}; counted samples, so that shards are cut in mid-file "
+                "(counts=True; for tars an index file, index=, made by `python -m paddle_shard.cli.index_shards`); resample=True; or "
+                "an uncut stream, dispatched by turns (round_robin), of which each reader reads all."
             )
 
     def _part(self, part: int, opening: Opening, pause: Iterator[float]) -> Iterator[Any]:
@@ -173,7 +173,7 @@ class ShardSource(Stage):
             opening.seed_generators(mix(key, number))
 
         if self._counts is None:
-            segments = self._in_rounds(opening, part, 0) if self._resample else self._dealt(opening, part)
+            segments = self._in_rounds(opening, part, 0) if self._resample else self._assigned(opening, part)
             yield from islice(self._samples(segments, 0, seed), skip, None)
             return
         segments = self._in_rounds(opening, part, skip) if self._resample else self._cut_out(opening, part, skip)
@@ -189,7 +189,7 @@ class ShardSource(Stage):
     def _cut(self, part: int, num_parts: int) -> tuple[int, int]:
         return self._total * part // num_parts, self._total * (part + 1) // num_parts
 
-    def _dealt(self, opening: Opening, part: int) -> Iterator[Segment]:
+    def _assigned(self, opening: Opening, part: int) -> Iterator[Segment]:
         for shard in self._order(opening)[part :: opening.num_parts].tolist():
             yield shard, 0, None
 

@@ -54,8 +54,8 @@ class Opening:
     skip_errors: bool = False
     """Whether a sample that the user's code fails on is an `Unreadable`, not the end."""
 
-    dealt: Mapping[int, Iterator[Any]] = field(default_factory=dict)
-    """What each part is dealt, where another has read it (`RoundRobin`)."""
+    dispatched: Mapping[int, Iterator[Any]] = field(default_factory=dict)
+    """What each part is dispatched, where another has read it (`RoundRobin`)."""
 
     rounds: Counter[int] = field(default_factory=Counter)
     """For each part, the whole rounds of an endless source that it had seen before the sample that was delivered last.

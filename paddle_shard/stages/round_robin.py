@@ -10,10 +10,10 @@ from paddle_shard.stages.stage import Stage
 
 
 class RoundRobin(Stage):
-    """Where the main process of a data rank, which reads what stands before, deals the samples to its workers.
+    """Where the main process of a data rank, which reads what stands before, dispatches the samples to its workers.
 
     For sources that cannot be opened several times, or are too dear to be. Only stages that change each sample
-    by itself may follow; they run in the workers. It delivers what the opening's parts are dealt.
+    by itself may follow; they run in the workers. It delivers what the opening's parts are dispatched.
     """
 
     def __init__(self, upstream: Stage) -> None:
@@ -27,5 +27,5 @@ class RoundRobin(Stage):
         return True
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return what the parts are dealt; `skip` is left out by the one who deals."""
-        return [opening.dealt[part] for part in opening.parts]
+        """Return what the parts are dispatched; `skip` is left out by the one who dispatches."""
+        return [opening.dispatched[part] for part in opening.parts]

@@ -49,7 +49,7 @@ class Stage:
 
     @property
     def most_even_parts(self) -> int | None:
-        """Most parts that whole files can be dealt to so that none is much longer, as far as that can be told."""
+        """Most parts that whole files can be dispatched to so that none is much longer, as far as that can be told."""
         return self.num_shards if self.upstream is None else self.upstream.most_even_parts
 
     @property

@@ -4,7 +4,7 @@ import random
 import threading
 import time
 
-from paddle_shard.agree.board import PASSES, Board
+from paddle_shard.agree.progress_table import PASSES, ProgressTable
 from paddle_shard.errors import PeerLostError
 
 
@@ -84,8 +84,8 @@ class SimulatedGroup:
         assert isinstance(payload, bytes)
         return self.world.exchange(self.rank, "gather", payload)
 
-    def board(self):
-        return Board(self.world.words, self.rank, self.size)
+    def table(self):
+        return ProgressTable(self.world.words, self.rank, self.size)
 
     def close(self):
         if self.rank not in self.world.gave_up:

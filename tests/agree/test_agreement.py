@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from paddle_shard.agree import Agreement, Board, Coordinator, TwoLevelGroup
-from paddle_shard.agree.board import PASSES
+from paddle_shard.agree import Agreement, Coordinator, ProgressTable, TwoLevelGroup
 from paddle_shard.agree.outlook import NEVER, OK, REPORT_LIMIT, Outlook
+from paddle_shard.agree.progress_table import PASSES
 from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError, PeerLostError
 from tests.agree.simulated_group import SimulatedGroup, World
 from tests.agree.trial import Script, outcome, random_script, run_job
@@ -15,7 +15,7 @@ from tests.deadlines import HANG
 from tests.trials import trials
 
 
-def run_trial(seed, barrier=None, board=None, **settings):
+def run_trial(seed, barrier=None, table=None, **settings):
     """One random job of one to three passes; the oracle knows nothing of windows, rounds or threads."""
     rng = random.Random(seed)
     size = rng.randint(1, 8)
@@ -24,7 +24,7 @@ def run_trial(seed, barrier=None, board=None, **settings):
         "barrier": rng.random() < 0.4 if barrier is None else barrier,
         "pause": rng.choice([0, 0, 1e-4, 1e-3]),
         "delay": rng.choice([0, 0, 1e-3]),
-        "board": rng.random() < 0.5 if board is None else board,
+        "table": rng.random() < 0.5 if table is None else table,
     }
     ranks = run_job(size, scripts, rng, **settings)
     expected = [outcome(script, size) for script in scripts]
@@ -48,7 +48,7 @@ def test_survivors_name_the_killed_rank_or_had_ended_before(batch):
         number = rng.randint(0, 1)
         victim, step = rng.randrange(size), rng.randint(0, expected[number][0])
         ranks = run_job(
-            size, scripts, rng, kill=(victim, number, step), delay=rng.choice([0, 1e-3]), board=rng.random() < 0.5
+            size, scripts, rng, kill=(victim, number, step), delay=rng.choice([0, 1e-3]), table=rng.random() < 0.5
         )
 
         for rank in ranks:
@@ -93,12 +93,12 @@ class NotesTooLate(Agreement):
 
 
 @pytest.mark.parametrize("defect", [DeliversUnasked, ReleasesItsWindow, NotesTooLate])
-@pytest.mark.parametrize("board", [False, True])
-def test_a_weaker_rule_is_caught(defect, board, monkeypatch):
+@pytest.mark.parametrize("table", [False, True])
+def test_a_weaker_rule_is_caught(defect, table, monkeypatch):
     monkeypatch.setattr("paddle_shard.agree.coordinator.Agreement", defect)
     with pytest.raises(AssertionError, match=r"seed \d+, rank"):
         for seed in range(200):
-            run_trial(seed, barrier=False, timeout=0.5, board=board)
+            run_trial(seed, barrier=False, timeout=0.5, table=table)
 
 
 class PostsWhatIsNotTold(Agreement):
@@ -122,27 +122,27 @@ class PostsMadeUpRows(Agreement):
     """A planted defect: steps are posted that hold no real rows."""
 
     def _post(self):
-        self._coordinator.board.post(self.number, min(self.outlook.step, self._held))
+        self._coordinator.table.post(self.number, min(self.outlook.step, self._held))
 
 
 class PostsTheStepThatFails(Agreement):
     """A planted defect: what cannot be served is posted, too."""
 
     def _post(self):
-        if self._coordinator.board is not None:
-            self._coordinator.board.post(self.number, self.outlook.step + (self.outlook.kind != OK))
+        if self._coordinator.table is not None:
+            self._coordinator.table.post(self.number, self.outlook.step + (self.outlook.kind != OK))
 
 
 @pytest.mark.parametrize("defect", [PostsWhatIsNotTold, PostsWhenTold, PostsMadeUpRows, PostsTheStepThatFails])
-def test_a_weaker_board_is_caught(defect, monkeypatch):
+def test_a_weaker_table_is_caught(defect, monkeypatch):
     monkeypatch.setattr("paddle_shard.agree.coordinator.Agreement", defect)
     with pytest.raises(AssertionError, match=r"seed \d+, rank"):
         for seed in range(400):
-            run_trial(seed, barrier=False, timeout=0.5, board=True)
+            run_trial(seed, barrier=False, timeout=0.5, table=True)
 
 
-def test_ranks_with_a_board_need_no_rounds_while_nothing_happens():
-    coordinators = pair(size=3, board=True)
+def test_ranks_with_a_table_need_no_rounds_while_nothing_happens():
+    coordinators = pair(size=3, table=True)
     reached, rounds = threading.Barrier(3), []
 
     def run(coordinator):
@@ -162,8 +162,8 @@ def test_ranks_with_a_board_need_no_rounds_while_nothing_happens():
     assert max(rounds) - min(rounds) < 40
 
 
-def test_passes_beyond_the_board_go_on_by_rounds():
-    coordinators = pair(board=True)
+def test_passes_beyond_the_table_go_on_by_rounds():
+    coordinators = pair(table=True)
 
     def run(coordinator):
         agreements = [coordinator.open(prefetch=2) for _ in range(PASSES + 3)]
@@ -178,18 +178,18 @@ def test_passes_beyond_the_board_go_on_by_rounds():
     assert together(*(lambda c=c: run(c) for c in coordinators)) == [None] * 2
 
 
-def test_a_board_tells_what_all_have_posted_of_the_same_pass():
+def test_a_table_tells_what_all_have_posted_of_the_same_pass():
     words = [0] * (PASSES * 3)
-    boards = [Board(words, rank, 3) for rank in range(3)]
+    tables = [ProgressTable(words, rank, 3) for rank in range(3)]
     for rank, step in enumerate([5, 3, 9]):
-        assert boards[0].least(7) == 0
-        boards[rank].post(7, step)
-    assert [board.least(7) for board in boards] == [3, 3, 3]
-    boards[1].post(7 + PASSES, 100)
-    assert boards[0].least(7) == boards[0].least(7 + PASSES) == 0
-    boards[0].post(7 + PASSES, 4)
-    boards[2].post(7 + PASSES, 6)
-    assert boards[0].least(7 + PASSES) == 4
+        assert tables[0].least(7) == 0
+        tables[rank].post(7, step)
+    assert [table.least(7) for table in tables] == [3, 3, 3]
+    tables[1].post(7 + PASSES, 100)
+    assert tables[0].least(7) == tables[0].least(7 + PASSES) == 0
+    tables[0].post(7 + PASSES, 4)
+    tables[2].post(7 + PASSES, 6)
+    assert tables[0].least(7 + PASSES) == 4
 
 
 MADE = []
@@ -208,10 +208,10 @@ def close_all():
         MADE.pop().close()
 
 
-def pair(timeout=HANG, size=2, board=False, **options):
+def pair(timeout=HANG, size=2, table=False, **options):
     world = World(size, random.Random(0), **options)
-    join = SimulatedGroup.board if board else lambda group: None
-    made = [Coordinator(SimulatedGroup(world, r), timeout=timeout, join_board=join) for r in range(size)]
+    join = SimulatedGroup.table if table else lambda group: None
+    made = [Coordinator(SimulatedGroup(world, r), timeout=timeout, join_table=join) for r in range(size)]
     MADE.extend(made)
     return made
 
@@ -525,14 +525,14 @@ def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_s
         agreement.close()
 
 
-@pytest.mark.parametrize("board", [False, True])
+@pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("exhausted", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 7, 39, None])
-def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others_are_not(at, exhausted, board):
+def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others_are_not(at, exhausted, table):
     for prefetch in (1, 4, 9):
         same = [number * 7 for number in range(40)]
         others = [*same[:at], *(digest + 1 for digest in same[at:])] if at is not None else same
-        coordinators = pair(size=3, board=board)
+        coordinators = pair(size=3, table=table)
         told = together(
             *(
                 lambda c=c, d=digests, p=prefetch: reads(c, d, prefetch=p, exhausted=exhausted)
@@ -549,9 +549,9 @@ def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others
             assert at > 0 or steps == 0, "what differs from the first on is never delivered"
 
 
-@pytest.mark.parametrize("board", [False, True])
+@pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("exhausted", [False, True])
-def test_ranks_that_have_read_different_data_all_stop_at_the_same_step(exhausted, board):
+def test_ranks_that_have_read_different_data_all_stop_at_the_same_step(exhausted, table):
     rng = random.Random(7)
     for trial in range(60):
         at, longer, size = rng.randint(0, 12), rng.choice([0, 0, 2, 5]), rng.choice([2, 3])
@@ -559,7 +559,7 @@ def test_ranks_that_have_read_different_data_all_stop_at_the_same_step(exhausted
         other = [*same[:at], *(digest + 1 for digest in same[at:]), *range(100, 100 + longer)]
         if other == same:
             continue
-        ranks = zip(pair(size=size, board=board), (same, other, same), strict=False)
+        ranks = zip(pair(size=size, table=table), (same, other, same), strict=False)
         how = [{"prefetch": rng.choice([1, 4, 9]), "pace": rng.choice([0, 0, 0.002])} for _ in range(size)]
         told = together(
             *(lambda c=c, d=d, k=k: reads(c, d, exhausted=exhausted, **k) for (c, d), k in zip(ranks, how, strict=True))
@@ -590,8 +590,8 @@ def test_a_single_rank_has_nobody_to_compare_with():
 
 def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_data():
     same = [number * 7 for number in range(40)]
-    for length, exhausted, prefetch, board in itertools.product((0, 38), (True, False), (1, 4), (True, False)):
-        one, two = pair(size=2, board=board)
+    for length, exhausted, prefetch, table in itertools.product((0, 38), (True, False), (1, 4), (True, False)):
+        one, two = pair(size=2, table=table)
         told = together(
             lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
             lambda two=two, prefetch=prefetch, e=exhausted, n=length: reads(
@@ -603,8 +603,8 @@ def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_d
 
 def test_the_parts_of_one_stream_may_end_a_step_apart():
     same = [number * 7 for number in range(40)]
-    for exhausted, prefetch, board in itertools.product((True, False), (1, 4), (True, False)):
-        one, two = pair(size=2, board=board)
+    for exhausted, prefetch, table in itertools.product((True, False), (1, 4), (True, False)):
+        one, two = pair(size=2, table=table)
         told = together(
             lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
             lambda two=two, prefetch=prefetch, e=exhausted: reads(two, same, prefetch=prefetch, exhausted=e, real=39),

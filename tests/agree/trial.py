@@ -87,10 +87,10 @@ def report_of(rank):
 class Rank:
     """Runs the passes of a job on one simulated rank."""
 
-    def __init__(self, rank, group, rng, timeout, barrier, pause, board):
+    def __init__(self, rank, group, rng, timeout, barrier, pause, table):
         self.rank, self.rng, self.barrier, self.pause = rank, rng, barrier, pause
-        join = SimulatedGroup.board if board else lambda group: None
-        self.coordinator = Coordinator(group, timeout=timeout, join_board=join)
+        join = SimulatedGroup.table if table else lambda group: None
+        self.coordinator = Coordinator(group, timeout=timeout, join_table=join)
         self.results = []  # a pass each: (steps delivered, how it ended, details)
         self.waited = []
         self.kill_at = None  # (pass, step)
@@ -162,13 +162,13 @@ class Rank:
             self.results.append((None, type(error).__name__, None))
 
 
-def run_job(size, scripts, rng, *, timeout=HANG, barrier=False, pause=0.0, delay=0.0, kill=None, board=False):
-    """Run passes on `size` simulated ranks, with a board or without; return the ranks. Nothing may hang."""
+def run_job(size, scripts, rng, *, timeout=HANG, barrier=False, pause=0.0, delay=0.0, kill=None, table=False):
+    """Run passes on `size` simulated ranks, with a table or without; return the ranks. Nothing may hang."""
     world = World(size, rng, delay=delay, half_done=kill is not None)
     shared = threading.Barrier(size) if barrier else None
     pauses = [rng.choice([0, pause]) for _ in range(size)]
     ranks = [
-        Rank(r, SimulatedGroup(world, r), random.Random(rng.random()), timeout, shared, pauses[r], board)
+        Rank(r, SimulatedGroup(world, r), random.Random(rng.random()), timeout, shared, pauses[r], table)
         for r in range(size)
     ]
     if kill is not None:

@@ -169,7 +169,7 @@ def test_round_robin_reports_what_cannot_be_sent_to_a_worker():
 def test_round_robin_is_for_samples_and_only_maps_follow_it():
     with pytest.raises(ArgumentError, match="only map, and batch as the last stage"):
         Stream.of(range(8)).round_robin().filter(bool)
-    with pytest.raises(ArgumentError, match="round_robin deals samples"):
+    with pytest.raises(ArgumentError, match="round_robin dispatches samples"):
         sharded(Stream.of([np.arange(4)]).round_robin(), size=None)
 
 

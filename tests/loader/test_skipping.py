@@ -385,7 +385,7 @@ STREAMS = {
     "shuffled": lambda made, length, path: Stream.of(range(length)).shuffle(5).sharding_filter().map(made),
     "twice": lambda made, length, path: Stream.of(range(length)).sharding_filter().map(made).repeat(2),
     "read once": lambda made, length, path: Stream.of(iter(range(length))).map(made),
-    "dealt": lambda made, length, path: Stream.of(range(length)).round_robin().map(made),
+    "dispatched": lambda made, length, path: Stream.of(range(length)).round_robin().map(made),
     "files": lambda made, length, path: files(path, length).map(lambda line: made(int(line))),
 }
 
@@ -422,7 +422,7 @@ def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(stream, kind,
         assert sorted(chain(*found.values())) == sorted(times * [i for i in range(length) if i not in bad])
 
 
-@pytest.mark.parametrize("stream", ["by turns", "dealt", "files"])
+@pytest.mark.parametrize("stream", ["by turns", "dispatched", "files"])
 def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behind_a_resume(stream, tmp_path):
     bad, length = {6, 14, 22}, 24
 

@@ -70,12 +70,12 @@ def test_a_static_model_is_described_and_fed_without_moving_the_order(workers):
     model.train()
 
     assert loader.epoch == 2
-    fed, losses = [], []
+    dispatched, losses = [], []
     for x, y in loader:
-        fed.append(x._local_value().numpy().tolist())
+        dispatched.append(x._local_value().numpy().tolist())
         local_x, local_y = x._local_value().numpy(), y._local_value().numpy()
         losses.append((float(model(x, y)), np.mean((local_x @ weight + bias - local_y) ** 2)))
-    assert fed == expected
+    assert dispatched == expected
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
 
 

@@ -11,7 +11,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_shard.agree import Coordinator
-from paddle_shard.comm.shared_board import join_board
+from paddle_shard.comm.shared_table import join_table
 from paddle_shard.comm.star_group import group_of
 from paddle_shard.errors import AgreedFailure, PeerLostError
 from paddle_shard.testing import report
@@ -25,8 +25,8 @@ class Job:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = float(os.environ.get("AGREEMENT_TIMEOUT", "60"))
         group = group_of(range(dist.get_world_size()), "test", self.timeout)
-        join = join_board if os.environ.get("AGREEMENT_BOARD") else lambda group: None
-        self.coordinator = Coordinator(group, timeout=self.timeout, join_board=join)
+        join = join_table if os.environ.get("AGREEMENT_BOARD") else lambda group: None
+        self.coordinator = Coordinator(group, timeout=self.timeout, join_table=join)
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""

@@ -10,9 +10,9 @@ WORKER = Path(__file__).parent / "agreement_worker.py"
 TIMEOUT = 4.0
 
 
-@pytest.mark.parametrize(("num_ranks", "board"), [(2, "yes"), (4, ""), (4, "yes")])
-def test_real_ranks_end_fail_and_leave_together(num_ranks, board, tmp_path, monkeypatch):
-    monkeypatch.setenv("AGREEMENT_BOARD", board)
+@pytest.mark.parametrize(("num_ranks", "table"), [(2, "yes"), (4, ""), (4, "yes")])
+def test_real_ranks_end_fail_and_leave_together(num_ranks, table, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGREEMENT_BOARD", table)
     reports = run_ranks(WORKER, num_ranks, tmp_path)
 
     ends = [20, "ended"]

@@ -8,7 +8,7 @@ PARTS = 8
 
 
 def part_lengths():
-    """Samples of each of the 8 parts of range(60), dealt by turns, that the worker's filter keeps."""
+    """Samples of each of the 8 parts of range(60), dispatched by turns, that the worker's filter keeps."""
     kept = [0] * PARTS
     for i in range(60):
         kept[i % PARTS] += i % 8 > 1 or i < 40

@@ -45,7 +45,7 @@ def fed():
 
 
 MAKERS = pytest.mark.parametrize("maker", [plain, fed])
-HOW = pytest.mark.parametrize("how", ["copied", "adopted"])
+HOW = pytest.mark.parametrize("how", ["copied", "zero_copy"])
 
 
 def layouts(array):
@@ -98,15 +98,15 @@ def test_a_copy_and_its_array_can_be_written_to_apart(maker):
 @MAKERS
 def test_an_array_that_is_given_twice_becomes_two_tensors(maker):
     array = np.arange(10)
-    first, second = maker().adopted([array, array])
+    first, second = maker().zero_copy([array, array])
     first.fill_(7)
 
     assert second.tolist() == list(range(10))
 
 
 @MAKERS
-def test_an_adopted_array_lives_as_long_as_its_tensor(maker):
-    tensors = [maker().adopted([np.full(100_000, number)])[0] for number in range(20)]
+def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
+    tensors = [maker().zero_copy([np.full(100_000, number)])[0] for number in range(20)]
     gc.collect()
     noise = [np.full(100_000, -1) for _ in range(20)]
 
@@ -117,7 +117,7 @@ def test_an_adopted_array_lives_as_long_as_its_tensor(maker):
 @MAKERS
 def test_a_subclass_of_an_array_is_copied(maker):
     base = np.arange(6)
-    (tensor,) = maker().adopted([base.view(np.recarray)])
+    (tensor,) = maker().zero_copy([base.view(np.recarray)])
     tensor.fill_(7)
 
     assert base.tolist() == list(range(6))
@@ -131,7 +131,7 @@ def test_arrays_empty_arrays_and_tensors_keep_their_places_among_each_other(make
         for number, kind in enumerate(kinds):
             array = np.zeros((0, number)) if kind == 1 else np.full((2, 3), float(number))
             leaves.append(paddle.to_tensor(array) if kind == 2 else array)
-        made = make.adopted(leaves)
+        made = make.zero_copy(leaves)
         assert [tuple(tensor.shape) for tensor in made] == [tuple(leaf.shape) for leaf in leaves]
         assert all(np.array_equal(tensor.numpy(), np.asarray(leaf)) for tensor, leaf in zip(made, leaves, strict=True))
 

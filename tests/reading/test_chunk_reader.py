@@ -217,14 +217,14 @@ def stages_of(draw, plan):
     """A stage maker, and the oracle's (part, round) -> list of it."""
     low = 1 if plan.repeats else 0
     kind = draw(st.sampled_from(["plain", "plain", "striped", "striped function", "shuffled", "filtered"]))
-    if kind.startswith("striped"):  # dealt by hand
+    if kind.startswith("striped"):  # dispatched by hand
         length = draw(st.integers(plan.num_parts * plan.stripe * low, 9 * plan.num_parts))
         samples = [(n, "s") for n in range(length)]
-        dealt = [[] for _ in range(plan.num_parts)]
+        dispatched = [[] for _ in range(plan.num_parts)]
         for n, sample in enumerate(samples):
-            dealt[n // plan.stripe % plan.num_parts].append(sample)
+            dispatched[n // plan.stripe % plan.num_parts].append(sample)
         source = samples if kind == "striped" else lambda: iter(samples)
-        return lambda: Stripe(IterableSource(source)), lambda part, number: dealt[part]
+        return lambda: Stripe(IterableSource(source)), lambda part, number: dispatched[part]
     lengths = draw(st.lists(st.integers(low, 14), min_size=plan.num_parts, max_size=plan.num_parts))
     parts = [[100 * part + n for n in range(length)] for part, length in enumerate(lengths)]
     says = draw(st.booleans())
@@ -553,8 +553,8 @@ def test_tensors_are_joined_by_the_given_function_and_strings_as_rows():
 
 @given(data=st.data(), rows=st.integers(1, 12), readers=st.integers(1, 5))
 def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(data, rows, readers):
-    dealt = data.draw(st.lists(st.integers(0, readers - 1), min_size=rows, max_size=rows))
-    places = [[row for row, reader in enumerate(dealt) if reader == own] for own in sorted(set(dealt))]
+    dispatched = data.draw(st.lists(st.integers(0, readers - 1), min_size=rows, max_size=rows))
+    places = [[row for row, reader in enumerate(dispatched) if reader == own] for own in sorted(set(dispatched))]
     real = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     fresh = data.draw(st.lists(st.booleans(), min_size=len(places), max_size=len(places)))
     chunks = [Chunk(np.array(p), bytes(real[row] for row in p), f) for p, f in zip(places, fresh, strict=True)]

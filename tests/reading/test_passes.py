@@ -44,7 +44,7 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None):
 
     both = generators(with_paddle=False)
     reader, maker = BatchReader(dataset, collate_fn, both, skip_errors=skip), TensorMaker(paddle.CPUPlace())
-    return DirectPass(requests(), reader, both, maker.adopted if reader.makes_arrays else maker.copied)
+    return DirectPass(requests(), reader, both, maker.zero_copy if reader.makes_arrays else maker.copied)
 
 
 def what_comes(batches, counts):

@@ -56,7 +56,7 @@ def reading(work, asked, workers=2, reader=None, **settings):
     dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings)
     idle = []
     pool = WorkerPool(dataloader, reader or Reader(work))
-    batches = WorkerPass(asked, pool, idle, TensorMaker(core.CPUPlace()).adopted)
+    batches = WorkerPass(asked, pool, idle, TensorMaker(core.CPUPlace()).zero_copy)
     try:
         yield batches
     finally:

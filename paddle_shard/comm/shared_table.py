@@ -9,14 +9,14 @@ import os
 import secrets
 from typing import Any
 
-from paddle_shard.agree import Board, Group
-from paddle_shard.agree.board import PASSES
+from paddle_shard.agree import Group, ProgressTable
+from paddle_shard.agree.progress_table import PASSES
 
 _TOKEN = 16
 
 
-def join_board(group: Group) -> Board | None:
-    """Return a board in memory that all ranks of a group have mapped; None where not all of them can. Collective.
+def join_table(group: Group) -> ProgressTable | None:
+    """Return a table in memory that all ranks of a group have mapped; None where not all of them can. Collective.
 
     The first rank makes a file without a name and the others open it by way of /proc, so that it is gone when they are;
     a token tells whether it is that file, and not one of another host's or container's.
@@ -31,7 +31,7 @@ def join_board(group: Group) -> Board | None:
         if memory is None or not everybody:
             return None
         words = memoryview(mmap.mmap(memory, size))[_TOKEN:].cast("q")
-        return Board(words, group.rank, group.size)  # type: ignore[arg-type]
+        return ProgressTable(words, group.rank, group.size)  # type: ignore[arg-type]
     finally:
         if memory is not None:
             os.close(memory)
@@ -54,7 +54,7 @@ def _opened(size: int, path: str, token: str) -> int | None:
     try:
         memory = os.open(path, os.O_RDWR)
     except OSError as error:
-        logging.getLogger(__name__).debug("no board: %s", error)
+        logging.getLogger(__name__).debug("no table: %s", error)
         return None
     found: Any = os.fstat(memory)
     if found.st_size == size and os.pread(memory, _TOKEN, 0).hex() == token:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 
 PASSES = 64
-"""Passes that may be open at once and are all on the board; others do without."""
+"""Passes that may be open at once and are all on the table; others do without."""
 MAX_STEP = 1 << 32
 
 
-class Board:
+class ProgressTable:
     """How many steps of a pass each rank can serve, in memory that all of them see.
 
     It says less than a round, and costs a fraction of a microsecond: neither why a rank goes no further, nor what it

@@ -10,7 +10,7 @@ from typing import Any
 
 from paddle_shard.errors import text_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.reading.chunk import ChunkRequest, Fed
+from paddle_shard.reading.chunk import ChunkRequest, Dispatched
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.first_samples import opened_with_first
 from paddle_shard.reading.padding import Padding
@@ -22,14 +22,14 @@ _SPARE = 64
 """Samples that are sent for the rows that are missing, where the workers may be unable to make something of one."""
 
 
-def fed(
+def dispatch(
     requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequence[Generator], *, to_workers: bool
 ) -> Iterator[Any]:
     """Yield each step's requests with the samples that they are for.
 
     Args:
         requests: Without an end.
-        stage: What stands before the dealing; all parts of this rank are opened at once.
+        stage: What stands before the dispatch; all parts of this rank are opened at once.
         generators: Global generators to seed before each piece of the user's code; they are put back.
         to_workers: Whether the samples go to other processes. They are pickled here then: what cannot be would be
             lost in the queue's thread.
@@ -48,7 +48,7 @@ def fed(
         asked = []
         for request in step:
             samples: dict[int, list[tuple[int, Any]]] = {}
-            found = Fed(samples, {})
+            found = Dispatched(samples, {})
             part = at = 0
             if failure is None:
                 try:
@@ -88,7 +88,7 @@ def fed(
                     raise_if_a_handlers(error)
                     what = f"sending samples of parts {list(request.opening.parts)} to a worker"
                     failure = ReadFailure.of(error, what=what, index=None, worker=None)
-            asked.append(replace(request, fed=None if failure else sent, failure=failure))
+            asked.append(replace(request, dispatched=None if failure else sent, failure=failure))
         yield asked
 
 
@@ -101,8 +101,8 @@ def _pickled(first: Any) -> bytes:
         return b""
 
 
-def _with_spare(found: Fed, part: int, padding: Padding, count: int) -> Fed:
-    """Return what is fed with the first samples that can stand in a part's missing rows, as far as they can be had."""
+def _with_spare(found: Dispatched, part: int, padding: Padding, count: int) -> Dispatched:
+    """Return what is dispatched, and samples that can fill a part's missing rows, as far as there are any."""
     spare, why = {number: list(samples) for number, samples in found.spare.items()}, "every part is empty"
     try:
         for number, sample in islice(padding.candidates(part), count):
