@@ -255,8 +255,8 @@ def _plan(
             raise ArgumentError(
                 f"num_parts is missing: the stream's {shards} files are not counted and differ so much in size that "
                 f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
-                "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are cut "
-                f"in the middle; or num_parts={most}, where the tail pads or drops what the parts differ by."
+                "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
+                f"cut in the middle; or num_parts={most}, where the tail pads or drops what the parts differ by."
             )
     return PartsPlan(
         batch_size=size,
