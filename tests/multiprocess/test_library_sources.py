@@ -9,7 +9,7 @@ import pytest
 
 from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
-from tests.sources.library_laws import INSTALLED, TOTAL, files, ids_of, joined, make, steps_of
+from tests.sources.laws import INSTALLED, TOTAL, files, ids_of, joined, make, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
 
 pytestmark = pytest.mark.multiprocess

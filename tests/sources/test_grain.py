@@ -9,7 +9,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError,
 from paddle_shard.sources.grain import grain_dataset, grain_loader
 from paddle_shard.testing.simulated import on_each_rank
 from tests.extras import needs
-from tests.sources.library_laws import check_laws
+from tests.sources.laws import check_laws
 
 grain = needs("grain")
 

@@ -9,7 +9,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDepende
 from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.stages.opening import Opening
 from tests.extras import needs
-from tests.sources.library_laws import check_laws, steps_of
+from tests.sources.laws import check_laws, steps_of
 
 datasets = needs("datasets")
 

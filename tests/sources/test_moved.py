@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import paddle
@@ -11,21 +10,10 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_shard
-from paddle_shard import Stream
 from paddle_shard.errors import StateError
 from paddle_shard.inputs.stream import recipe_of
-from tests.sources.library_laws import files, parquet_bytes, tar_bytes
+from tests.sources.laws import FILE_KINDS, files
 
-KINDS = {
-    "lines": ("txt", lambda paths: Stream.lines(paths, counts=False)),
-    "counted lines": ("txt", lambda paths: Stream.lines(paths, counts=True)),
-    "csv": ("txt", lambda paths: Stream.csv(paths, header=False, counts=False)),
-    "counted csv": ("txt", lambda paths: Stream.csv(paths, header=False, counts=True)),
-    "webdataset": ("tar", lambda paths: Stream.webdataset(paths, index=False)),
-    "counted webdataset": ("tar", Stream.webdataset),
-    "parquet": ("parquet", lambda paths: Stream.parquet(paths, columns=["id"])),
-}
-NEEDS = {"webdataset": "webdataset", "counted webdataset": "webdataset", "parquet": "pyarrow"}
 LAYOUTS = {
     "one file": ["7"],
     "one folder": list("01234567"),
@@ -34,9 +22,9 @@ LAYOUTS = {
 """Where in a common folder the eight files are; the last part of a name is the number of its content."""
 
 
-@pytest.fixture(params=[kind for kind in KINDS if find_spec(NEEDS.get(kind, "os"))])
+@pytest.fixture(params=FILE_KINDS)
 def kind(request):
-    return request.param
+    return FILE_KINDS[request.param]
 
 
 def write(folder, layout, ending, content=None):
@@ -62,7 +50,7 @@ def spellings(paths, monkeypatch, root):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_in_other_folders_are_the_same_data(kind, layout, tmp_path, monkeypatch):
-    ending, make = KINDS[kind]
+    ending, make = kind.ending, kind.stream
     here = write(tmp_path / "here", layout, ending)
     there = write(tmp_path / "some" / "where" / "else", layout, ending)
 
@@ -77,15 +65,13 @@ def test_copies_in_other_folders_are_the_same_data(kind, layout, tmp_path, monke
 
 def other_files():
     """Files of the same names, of which one holds more."""
-    ids = range(60)
-    more = {"7.txt": "\n".join(map(str, ids)).encode(), "7.tar": tar_bytes(ids)}
-    more |= {"7.parquet": parquet_bytes(ids)} if find_spec("pyarrow") else {}
+    more = {f"7.{kind.ending}": kind.content(range(60)) for kind in FILE_KINDS.values()}
     return {**files(), **more}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_name_or_other_content_is_other_data(kind, layout, tmp_path):
-    ending, make = KINDS[kind]
+    ending, make = kind.ending, kind.stream
     before = recipe_of(make(write(tmp_path / "before", layout, ending))).stage.fingerprint()
     renamed = write(tmp_path / "renamed", layout, ending)
     renamed[-1] = str(Path(renamed[-1]).rename(tmp_path / "renamed" / f"new.{ending}"))
@@ -96,7 +82,7 @@ def test_another_name_or_other_content_is_other_data(kind, layout, tmp_path):
 
 
 def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
-    ending, make = KINDS[kind]
+    ending, make = kind.ending, kind.stream
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
 
     def loader(folder):

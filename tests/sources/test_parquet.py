@@ -9,7 +9,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDepende
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.stages.opening import Opening
 from tests.extras import needs
-from tests.sources.library_laws import LENGTHS, TOTAL, check_laws, files, names, pieces
+from tests.sources.laws import LENGTHS, TOTAL, check_laws, files, names, pieces
 
 pa, pq = needs("pyarrow"), needs("pyarrow.parquet")
 

@@ -8,7 +8,7 @@ from paddle_shard.sources import remote
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.stages.opening import Opening
 from tests.extras import needs
-from tests.sources.library_laws import TOTAL, check_laws, files, make, names, steps_of
+from tests.sources.laws import TOTAL, check_laws, files, make, names, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
 
 fsspec = needs("fsspec", "s3fs", "moto", "flask", "webdataset", "pyarrow")

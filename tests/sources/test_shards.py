@@ -167,7 +167,7 @@ def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work()
     _, stage = source([3, 3, 3], counted=False)
 
     for call in (stage.open, stage.lengths):
-        with pytest.raises(ArgumentError, match="3 shards cannot be dispatched to 4 parts") as caught:
+        with pytest.raises(ArgumentError, match="3 shards cannot be assigned to 4 parts") as caught:
             call(opening(4))
         for way in ("at most 3", "index_shards", "resample=True", "round_robin"):
             assert way in str(caught.value)

@@ -1,10 +1,14 @@
-"""Data of other libraries through `shard_dataloader`, and what must hold of it, on simulated ranks or on real ones."""
+"""Every source through `shard_dataloader`, and what must hold of it, on simulated ranks or on real ones."""
 
 import io
 import itertools
 import json
 import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import paddle
@@ -26,19 +30,6 @@ def pieces():
     return [list(range(start, stop)) for start, stop in itertools.pairwise(ends)]
 
 
-def noisy(sample):
-    """Two fields: the id, and a random number."""
-    return int(sample["id"]), np.random.rand()
-
-
-def noisy_line(line):
-    return noisy({"id": line})
-
-
-def noisy_tar(sample):
-    return noisy({"id": sample["txt"]})
-
-
 def parquet_bytes(ids, row_group_size=5):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -57,15 +48,57 @@ def tar_bytes(ids):
     return buffer.getvalue()
 
 
+def text_bytes(ids):
+    return "\n".join(map(str, ids)).encode()
+
+
+def csv_bytes(ids):
+    return "".join(f"{line}\r\n" for line in ("id,text", *(f'{i},"text, {i}"' for i in ids))).encode()
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of files, and a stream of their samples."""
+
+    ending: str
+    """Of the files' names."""
+    content: Callable[[Sequence[int]], bytes]
+    """Makes the content of a file with the samples of some ids, in their order."""
+    stream: Callable[[Sequence[str]], Stream]
+    """Opens files, given by their paths."""
+    id_of: Callable[[Any], int]
+    """Returns a sample's id."""
+    needs: str = "os"
+    """A module that it needs."""
+
+
+def of_tar(sample):
+    return int(sample["txt"])
+
+
+def of_row(row):
+    return int(row["id"])
+
+
+FILE_KINDS = {
+    "lines": FileKind("txt", text_bytes, lambda paths: Stream.lines(paths, counts=False), int),
+    "counted lines": FileKind("txt", text_bytes, Stream.lines, int),
+    "csv": FileKind("csv", csv_bytes, lambda paths: Stream.csv(paths, counts=False), of_row),
+    "counted csv": FileKind("csv", csv_bytes, Stream.csv, of_row),
+    "webdataset": FileKind("tar", tar_bytes, lambda urls: Stream.webdataset(urls, index=False), of_tar, "webdataset"),
+    "counted webdataset": FileKind("tar", tar_bytes, Stream.webdataset, of_tar, "webdataset"),
+    "parquet": FileKind("parquet", parquet_bytes, lambda p: Stream.parquet(p, columns=["id"]), of_row, "pyarrow"),
+}
+"""Every source of files. A new one joins all laws by a line here: parts, skipping, moved copies, meshes and resumes."""
+FILE_KINDS = {name: kind for name, kind in FILE_KINDS.items() if find_spec(kind.needs)}
+
+
 def files():
-    """Name -> content of files of several kinds, each kind with all ids."""
-    found = {}
-    for number, ids in enumerate(pieces()):
-        if find_spec("pyarrow"):
-            found[f"{number}.parquet"] = parquet_bytes(ids)
-        found[f"{number}.tar"] = tar_bytes(ids)
-        found[f"{number}.txt"] = "\n".join(map(str, ids)).encode()
-    return found
+    """Name -> content of files of each kind, each kind with all ids."""
+    kinds = {kind.ending: kind for kind in FILE_KINDS.values()}
+    return {
+        f"{number}.{kind.ending}": kind.content(ids) for number, ids in enumerate(pieces()) for kind in kinds.values()
+    }
 
 
 def names(folder, ending):
@@ -90,6 +123,11 @@ def _huggingface_shuffled():
     return found.shuffle(seed=4, buffer_size=5)
 
 
+def noisy(id_of, sample):
+    """Two fields: the id, and a random number."""
+    return id_of(sample), np.random.rand()
+
+
 class Indexed(paddle.io.Dataset):
     """A map-style data set whose samples become two fields."""
 
@@ -100,7 +138,7 @@ class Indexed(paddle.io.Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index):
-        return noisy(self.dataset[index])
+        return noisy(of_row, self.dataset[index])
 
 
 def _huggingface_indexed():
@@ -117,18 +155,19 @@ def _grain():
     return Indexed(grain_dataset(grain.MapDataset.range(TOTAL).map(lambda i: {"id": i})))
 
 
+def _of_files(kind):
+    return lambda folder: kind.stream(names(folder, kind.ending)).shuffle(4).map(partial(noisy, kind.id_of))
+
+
 SOURCES = {
-    "parquet": lambda folder: Stream.parquet(names(folder, "parquet"), columns=["id"]).shuffle(4).map(noisy),
-    "lines": lambda folder: Stream.lines(names(folder, "txt"), counts=False).map(noisy_line),
-    "webdataset": lambda folder: Stream.webdataset(names(folder, "tar"), index=False).map(noisy_tar),
-    "huggingface": lambda folder: Stream.huggingface(_huggingface()).shuffle(4).map(noisy),
-    "huggingface shuffled": lambda folder: Stream.huggingface(_huggingface_shuffled()).map(noisy),
+    **{name: _of_files(kind) for name, kind in FILE_KINDS.items()},
+    "huggingface": lambda folder: Stream.huggingface(_huggingface()).shuffle(4).map(partial(noisy, of_row)),
+    "huggingface shuffled": lambda folder: Stream.huggingface(_huggingface_shuffled()).map(partial(noisy, of_row)),
     "huggingface indexed": lambda folder: _huggingface_indexed(),
     "grain": lambda folder: _grain(),
 }
 """Name -> what a DataLoader is given, for a folder (or the URL of one) with `files()`."""
-NEEDS = {"parquet": "pyarrow", "webdataset": "webdataset", "grain": "grain"}
-INSTALLED = [name for name in SOURCES if find_spec(NEEDS.get(name, "datasets" if "hugging" in name else "os"))]
+INSTALLED = [name for name in SOURCES if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)]
 """Those whose library is installed; each needs an extra."""
 
 

@@ -1,0 +1,49 @@
+"""What each tail does with the end of an epoch."""
+
+import pytest
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.tails import INDEX_TAILS, STREAM_TAILS, TAILS, find_tail
+
+
+@pytest.mark.parametrize(
+    ("tail", "rest", "rows"),
+    [
+        ("pad", 1, 4),
+        ("pad", 4, 4),
+        ("pad", 9, 12),  # up to the padding unit
+        ("fill", 1, 16),
+        ("fill", 16, 16),
+        ("drop", 9, 0),
+    ],
+)
+def test_a_short_batch_is_served_with_so_many_rows(tail, rest, rows):
+    assert find_tail(tail).num_rows(rest, batch_size=16, unit=4) == rows
+
+
+def test_fill_pads_evenly_where_batches_have_no_size():
+    assert find_tail("fill").num_rows(5, batch_size=0, unit=4) == 8
+
+
+@pytest.mark.parametrize(("tail", "steps"), [("pad", 3), ("repeat", 3), ("drop", 1)])
+def test_a_stream_ends_with_its_longest_part_or_before_its_shortest(tail, steps):
+    assert find_tail(tail, stream=True).num_steps([5, 9, 7], size=4) == steps
+
+
+def test_the_default_is_what_the_loader_says():
+    assert find_tail(None) == "pad"
+    assert find_tail(None, drop_last=True) == "drop"
+    assert find_tail("fill", drop_last=True) == "fill"
+
+
+@pytest.mark.parametrize(
+    ("tail", "stream"), [("wrap", False), ("repeat", False), ("fill", True), (1, False), (["pad"], True)]
+)
+def test_what_is_no_tail_is_refused_with_those_there_are(tail, stream):
+    known = ", ".join(map(repr, STREAM_TAILS if stream else INDEX_TAILS))
+    with pytest.raises(ArgumentError, match=f"tail must be one of {known}.*, got"):
+        find_tail(tail, stream=stream)
+
+
+def test_a_tail_is_equal_to_its_name():
+    assert all(tail == name and str(tail) == name and repr(tail) == repr(name) for name, tail in TAILS.items())
