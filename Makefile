@@ -108,12 +108,13 @@ BEFORE_ffcv := mkdir -p .venv-ffcv/pkgconfig && \
 	ln -sf "$$(pkg-config --variable=pcfiledir opencv4)/opencv4.pc" .venv-ffcv/pkgconfig/opencv.pc
 WITH_ffcv := PKG_CONFIG_PATH=$(CURDIR)/.venv-ffcv/pkgconfig
 PIP_ffcv := --no-build-isolation
+NOT_OURS_ffcv := -e . ffcv==1.0.2
 
 $(patsubst %,.venv-%/.ready,torchdata mds dali ffcv): .venv-%/.ready: setup.py
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.3.1 pytest scikit-learn $(FIRST_$*)
 	$(BEFORE_$*)
-	$(WITH_$*) .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_$*) -e '.[$*]' $(FIRST_$*)
+	$(WITH_$*) .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_$*) $(or $(NOT_OURS_$*),-e '.[$*]') $(FIRST_$*)
 	touch $@
 
 # The packages' own requirements do not fit together any more: what is pinned here lets their trainers be imported.

@@ -12,9 +12,8 @@ import paddle.distributed as dist
 from ffcv.fields import IntField, NDArrayField
 from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
 from ffcv.writer import DatasetWriter
+from ffcv_recipe import ffcv_loader
 from training import BATCH_SIZE, digits, train, written_once
-
-from paddle_shard.sources.adapters.ffcv import ffcv_loader
 
 FIELDS = {"image": NDArrayField(np.dtype("float32"), (64,)), "label": IntField(), "id": IntField()}
 PIPELINES = {"image": [NDArrayDecoder()], "label": [IntDecoder()], "id": [IntDecoder()]}

@@ -9,9 +9,9 @@ from ffcv.pipeline.allocation_query import AllocationQuery
 from ffcv.pipeline.operation import Operation
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
+from ffcv_recipe import ffcv_loader
 from observe import loader_of, main, observe, refusal, steps_of
-
-from paddle_shard.sources.adapters.ffcv import ffcv_loader
 
 DATA = sys.argv[1]
 

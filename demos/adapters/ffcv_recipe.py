@@ -1,4 +1,8 @@
-"""How is an FFCV Loader a source?"""
+"""A recipe: an FFCV Loader as a `Foreign` source. Copy this file beside your training script.
+
+FFCV is compiled and pinned to old libraries, and can seldom be installed; so this is no part of the package.
+`make test-adapters ADAPTERS=ffcv` runs its tests where FFCV can be compiled.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.sources.adapters.common import local_rows, needs, opened, sealed, seed_of
+from paddle_shard.sources.adapters.common import local_rows, opened, sealed, seed_of
 from paddle_shard.sources.foreign import Foreign, Share
 
 NAME = "ffcv"
@@ -48,7 +52,6 @@ def ffcv_loader(
             `ToTensor` gives numpy arrays; both are copied once, since FFCV uses its memory again.
 
     Raises:
-        MissingDependencyError: ffcv is not installed.
         ArgumentError: An option that is not the user's to choose here.
     """
     for name in _OURS:
@@ -58,8 +61,6 @@ def ffcv_loader(
             )
     if shuffle not in (False, True, "quasi"):
         raise ArgumentError(f"ffcv_loader: shuffle must be False, True or 'quasi', got {shuffle!r}.")
-    with needs("ffcv"):
-        import ffcv.loader  # noqa: F401
     settings = {"fname": os.fspath(fname), "num_workers": num_workers, **options}
     chosen = None if indices is None else np.array(indices, np.int64)
     ready: dict[tuple[int, int, int, int], Any] = {}
