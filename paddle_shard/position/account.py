@@ -59,9 +59,10 @@ class Delivered:
         """Count what a pass delivers from now on; of passes that are over, what they have is all that is kept."""
         for epoch in sorted(self._open):
             self._epochs[epoch] = self._epochs[epoch].settled()
-        self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
         found = self._epochs.get(progress.epoch, _Epoch())
         self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.mark())))
+        # Last, since a signal handler may raise at any line: what is open has an entry.
+        self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
 
     def account(self, epoch: int) -> Account:
         """Return what this process knows of an epoch."""

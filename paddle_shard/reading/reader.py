@@ -209,8 +209,9 @@ class BatchReader:
                         seed(index)
                         add(dataset[index])
             except BaseException:
-                index = indices[len(samples)]
-                at.update(what=f"reading sample {index!r}", index=index)
+                if len(samples) < len(indices):  # else a signal handler has raised after the last
+                    index = indices[len(samples)]
+                    at.update(what=f"reading sample {index!r}", index=index)
                 raise
         at.update(what=f"collating {len(samples)} samples", index=None)
         if request.item_is_batch:

@@ -394,14 +394,15 @@ def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled
     assert soon(lambda: not threads())
 
 
-def interrupted_at(line, work, number):
-    """Do some work, in which a signal comes at the n-th line of this library's that is run; return (where, error)."""
+def interrupted_at(line, work, number, room):
+    """Do some work, in which a signal comes at the n-th line that is run of a room; return (where, error)."""
     lines, library, process, where, error = 0, os.path.dirname(paddle_shard.__file__), os.getpid(), None, None
+    room = os.path.join(library, room)
 
     def at_line(frame, event, _):
         nonlocal lines, where
         path, caller = frame.f_code.co_filename, frame
-        if not path.startswith(library) or os.getpid() != process:
+        if not path.startswith(room) or os.getpid() != process:
             return None
         while caller is not None and event == "call":
             if caller.f_code.co_name == "__del__":  # out of which nothing comes
@@ -432,14 +433,18 @@ class Doubled(paddle.io.IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("workers", "stream", "every"), [(0, False, 7), (0, True, 61), (2, False, 151), (2, True, 211)]
+    ("workers", "stream", "room", "every"),
+    [(0, False, "", 7), (0, True, "", 61), (2, False, "", 151), (2, True, "", 211), (0, False, "position", 1)],
 )
-def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_nothing(workers, stream, every):
+def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_all_as_it_should_be(
+    workers, stream, room, every
+):
     before, handlers = signal.signal(signal.SIGUSR1, enough), None
     try:
         given = paddle.io.DataLoader(Doubled() if stream else Rows(), batch_size=8, num_workers=workers)
 
-        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **({} if stream else {"prefetch": 2}))
+        def made():
+            return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **({} if stream else {"prefetch": 2}))
 
         def work():
             batches = iter(loader)
@@ -447,16 +452,19 @@ def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_nothin
                 next(batches)
             batches.close()
 
+        loader = made()
         work()  # what is done once
         handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         at, where = 1, "the beginning"
         while where is not None:
-            where, error = interrupted_at(at, work, signal.SIGUSR1)
+            loader = made()
+            where, error = interrupted_at(at, work, signal.SIGUSR1, room)
             assert error is (None if where is None else Enough), (where, error)
             if threads() or multiprocessing.active_children():
                 gc.collect()  # what was cut off before anything held it may be a circle
             assert soon(lambda: not threads() and not multiprocessing.active_children()), where
             assert {number: signal.getsignal(number) for number in handlers} == handlers, where
+            assert sorted(row[0] for batch in loader for row in rows(batch)) == list(range(64)), where
             at += every
     finally:
         signal.signal(signal.SIGUSR1, before)
