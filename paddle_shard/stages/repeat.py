@@ -107,7 +107,7 @@ def in_rounds(
             opening.rounds[part] = (number + 1) // opening.num_parts
             if not found:
                 raise ArgumentError(
-                    f"part {part} of {opening.num_parts} has no sample that could be repeated. Use fewer parts "
+                    f"part {part} of {opening.num_parts} has no sample to repeat. Use fewer parts "
                     "(num_parts=), or tail='pad' or 'drop'."
                 )
 

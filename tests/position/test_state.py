@@ -37,7 +37,7 @@ class Ids(Dataset):
         return np.array(index), np.random.rand()
 
 
-UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks do not divide:UserWarning")
+UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks cannot share evenly:UserWarning")
 
 
 def make(length=23, batch_size=4, mesh=ONE, *, workers=0, accumulation=1, sampler=None, shuffle=True, **options):
