@@ -210,7 +210,7 @@ class Coordinator:
     def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
         number = agreement.number
-        behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not come to any loop yet")
+        behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not reached any loop yet")
         for name, said in zip(self.group.names, self._answer or (), strict=False):
             if number not in said:
                 behind[name] = "has not started this loop"

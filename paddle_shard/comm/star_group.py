@@ -146,7 +146,7 @@ class StarGroup(MergingGroup):
                 _send(root, _FINE, payload, deadline)
             kind, answer = _receive(root, deadline + _GRACE)
         except TimeoutError:
-            raise self._error({0}, f"said nothing for {self.timeout:g} s", self.timeout) from None
+            raise self._error({0}, f"did not respond for {self.timeout:g} s", self.timeout) from None
         except OSError:
             raise self._error({0}, "has ended or was killed") from None
         if kind == _LOST:
@@ -165,7 +165,7 @@ class StarGroup(MergingGroup):
             found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not found:
                 late = set(waiting.values())
-                raise self._lose(late, f"said nothing for {self.timeout:g} s", self.timeout)
+                raise self._lose(late, f"did not respond for {self.timeout:g} s", self.timeout)
             for number, _ in found:
                 poll.unregister(number)
                 peer = by_number[number]
@@ -211,7 +211,7 @@ class StarGroup(MergingGroup):
                     said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
                 except TimeoutError:
                     if time.monotonic() >= deadline:
-                        raise self._lose(missing, f"did not come for {self.timeout:g} s", self.timeout) from None
+                        raise self._lose(missing, f"did not connect within {self.timeout:g} s", self.timeout) from None
                 except OSError:
                     continue  # not a rank of this group; it disconnected
                 else:
@@ -237,7 +237,7 @@ class StarGroup(MergingGroup):
         except PeerLostError:
             raise
         except TimeoutError:
-            raise self._error({0}, f"did not come for {self.timeout:g} s", self.timeout) from None
+            raise self._error({0}, f"did not connect within {self.timeout:g} s", self.timeout) from None
         except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
             raise self._error({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)

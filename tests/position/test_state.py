@@ -655,7 +655,7 @@ def test_a_sampler_that_can_be_iterated_once_says_so(once, left):
     if not left:
         assert next(batches, None) is None
 
-    with pytest.raises(ArgumentError, match="can be iterated once only, and it has served a pass over epoch 0"):
+    with pytest.raises(ArgumentError, match="can be iterated only once, and it has served a pass over epoch 0"):
         rest(loader)
 
 
