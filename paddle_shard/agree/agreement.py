@@ -75,7 +75,7 @@ class Agreement:
 
     @property
     def prefetch(self) -> int:
-        """How many steps may be prefetched. Each rank may change its own number at any time."""
+        """Number of steps that may be prefetched. Each rank may change its own number at any time."""
         return self._prefetch
 
     @prefetch.setter

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAIL, END, OK, CLOSED = range(4)
-"""What a rank reports about the first step that it has not promised; at the same step, the least value wins."""
+"""A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
 
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
@@ -61,12 +61,12 @@ WIDTH, SIZE = len(Outlook().vector()), _LAYOUT.size
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from the minima of a round; it is the same on all ranks."""
+    """The result of a round, which follows from the minima; it is the same on all ranks."""
 
     step: int
     """Every step before this one may be delivered."""
     kind: int
-    """What finally happens at `step`; OK: that is not decided yet."""
+    """Final event at `step`; OK: it is not decided yet."""
     matches: bool = True
     """True if all ranks refer to the same pass."""
     same: bool = True

@@ -27,7 +27,7 @@ Expected = Callable[[int, int], Total]
 
 
 class Leg(NamedTuple):
-    """What was delivered at one stretch of positions of an epoch's order."""
+    """The deliveries at one stretch of positions of an epoch's order."""
 
     epoch: int
     first: int
@@ -41,7 +41,7 @@ class Leg(NamedTuple):
     other: int
     """`num`, `one` and `other` are the total of the samples."""
     times: int = 1
-    """How often the stretch was delivered; the total covers all times. -k: the leg holds k stretches inside it."""
+    """Number of times that the stretch was delivered; the total covers all. -k: the leg holds k stretches inside it."""
 
     @property
     def total(self) -> Total:
@@ -60,7 +60,7 @@ class Leg(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What one rank knows about the deliveries of an epoch."""
+    """The knowledge of one rank about the deliveries of an epoch."""
 
     place: tuple[int, int] | None
     """(its data rank, number of data ranks); None if it holds none of the data."""
@@ -176,7 +176,7 @@ def _chained(legs: Iterable[Leg]) -> list[Leg]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What a run has delivered of an epoch, over all data ranks, iterators, restarts and meshes."""
+    """The deliveries of a run in an epoch, over all data ranks, iterators, restarts and meshes."""
 
     epoch: int
     num_samples: int

@@ -17,7 +17,7 @@ EXACT_MAX = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """How often a plan delivers each sample in an epoch, without padding rows."""
+    """Counts of how often a plan delivers each sample in an epoch, without padding rows."""
 
     num_samples: int
     delivered: int

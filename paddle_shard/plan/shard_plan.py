@@ -20,7 +20,7 @@ from paddle_shard.plan.tails import Tail, find_tail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where a sample is delivered in an epoch."""
+    """The place in an epoch at which a sample is delivered."""
 
     step: int
     """The step of the epoch, from 0."""
@@ -275,7 +275,7 @@ class ShardPlan:
         return self._samples(order((start + rows) % self.num_positions))
 
     def _samples(self, found: Indices) -> Indices:
-        """Return what the order holds, as samples: it holds Paddle's padding as numbers past the last sample."""
+        """Return samples for entries of the order, in which Paddle's padding has numbers past the last sample."""
         return found % self.num_samples if self.ordering.pads_first else found
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:

@@ -32,9 +32,9 @@ class LoaderState:
     sampler: Mapping[str, Any] | None = None
     """State of the user's own sampler after the last delivered batch."""
     certificate: tuple[tuple[Any, ...], ...] = ()
-    """What has been delivered of the epoch so far, as rows of `plan.certificate.Leg`."""
+    """Deliveries of the epoch so far, as rows of `plan.certificate.Leg`."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    """What the order depends on."""
+    """Values that the order depends on."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""

@@ -76,7 +76,7 @@ class Unbatch(Stage):
                 group = next(groups)
             except StopIteration:
                 return
-            rounds[part], behind = before, rounds[part]  # prefetch is no progress yet
+            rounds[part], behind = before, rounds[part]  # a group that was read is no progress yet
             found = False
             for item in self._of(group, part, opening, numbers):
                 found = True

@@ -40,7 +40,7 @@ class Opening:
     epoch: int = 0
     """The epoch."""
     round: int = 0
-    """How often the parts were already read to their end in this epoch."""
+    """Number of times that the parts were already read to their end in this epoch."""
     skip: int = 0
     """Samples of each part to leave out at its beginning."""
     state: Any = None
@@ -58,7 +58,7 @@ class Opening:
     """Part -> the samples that are dispatched to it, if another process reads them (`RoundRobin`)."""
 
     rounds: Counter[int] = field(default_factory=Counter)
-    """Part -> the whole rounds of an endless source that it had seen before the sample that was delivered last.
+    """Part -> number of whole rounds of an endless source that it saw before the last delivered sample.
 
     The stages update it. It belongs to this opening, and is 0 for a part that has an end."""
 

@@ -54,7 +54,7 @@ class Shuffle(Stage):
         for window in count(first):
             before = rounds[part]
             held: list[Any] = list(islice(items, self._window))
-            rounds[part], behind = before, rounds[part]  # prefetch is no progress yet
+            rounds[part], behind = before, rounds[part]  # a window that was read is no progress yet
             if not held:
                 return
             key = derive_key(opening.key(part, "window", self.number), window, size=64)
