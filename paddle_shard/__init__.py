@@ -1,7 +1,7 @@
 """Exact data sharding for Paddle auto-parallel training.
 
-`import paddle_shard` needs numpy only: the names that need Paddle load on first use (PEP 562), so a plan
-can be drawn and tested on a machine without it.
+`import paddle_shard` needs only numpy. The names that need Paddle are loaded on first use (PEP 562), so a plan
+can be built and tested on a machine without Paddle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LAZY = {
     "state_from_tensor": "paddle_shard.position.checkpoint",
     "state_to_tensor": "paddle_shard.position.checkpoint",
 }
-"""Public name -> the module that holds it; most import paddle."""
+"""Public name -> its module; most of these modules import paddle."""
 
 __all__ = ["Blocks", "MeshLayout", "ShardPlan", "__version__", "errors", *_LAZY]
 

@@ -11,16 +11,16 @@ import numpy as np
 from paddle_shard.tree import TEXT, is_sequence, rebuild
 
 _NOT_NUMBERS = "OSUV"
-"""Kinds of numpy's dtypes that numbers do not have."""
+"""Kinds of numpy dtypes that are not numeric."""
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
 _SHOWN = 60
 
 
 def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None = None) -> Any:
-    """Stack samples field by field; the structure is the samples' own.
+    """Stack samples field by field; the result has the structure of a sample.
 
-    What `paddle.io.DataLoader` does without a `collate_fn`, except that namedtuples and subclasses of dict
-    stay what they are (Paddle makes lists and dicts of them). A plain tuple becomes a list, as there.
+    This is what `paddle.io.DataLoader` does without a `collate_fn`, except that namedtuples and subclasses of
+    dict keep their type (Paddle turns them into lists and dicts). A plain tuple becomes a list, as in Paddle.
 
     Args:
         samples: One or more samples of the same structure: arrays, numbers, strings, and lists, tuples,
@@ -33,7 +33,7 @@ def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] 
 
     Raises:
         ValueError: The samples differ in shape, in keys or in the number of fields; the text names the field.
-        TypeError: A leaf is of a type that cannot be stacked.
+        TypeError: A leaf has a type that cannot be stacked.
 
     Examples:
         >>> collate([(np.zeros(2), 1, "a"), (np.ones(2), 2, "b")])
@@ -79,7 +79,7 @@ def _check(samples: Sequence[Any], kind: Any, path: str) -> None:
 
 
 def _mixed(samples: Sequence[Any], path: str) -> TypeError:
-    """Return the error for samples that are not of one kind, whichever stands first."""
+    """Return the error for samples of different types, whichever type comes first."""
     kinds = dict.fromkeys(
         f"array of {sample.dtype}" if isinstance(sample, np.ndarray) else type(sample).__name__ for sample in samples
     )
@@ -94,7 +94,7 @@ def _stack(samples: Sequence[Any], path: str) -> Any:
     _check(samples, _NUMERIC, path)
     try:
         if samples[0].ndim and samples[0].dtype != object:
-            rows = np.array(samples)  # np.stack, at a quarter of its price
+            rows = np.array(samples)  # like np.stack, in a quarter of the time
             if rows.shape != (len(samples), *samples[0].shape):
                 rows = np.stack(samples)
         else:

@@ -1,22 +1,22 @@
-"""Every error that the library raises on purpose.
+"""All errors that the library raises on purpose.
 
     PaddleShardError
     ├── ArgumentError (ValueError)       an argument is wrong; raised on all ranks before any batch
-    │   ├── AxisError                    an axis that the mesh does not have
-    │   ├── BatchSizeError               a batch size that the data ranks do not divide
-    │   └── SplitError                   data that is split already, or is not as it was said to be
-    ├── ArgumentTypeError (TypeError)    an argument of a type that cannot serve
-    ├── StateError (ValueError)          a saved state that this run cannot go on from
-    ├── BatchStructureError (ValueError) a batch that does not fit the meshes, or cannot be split
+    │   ├── AxisError                    the mesh does not have this axis
+    │   ├── BatchSizeError               the batch size cannot be split evenly over the data ranks
+    │   └── SplitError                   the data is already split, or is not split as declared
+    ├── ArgumentTypeError (TypeError)    an argument has an unsupported type
+    ├── StateError (ValueError)          this run cannot resume from the saved state
+    ├── BatchStructureError (ValueError) a batch does not fit the meshes, or cannot be split
     ├── DataReadError (RuntimeError)     reading, transforming or collating a sample failed
     ├── AgreedFailure (RuntimeError)     a reader's report, raised on all ranks at the same step
-    ├── UnequalEndsError (RuntimeError)  readers ended at different steps though that was not to be
-    ├── DifferentDataError (RuntimeError) ranks that must read the same have read different data
-    ├── PeerLostError (RuntimeError)     another rank died, was silent, or left the loop alone
-    ├── ShardReadError (RuntimeError)    a file of samples is missing, damaged or not as it was counted
-    └── MissingDependencyError (ImportError)
+    ├── UnequalEndsError (RuntimeError)  readers ended at different steps, which tail="error" forbids
+    ├── DifferentDataError (RuntimeError) ranks that must read the same data have read different data
+    ├── PeerLostError (RuntimeError)     another rank died, did not respond, or left the loop early
+    ├── ShardReadError (RuntimeError)    a file of samples is missing, damaged, or does not match its count
+    └── MissingDependencyError (ImportError) a package of an extra is not installed
 
-Each names the argument, the value and the way out.
+Each message names the argument, its value and what to do.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ class PaddleShardError(Exception):
 
 
 class ArgumentError(PaddleShardError, ValueError):
-    """An argument has a value that cannot be honoured."""
+    """An argument has a value that the library cannot use."""
 
 
 class AxisError(ArgumentError):
-    """An axis that the mesh does not have, or that is named twice."""
+    """The mesh does not have this axis, or the axis is named twice."""
 
 
 class BatchSizeError(ArgumentError):
-    """A batch size that the number of data ranks does not divide."""
+    """The batch size cannot be split evenly over the data ranks."""
 
 
 class SplitError(ArgumentError):
-    """Data that is split already, or that is not split as it was said to be."""
+    """The data is already split, or it is not split as declared."""
 
 
 class ArgumentTypeError(PaddleShardError, TypeError):
-    """An argument of a type that cannot serve."""
+    """An argument has an unsupported type."""
 
 
 class StateError(PaddleShardError, ValueError):
-    """A saved state that is damaged, of another version, or of another run."""
+    """The saved state is damaged, has another version, or belongs to another run."""
 
 
 class BatchStructureError(PaddleShardError, ValueError):
-    """A batch whose fields do not fit the meshes, or cannot be split along the data axes."""
+    """The fields of a batch do not fit the meshes, or cannot be split along the data axes."""
 
 
 class DataReadError(PaddleShardError, RuntimeError):
@@ -62,7 +62,7 @@ class DataReadError(PaddleShardError, RuntimeError):
     The text holds the step, the samples' indices, the worker and the original traceback.
 
     Attributes:
-        index: Index of the sample that failed; None where the failure belongs to no single sample.
+        index: Index of the sample that failed; None if the failure does not belong to a single sample.
         indices: Indices of the rows that were being read.
         worker: Number of the worker; None in the main process.
         step: Step of the epoch, from 0.
@@ -79,11 +79,11 @@ class DataReadError(PaddleShardError, RuntimeError):
 
 
 class AgreedFailure(PaddleShardError, RuntimeError):
-    """Reading a step failed on some ranks; all ranks raise this in place of that step.
+    """Reading a step failed on some ranks; all ranks raise this instead of delivering the step.
 
     Attributes:
-        step: The step that is not delivered, on any rank.
-        reports: (global rank, what it reported) of every rank that failed at this step.
+        step: The step that is not delivered on any rank.
+        reports: (global rank, its report) for every rank that failed at this step.
     """
 
     step: int = 0
@@ -91,12 +91,12 @@ class AgreedFailure(PaddleShardError, RuntimeError):
 
 
 class UnequalEndsError(PaddleShardError, RuntimeError):
-    """Some readers ended where others could go on, and `tail="error"` forbids that.
+    """Some readers ended at a step that others could still serve, and `tail="error"` forbids that.
 
     Attributes:
-        step: The first step that cannot be served by all.
+        step: The first step that not all ranks can serve.
         ended: Global ranks whose data ended there.
-        went_on: Global ranks that had more.
+        went_on: Global ranks that had more data.
     """
 
     step: int = 0
@@ -105,15 +105,15 @@ class UnequalEndsError(PaddleShardError, RuntimeError):
 
 
 class DifferentDataError(PaddleShardError, RuntimeError):
-    """Ranks that must read the same data, to keep their own rows of it, have read different data."""
+    """Ranks that must read the same data have read different data. Each of them keeps its own rows of that data."""
 
 
 class PeerLostError(PaddleShardError, RuntimeError):
-    """Another rank died, said nothing for too long, or left the loop alone.
+    """Another rank died, did not respond before the timeout expired, or left the loop early.
 
     Attributes:
-        ranks: Global ranks of those at fault; empty if they could not be named.
-        timeout: Seconds that were waited; None where it was seen at once.
+        ranks: Global ranks at fault; empty if they are not known.
+        timeout: Seconds that this rank waited; None if the loss was seen at once.
     """
 
     ranks: tuple[int, ...] = ()
@@ -132,11 +132,11 @@ class MissingDependencyError(PaddleShardError, ImportError):
 
 
 class ShardReadError(PaddleShardError, RuntimeError):
-    """A file of samples cannot be read, is damaged, or does not have the samples that it was said to have.
+    """A file of samples cannot be read, is damaged, or does not match its count.
 
     Attributes:
-        shard: Name of the file, without what may be secret in it.
-        offset: Number of the sample in the file, from 0; None where it is not known.
+        shard: Name of the file, without parts that may be secret.
+        offset: Number of the sample in the file, from 0; None if it is not known.
     """
 
     shard: str = ""
@@ -151,7 +151,7 @@ class ShardReadError(PaddleShardError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text, whatever its own `__str__` does."""
+    """Return an exception's text, even if its own `__str__` fails."""
     try:
         return str(error)
     except Exception as other:

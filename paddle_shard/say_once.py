@@ -1,4 +1,4 @@
-"""Has this process said that already?"""
+"""Has this process already logged this line?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SAID: set[tuple[Any, ...]] = set()
 
 
 def say_once(text: str, *values: Any) -> None:
-    """Log a line, unless this process has logged the same before."""
+    """Log a line, unless this process has already logged the same line."""
     if (text, values) not in _SAID:
         _SAID.add((text, values))
         logging.getLogger("paddle_shard").warning(text, *values)

@@ -1,4 +1,4 @@
-"""One way to walk what a sample or a batch is made of: mappings and sequences of leaves."""
+"""How is the structure of a sample or a batch walked: mappings and sequences of leaves?"""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ TEXT = (str, bytes, bytearray, memoryview)
 
 
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
-"""Types of leaves that a batch may have thousands of: a look at these costs a tenth of asking an abstract class."""
+"""Types of leaves that are common in a batch. Checking them first takes a tenth of the time of an abstract class."""
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether a value is a list, a tuple or the like, which has items of its own."""
+    """Return whether a value is a list, a tuple or another sequence that is not a leaf."""
     return type(value) not in _PLAIN and isinstance(value, Sequence) and not isinstance(value, TEXT)
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is neither a mapping nor a sequence, in order.
+    """Yield the leaves in order: all that is neither a mapping nor a sequence.
 
     Examples:
         >>> list(leaves({"a": [1, "text"], "b": (2.0, None)}))
@@ -43,7 +43,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
     Args:
         value: It is not changed.
-        function: Of a leaf.
+        function: A function of a leaf.
 
     Examples:
         >>> mapped({"a": [1, 2], "b": 3}, lambda leaf: -leaf)
@@ -61,13 +61,13 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def mapped_at(
     value: Any, function: Callable[[Any, str], Any], path: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Return the same structure with a function applied to each leaf and where it is.
+    """Return the same structure with a function applied to each leaf and its path.
 
     Args:
         value: It is not changed.
-        function: Of (leaf, path), such as "['a'][0]".
-        path: Of the value itself.
-        is_leaf: Which mappings or sequences are leaves, too.
+        function: A function of (leaf, path). An example of a path is "['a'][0]".
+        path: Path of the value itself.
+        is_leaf: Returns True for mappings and sequences that are leaves, too.
 
     Examples:
         >>> mapped_at({"a": [1, 2]}, lambda leaf, path: path)
@@ -83,7 +83,7 @@ def mapped_at(
 
 
 def rebuild(like: Any, children: Any) -> Any:
-    """Return children in a container like another: its own type, but a list for a plain tuple or sequence.
+    """Return children in a container of the same type as `like`, or in a list for a plain tuple or other sequence.
 
     Args:
         like: A mapping or a sequence.
@@ -91,7 +91,7 @@ def rebuild(like: Any, children: Any) -> Any:
     """
     if isinstance(like, Mapping):
         if isinstance(like, dict) and type(like) is not dict:
-            empty = copy.copy(like)  # keeps what a subclass carries, such as a defaultdict's factory
+            empty = copy.copy(like)  # keeps the attributes of a subclass, such as a defaultdict's factory
             empty.clear()
             empty.update(children)
             return empty

@@ -1,4 +1,4 @@
-"""Ranks that agree, ahead of delivery and in the background, at which step a pass ends or fails."""
+"""The ranks agree at which step a pass ends or fails, in the background and before delivery."""
 
 from paddle_shard.agree.agreement import Agreement
 from paddle_shard.agree.alone import AloneAgreement

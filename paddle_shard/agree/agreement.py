@@ -1,4 +1,4 @@
-"""May this step of a pass be delivered, on this rank and therefore on all?"""
+"""May this step of a pass be delivered on this rank, and so on all ranks?"""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paddle_shard.agree.verdict import data_differs, ended_unequally, error_of
 from paddle_shard.errors import ArgumentError, PaddleShardError
 
 _SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
-"""Seconds from one look at the table to the next, for a rank that waits."""
+"""Seconds between two reads of the progress table, for a rank that waits."""
 _LOOKS_FOR = 2e-3
-"""Seconds for which it looks, before it asks for a round."""
+"""Seconds for which a rank only reads the table before it asks for a round."""
 
 
 class Agreement:
-    """One pass over the data, of which all ranks deliver the same steps.
+    """One pass over the data; all ranks deliver the same steps of it.
 
-    One thread announces, step by step, what this rank can serve; one thread (the same or another) asks before
-    each delivery. A step is delivered only when every rank has announced it, so that no rank goes on where
-    another ends or fails. `Coordinator.open` makes them.
+    One thread announces, step by step, what this rank can serve. One thread (the same or another) asks before each
+    delivery. A step is delivered only when every rank has announced it, so no rank continues past a step at which
+    another ends or fails. `Coordinator.open` creates agreements.
     """
 
     def __init__(
@@ -46,36 +46,36 @@ class Agreement:
         self._prefetch, self._ends_must_agree = prefetch, ends_must_agree
         self.label, self.name, self.timeout, self.exit_when_lost = label, name, timeout, False
         self.noticed = False
-        """It has been said that this rank waits for others."""
+        """True if it was logged that this rank waits for others."""
         self.outlook = Outlook(tag=coordinator.tag(label))
         self._released = 0
-        """By rounds."""
+        """Steps that rounds have released."""
         self._on_table = 0
-        """Steps that the table has shown to be released."""
+        """Steps that the progress table has released."""
         self._confirmed = False
-        """All ranks mean the same pass, so that what they post is of it."""
+        """True if all ranks refer to the same pass, so what they post belongs to it."""
         self._held, self._rounds_to_hear = NEVER, 0
         self._verdict: Decision | None = None
         self._outlooks: Sequence[Outlook] = ()
         self._window, self._size = 1, 1  # end and size of the window that is being read
         self._waiting = self._closed = False
         self.unsent: list[tuple[int, bytes]] = []
-        """(step, note) of this rank that the others have not been told."""
+        """(step, note) for each note of this rank that was not sent to the others yet."""
         self._notes: dict[int, list[tuple[int, bytes]]] = {}
         self._same_data, self._ends_apart, self._history = same_data, ends_apart, ReadHistory()
         self._differing: tuple[int, list[int]] | None = None
-        """The first step of which the ranks have not read the same, and what stands for what each has."""
+        """The first step at which the ranks have read different data, and each rank's digest."""
         self._posts = True
-        """How far this rank is may still be put on the table."""
+        """True while this rank may post its progress on the table."""
         self.outlook.reads_on = 0 if ends_apart is None else 1
         self._compared = 0
-        """Steps, of those that rounds have released, before which all ranks are known to have read the same."""
+        """Number of released steps for which all ranks are known to have read the same data."""
         self.waited = 0.0
-        """Seconds for which `deliver` has waited, in all."""
+        """Total seconds for which `deliver` has waited."""
 
     @property
     def prefetch(self) -> int:
-        """How many steps may be read ahead of the one delivered; may be changed at any time, on each rank by itself."""
+        """Number of steps that may be prefetched. Each rank may change its own number at any time."""
         return self._prefetch
 
     @prefetch.setter
@@ -89,10 +89,10 @@ class Agreement:
         return self.outlook.step
 
     def note(self, payload: bytes) -> None:
-        """Tell all ranks something about the step that is announced next; they have it before they deliver that step.
+        """Send all ranks a note about the step that is announced next; it arrives before they deliver that step.
 
         Args:
-            payload: A short text; each note costs all ranks an exchange, so say what is new.
+            payload: A short text. Each note costs all ranks an exchange, so send only what is new.
         """
         with self._changed:
             step = self.outlook.step
@@ -103,30 +103,30 @@ class Agreement:
                 self.unsent.append((step, payload))
 
     def note_read(self, digest: int) -> None:
-        """Say, of the step that is announced next, what stands for all that was read up to its end.
+        """Record the digest of all that was read up to the end of the step that is announced next.
 
-        It must be the same on all ranks, where the pass was opened so; they learn of a difference before the first step
-        is delivered, and later within a heartbeat, or at the end.
+        It must be the same on all ranks if the pass was opened with `same_data`. The ranks learn of a difference before
+        the first step is delivered; later, within a heartbeat or at the end.
 
         Args:
-            digest: Below 2**62.
+            digest: A number below 2**62.
         """
         with self._changed:
             self._history.note(digest)
 
     def report_read(self) -> None:
-        """Put into the report, for a gather, what was read of each step; called with the lock held.
+        """Put the digests of the steps into the report, for a gather; called with the lock held.
 
-        No rank posts from here on: when all have gathered, all see the same on the table.
+        From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
         """
         self._posts = False
         if self._same_data and self.outlook.kind != FAIL:
             self.outlook.report = self._history.report()
 
     def send_notes(self) -> list[tuple[int, bytes]]:
-        """Return (step, note) of what the others have not been told; called with the lock held.
+        """Return (step, note) for the notes that were not sent yet; called with the lock held.
 
-        They have all heard of it when they take part in the round after the one that tells them.
+        All ranks have received them when they take part in the round after the one that sends them.
         """
         found, self.unsent = self.unsent, []
         if found:
@@ -134,44 +134,44 @@ class Agreement:
         return found
 
     def hear_note(self, name: int, step: int, payload: bytes) -> None:
-        """Take a rank's note; called with the lock held."""
+        """Store a rank's note; called with the lock held."""
         self._notes.setdefault(step, []).append((name, payload))
 
     def take_notes(self, step: int) -> list[tuple[int, bytes]]:
-        """Return (global rank, note) of all ranks, this one too, for a step that was delivered; once."""
-        if not self._notes:  # those of a step are there before it is released
+        """Return (global rank, note) of all ranks, including this one, for a delivered step; only the first call."""
+        if not self._notes:  # the notes of a step arrive before it is released
             return []
         with self._changed:
             return self._notes.pop(step, [])
 
     def announce_ok(self, steps: int = 1) -> None:
-        """Say that the next step, or so many, can be served, with real rows."""
+        """Announce that the next step, or the next `steps`, can be served with real rows."""
         self._announce(OK, steps=steps)
 
     def announce_exhausted(self) -> None:
-        """Say that the next step can be served, but that from it on there are no real rows here.
+        """Announce that the next step can be served, but that this rank has no real rows from that step on.
 
-        The pass ends at the first step for which all ranks have said so.
+        The pass ends at the first step that all ranks have announced as exhausted.
         """
         self._announce(OK, exhausted=True)
 
     def announce_end(self) -> None:
-        """Say that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
+        """Announce that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
         self._announce(END)
 
     def announce_failure(self, report: bytes) -> None:
-        """Say that reading the next step failed. All ranks raise the report there, or stop earlier.
+        """Announce that reading the next step failed. All ranks raise the report there, or stop earlier.
 
         Args:
-            report: What the others need to raise the error; cut at 64 KB.
+            report: What the others need in order to raise the error; cut at 64 KB.
         """
         self._announce(FAIL, report=report)
 
     def wanted(self, step: int) -> int:
         """Return how many steps should be announced before `step` is asked for.
 
-        One for the first, two more for each that follows, until `prefetch` more than `step` are; one more where ends
-        are compared. No more than are announced, where nothing may follow.
+        It is one for the first step and two more for each later step, up to `step + prefetch`; one more if ends are
+        compared. If no step may follow, it is the number of steps that are already announced.
         """
         if self.outlook.kind != OK or self._verdict is not None:
             return self.outlook.step
@@ -181,22 +181,22 @@ class Agreement:
     def deliver(self, step: int) -> bool:
         """Return whether a step may be delivered; False if the pass has ended before it, on all ranks.
 
-        Waits only while that is not known.
+        Waits only until that is known.
 
         Args:
-            step: The steps in order, from 0.
+            step: The step; ask for the steps in order, from 0.
 
         Raises:
-            AgreedFailure: On all ranks at the same step.
-            UnequalEndsError: On all ranks at the same step, with `ends_must_agree`.
-            PeerLostError: A rank is gone, was silent for the whole timeout, or has left the loop alone.
+            AgreedFailure: Reading failed; raised on all ranks at the same step.
+            UnequalEndsError: Ends differ and `ends_must_agree`; raised on all ranks at the same step.
+            PeerLostError: A rank is gone, did not respond before the timeout expired, or has left the loop early.
         """
         if self._may_deliver(step) and step == self.outlook.delivered and not self._closed:
             self.outlook.delivered += 1
             return True
         with self._changed:
             if step != self.outlook.delivered or self._closed:
-                state = "it is closed" if self._closed else f"{self.outlook.delivered} comes next"
+                state = "the pass is closed" if self._closed else f"{self.outlook.delivered} comes next"
                 raise ArgumentError(f"step={step} cannot be delivered: {state}. Ask for the steps in order.")
             if self._may_deliver(step) or self._wait(step):
                 self.outlook.delivered += 1
@@ -211,9 +211,9 @@ class Agreement:
             raise self._error(self._verdict)
 
     def close(self) -> None:
-        """Give the pass up; the others go on to where this rank has announced, and then learn who left.
+        """Leave the pass. The others continue up to the steps that this rank has announced, then learn who left.
 
-        Nothing is said where all ranks leave, nor where the pass ended first. Waits for nothing.
+        No rank is told if all ranks leave, or if the pass ended first. Returns at once.
         """
         with self._changed:
             self._closed = True
@@ -223,7 +223,7 @@ class Agreement:
                 self._changed.notify_all()
 
     def due(self) -> bool:
-        """Return whether the others should hear of this pass now; called with the lock held."""
+        """Return whether this rank should tell the others about this pass now; called with the lock held."""
         if self._verdict is not None:
             return False
         released = max(self._released, self._on_table)
@@ -239,11 +239,11 @@ class Agreement:
         return self.outlook.step >= self._window and not self.on_table
 
     def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
-        """Take over what all ranks have agreed on; called with the lock held. Returns whether it is news."""
+        """Apply what all ranks have agreed on, and return whether it is news; called with the lock held."""
         news = decision.step > self._released or decision.kind != OK
         table = self._table
         released, self._released = self._released, max(decision.step, self._released)
-        # What the table shows is delivered without a round: not before the first steps were seen to be the same.
+        # The table releases steps without a round, so use it only after the first steps were compared.
         compared = not self._same_data or self.outlook.read != 0
         self._confirmed = decision.matches and decision.same and compared
         if self._same_data and decision.kind == OK:
@@ -260,7 +260,7 @@ class Agreement:
             if self._same_data and (decision.kind == END or not decision.same):
                 self._differing = data_differs(outlooks, self._ends_apart)
                 decision = replace(decision, same=decision.same and self._differing is None)
-                if table is not None:  # what any rank may have delivered, all do
+                if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
@@ -288,16 +288,16 @@ class Agreement:
 
     @property
     def on_table(self) -> bool:
-        """Whether the others see on the table how far this rank is, so that no round need tell them."""
+        """True if the others see this rank's progress on the table, so that no round is needed for it."""
         return self._table is not None and self._held == self.outlook.exhausted == NEVER
 
     @property
     def _table(self) -> ProgressTable | None:
-        """The table, once it is known that what stands there is of this pass."""
+        """The progress table, as soon as its entries are known to belong to this pass; None before."""
         return self._coordinator.table if self._confirmed else None
 
     def _post(self) -> None:
-        """Say on the table how far this rank is; not past what is still to be told, nor past its last real row."""
+        """Post this rank's progress on the table, but not past an unsent note or past its last real row."""
         if self._coordinator.table is not None and self._posts:
             step = min(self.outlook.step, self.outlook.exhausted, self._held)
             self._coordinator.table.post(self.number, step)
@@ -313,7 +313,7 @@ class Agreement:
         return self._on_table > step
 
     def _wait(self, step: int) -> bool:
-        """Wait until it is known whether `step` is delivered, and return it."""
+        """Wait until it is known whether `step` is delivered, and return whether it is."""
         start = time.monotonic()
         try:
             while not self._may_deliver(step) and self._verdict is None:

@@ -1,4 +1,4 @@
-"""What does a rank agree on that is alone?"""
+"""What is the agreement of a rank that is alone?"""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from paddle_shard.errors import AgreedFailure
 
 
 class AloneAgreement:
-    """The agreement of a rank with itself: nothing is waited for, and nothing is read ahead for its sake.
+    """The agreement of a rank with itself. It never waits, and it needs no prefetch.
 
-    It has what a pass asks of an `Agreement`.
+    It has the methods of `Agreement` that a pass calls.
     """
 
     on_table = False
@@ -39,34 +39,34 @@ class AloneAgreement:
         return False
 
     def announce_ok(self, steps: int = 1) -> None:
-        """Say that the next step, or so many, can be served."""
+        """Announce that the next step, or the next `steps`, can be served."""
         if self._open:
             self._announced += steps
 
     def announce_exhausted(self) -> None:
-        """Say that there are no real rows from the next step on: the pass ends before it."""
+        """Announce that there are no real rows from the next step on: the pass ends before it."""
         self._open = False
 
     def announce_end(self) -> None:
-        """Say that the next step cannot be served."""
+        """Announce that the next step cannot be served."""
         self._open = False
 
     def announce_failure(self, report: bytes) -> None:
-        """Say that reading the next step failed."""
+        """Announce that reading the next step failed."""
         if self._open:
             self._open, self._failed = False, True
 
     def note(self, payload: bytes) -> None:
-        """Note something of the step that is announced next."""
+        """Store a note about the step that is announced next."""
         self._notes[self._announced] = payload
 
     def take_notes(self, step: int) -> list[tuple[int, bytes]]:
-        """Return (rank, note) of a step; a rank alone is called 0."""
+        """Return (rank, note) of a step; a rank that is alone has the number 0."""
         found = self._notes.pop(step, None)
         return [] if found is None else [(0, found)]
 
     def note_read(self, digest: int) -> None:
-        """Compare with nobody what was read."""
+        """Do nothing: there is no other rank to compare with."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Do nothing: there is nothing to release."""

@@ -1,18 +1,18 @@
-"""When do the ranks exchange what they know, and who hears of it?
+"""When do the ranks exchange what they know, and which threads learn the result?
 
-All ranks take part in one series of rounds, in one background thread each. A round is one `minimum` of
-`[passes opened, is anybody asking, has anybody noted anything]` and five values a pass, for the passes that all ranks
-are known to have opened and that are not decided. Which these are follows from the results of earlier rounds alone, so
-every rank lays the vector out alike, whatever its training thread does meanwhile: passes that overlap (`zip(loader,
-loader)`), that are given up, or that one rank has reached before the others can not be mixed up. A decided pass is
-followed by one `gather` on all ranks, in which everybody learns who failed, ended or left.
+All ranks take part in one series of rounds, each in one background thread. A round is one `minimum` of
+`[passes opened, is any rank asking, has any rank a note]` and five values per pass. It covers the passes that all ranks
+are known to have opened and that are not decided. The results of earlier rounds alone determine these passes, so the
+vector has the same layout on every rank, whatever its training thread does meanwhile. Passes cannot be mixed up if they
+overlap (`zip(loader, loader)`), are closed early, or are opened by one rank before the others. When a pass is decided,
+all ranks do one `gather`, in which each of them learns which ranks failed, ended or left.
 
-A round is entered by a rank when a window of steps has been read, when its training thread waits, or after
-`heartbeat` seconds; so nobody waits longer for a rank that has nothing to say.
+A rank enters a round when it has read a window of steps, when its training thread waits, or after `heartbeat` seconds.
+So no rank waits longer than that for a rank that has nothing new.
 
-Ranks that share memory have a table, too, on which each posts how many steps it can serve. What all of them have
-posted is delivered without a round, which is then only needed to begin a pass, for notes, and to learn why somebody
-posts no more.
+Ranks that share memory also have a progress table, on which each posts how many steps it can serve. Steps that all of
+them have posted are delivered without a round. A round is then needed only to begin a pass, for notes, and to learn why
+a rank stopped posting.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from paddle_shard.agree.waiting import say_who_is_waited_for, silence
 from paddle_shard.errors import ArgumentError, PeerLostError
 
 GRACE = 10.0
-"""Seconds for which a training thread may take to hear that a rank is lost, before its process is ended."""
+"""Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
 NOTICE = 5.0
-"""Seconds for which a training thread waits for other ranks before it says so, once a pass."""
+"""Seconds for which a training thread waits for other ranks before it logs that, once per pass."""
 _LONGEST_PAUSE = 0.02
 _LEAVE = 1.0
 _SHORTEST = 4.0
-"""Seconds that a rank may take to enter a round, at least: several heartbeats, whatever a pass has for a timeout."""
+"""Least number of seconds that a rank may take to enter a round: several heartbeats, for any timeout of a pass."""
 _NUMBER = struct.Struct("<q")
 _NOTE = struct.Struct("<qqq")
-"""Pass, step, bytes of the note that follows."""
+"""Pass, step, and number of bytes of the note that follows."""
 
 
 class Coordinator:
-    """Owns the group and its background thread. With one rank there is no thread, and nothing is waited for."""
+    """Owns the group and its background thread. With one rank there is no thread and no wait."""
 
     def __init__(
         self,
@@ -57,14 +57,15 @@ class Coordinator:
         end_process: Callable[[], None] = lambda: os._exit(1),
         join_table: Callable[[Group], ProgressTable | None] = lambda group: None,
     ) -> None:
-        """Start nothing yet: the thread starts with the first pass.
+        """Set up the coordinator; its thread starts with the first pass.
 
         Args:
-            group: Of all ranks; used by nobody else from here on.
-            timeout: Seconds for which a rank may be silent while another waits for it, where a pass does not say.
-            end_process: What is done where a rank is lost, a pass is to end the process then, and its training thread
-                has not heard of it within `GRACE` seconds: it may be stuck in a collective.
-            join_table: Returns a table, if the ranks can have one; called once, on all of them, in the background.
+            group: Group of all ranks; nothing else may use it from here on.
+            timeout: Default timeout of a pass: seconds for which a rank may be silent while another waits for it.
+            end_process: Called if a rank is lost, a pass has `exit_when_lost`, and its training thread has not learned
+                of the loss within `GRACE` seconds: it may be stuck in a collective.
+            join_table: Returns a progress table, if the ranks can have one; called once on each rank, in the
+                background.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
@@ -74,8 +75,8 @@ class Coordinator:
         self.group, self.timeout, self._end_process = group, timeout, end_process
         self.heartbeat = min(1.0, timeout / 8)
         self.changed = threading.Condition()
-        self._passes: dict[int, Agreement] = {}  # opened here, not decided
-        self._common: list[int] = []  # opened by all, not decided: the layout of the next round
+        self._passes: dict[int, Agreement] = {}  # opened on this rank, not decided
+        self._common: list[int] = []  # opened on all ranks, not decided: the layout of the next round
         self._opened = self._opened_by_all = 0
         self._asking = False
         self._answer: list[dict[int, Outlook]] | None = None
@@ -99,18 +100,18 @@ class Coordinator:
         exit_when_lost: bool = False,
         first_step: int = 0,
     ) -> Agreement:
-        """Start a pass; all ranks open theirs in the same order. Waits for nothing.
+        """Start a pass and return at once; all ranks open their passes in the same order.
 
         Args:
-            prefetch: How many steps may be read ahead of the one delivered; from 1, which leaves no room to
-                agree while training goes on.
-            ends_must_agree: Whether ends at different steps are an error.
-            label: What is iterated over, of `facts.described`. Must be equal on all ranks; what differs is named.
-            name: Of the loader, for messages.
+            prefetch: How many steps may be prefetched, at least 1. With 1, ranks cannot agree while training
+                continues.
+            ends_must_agree: True if ends at different steps are an error.
+            label: Text of `facts.described` about the data. It must be equal on all ranks; errors name differences.
+            name: Name of the loader, for messages.
             timeout: Seconds for which a rank may be silent while another waits for it; None: the coordinator's.
-            same_data: Whether all ranks read the same, and say with each step what (`Agreement.note_read`).
-            ends_apart: By how many steps their ends may differ then; None: by any number.
-            exit_when_lost: Whether the process ends when a rank is lost while the pass is open.
+            same_data: True if all ranks read the same data, and give a digest with each step (`Agreement.note_read`).
+            ends_apart: With `same_data`, by how many steps their ends may differ; None: by any number.
+            exit_when_lost: True if the process ends when a rank is lost while the pass is open.
             first_step: The epoch's step with which the pass begins, for messages.
 
         Raises:
@@ -120,7 +121,7 @@ class Coordinator:
             raise ArgumentError(f"prefetch must be at least 1, got {prefetch}.")
         with self.changed:
             if self._closed:
-                raise ArgumentError("this coordinator is closed: make a new one, over a new group.")
+                raise ArgumentError("this coordinator is closed: create a new one with a new group.")
             patience = self.timeout if timeout is None else timeout
             several = self.group.size > 1
             same, apart = same_data and several, ends_apart if same_data and several else None
@@ -139,7 +140,7 @@ class Coordinator:
         return agreement
 
     def close(self) -> None:
-        """Leave the group and end the thread. Ranks that still need this one are told that it is gone."""
+        """Leave the group and end the thread. Ranks that still need this one learn that it is gone."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -149,7 +150,7 @@ class Coordinator:
             self._thread.join(5.0)
 
     def _take_leave(self) -> None:
-        """Give the thread a moment, when the process ends, to tell the others of passes that were given up."""
+        """When the process ends, give the thread a moment to tell the others which passes were left."""
         deadline = time.monotonic() + _LEAVE
         with self.changed:
             while self._lost is None and any(p.outlook.kind == CLOSED for p in self._passes.values()):
@@ -164,7 +165,7 @@ class Coordinator:
         return zlib.crc32(label.encode())
 
     def hear(self, agreement: Agreement) -> None:
-        """Decide at once, where there are no others to ask; called with the lock held."""
+        """Decide at once if there are no other ranks; called with the lock held."""
         if self.group.size == 1:
             agreement.advance(decide(agreement.outlook.vector()), [agreement.outlook])
             self.changed.notify_all()
@@ -173,13 +174,13 @@ class Coordinator:
         """Wait for news of a pass; called with the lock held.
 
         Args:
-            agreement: Of the pass.
-            step: That is asked for.
-            start: When that began.
-            look_again: Seconds after which to return at the latest; None: until there is news.
+            agreement: The agreement of the pass.
+            step: The step that is asked for.
+            start: When the wait began.
+            look_again: Most seconds to wait; None: until there is news.
 
         Raises:
-            PeerLostError: If the wait began at `start` and is over, or the group has lost a rank.
+            PeerLostError: The timeout has expired since `start`, or the group has lost a rank.
         """
         if self._lost is not None:
             self._heard = True
@@ -188,9 +189,9 @@ class Coordinator:
         if self._closed:
             raise ArgumentError(f"step {step} cannot be agreed on: the coordinator was closed.")
         timeout, waited = agreement.timeout, time.monotonic() - start
-        # To be told who is waited for, first to say so and at the timeout to raise it.
+        # Ask who is late twice: first to log it, and when the timeout expires to raise it.
         told = timeout if agreement.noticed else min(NOTICE, timeout)
-        over, grace = waited - told, 2 * self.heartbeat + 1.0  # for the others to say how far they are
+        over, grace = waited - told, 2 * self.heartbeat + 1.0  # grace: time for the others to answer
         if over >= 0 and not self._asking:
             self._asking, self._answer = True, None
             self.changed.notify_all()
@@ -202,14 +203,14 @@ class Coordinator:
                 say_who_is_waited_for(self._name, agreement, step, waited, behind)
             elif over >= grace or behind:
                 raise silence(agreement, step, behind)
-            return  # nobody is: the next round brings it, or the next question is answered otherwise
+            return  # no rank is late: the next round releases the step, or the next answer differs
         longest = -over if over < 0 else max(grace - over, 0.001)
         self.changed.wait(longest if look_again is None else min(longest, look_again))
 
     def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
         number = agreement.number
-        behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not come to any loop yet")
+        behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not reached any loop yet")
         for name, said in zip(self.group.names, self._answer or (), strict=False):
             if number not in said:
                 behind[name] = "has not started this loop"
@@ -218,7 +219,7 @@ class Coordinator:
         return behind
 
     def _exchange_notes(self) -> None:
-        """Tell the others what this rank has noted; that of all steps which this round may release is among it."""
+        """Send this rank's notes to the others; they include the notes of all steps that this round may release."""
         with self.changed:
             mine = []
             for number in self._common:
@@ -245,7 +246,7 @@ class Coordinator:
             self.table = self._join_table(self.group)
             while True:
                 with self.changed:
-                    if pause:  # this rank has said all it knows, and now waits for the others
+                    if pause:  # this rank has sent all it knows, and now waits for the others
                         self.changed.wait(pause)
                     deadline = time.monotonic() + self.heartbeat
                     while not (self._closed or self._due()) and (left := deadline - time.monotonic()) > 0:
@@ -258,11 +259,11 @@ class Coordinator:
             with self.changed:
                 self._lost = lost
                 self.changed.notify_all()
-            self.group.close()  # so that nobody waits for this rank's part in the next round
+            self.group.close()  # so that no rank waits for this one in the next round
             self._tell(lost)
 
     def _tell(self, lost: PeerLostError) -> None:
-        """Say who is lost, where the training thread may not be able to; end the process if that is wanted."""
+        """Log who is lost, since the training thread may be unable to; end the process if a pass requires it."""
         with self.changed:
             in_use = [a for a in self._passes.values() if a.outlook.kind != CLOSED]
             if self._closed or not in_use:
@@ -282,7 +283,7 @@ class Coordinator:
         return self.group.names[self.group.rank]
 
     def _round(self) -> bool:
-        """Exchange what the ranks know; return whether that brought news."""
+        """Exchange what the ranks know; return whether there is news."""
         with self.changed:
             noted = any(self._passes[number].unsent for number in self._common)
             in_use = [a.timeout for a in self._passes.values() if a.outlook.kind != CLOSED]
@@ -321,7 +322,7 @@ class Coordinator:
         return news
 
     def _tell_all(self) -> None:
-        """Take part in the answer to somebody whose patience is over: how far is each rank in each pass?"""
+        """Answer a rank whose timeout has expired: how far is each rank in each pass?"""
         with self.changed:
             mine = [(number, agreement.outlook) for number, agreement in self._passes.items()]
             payload = b"".join(_NUMBER.pack(number) + outlook.pack_numbers() for number, outlook in mine)

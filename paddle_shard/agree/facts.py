@@ -1,4 +1,4 @@
-"""In what do the ranks differ that should be the same on all of them?"""
+"""Which values differ between ranks although they should be the same?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_RANKS = 8
 
 
 def described(facts: Mapping[str, Any]) -> str:
-    """Return facts as a text that `differences` takes: name -> value, each a short text."""
+    """Return facts (name -> value, each a short text) as a text for `differences`."""
     return json.dumps({name: str(value) for name, value in facts.items()})
 
 
@@ -18,7 +18,7 @@ def differences(said: Mapping[int, str]) -> str:
     """Return what differs, with every value and the global ranks that have it.
 
     Args:
-        said: Global rank -> what `described` returned there.
+        said: Global rank -> the result of `described` on that rank.
 
     Examples:
         >>> print(differences({0: described({"seed": 0, "rows": 8}), 1: described({"seed": 1, "rows": 8})}))
@@ -39,7 +39,7 @@ def differences(said: Mapping[int, str]) -> str:
 def _facts(text: str) -> dict[str, str]:
     try:
         return dict(json.loads(text))
-    except ValueError:  # no facts, or cut off for their length
+    except ValueError:  # no facts, or cut off because they were too long
         return {"loader": text}
 
 

@@ -1,4 +1,4 @@
-"""Through what do ranks exchange a few numbers?"""
+"""How do ranks exchange a few numbers?"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FINE, _LOST = b".", b"!"
 class Group(Protocol):
     """Ranks that make the same calls in the same order, each from one thread at a time.
 
-    Both calls block until all ranks have made them, and raise PeerLostError, which names global ranks, if one
-    of them cannot. After that the group is of no more use.
+    `minimum` and `gather` block until all ranks have called them. They raise PeerLostError, which names global ranks,
+    if a rank cannot. After that the group cannot be used any more.
     """
 
     @property
@@ -35,14 +35,14 @@ class Group(Protocol):
         ...
 
     timeout: float
-    """Seconds to wait in one call for the others; may be changed between calls."""
+    """Seconds to wait for the others in one call; may be changed between calls."""
 
     def absent(self) -> Sequence[int]:
-        """Return the global ranks that are known not to have come yet."""
+        """Return the global ranks that are known not to have connected yet."""
         ...
 
     def minimum(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value over all ranks; as many int64 values on every rank."""
+        """Return the least of each value over all ranks; every rank gives the same number of int64 values."""
         ...
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -50,12 +50,12 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave; wakes a call that waits in another thread. The others learn it from their next call."""
+        """Leave the group, and wake a call that waits in another thread. The others learn of it in their next call."""
         ...
 
 
 class MergingGroup:
-    """A group that merges all ranks' bytes in one exchange; a subclass says how they travel."""
+    """A group that merges the bytes of all ranks in one exchange; a subclass defines how they are sent."""
 
     names: Sequence[int]
 
@@ -79,22 +79,22 @@ class MergingGroup:
 
 
 class TwoLevelGroup(MergingGroup):
-    """Ranks in local groups (hosts), of which the first members form a group of their own.
+    """Ranks in local groups (hosts). The first members of the local groups form a second group.
 
-    No connection holds more than the members of one local group, or one member of each.
+    Every exchange is among the members of one local group, or among the first members of all.
     """
 
     def __init__(self, local: Group, across: Group | None, *, rank: int, names: Sequence[int]) -> None:
         """Compose two groups.
 
         Args:
-            local: The ranks of this host, or of any other part; every rank is in exactly one.
-            across: The first members of all local groups; None on all others.
-            rank: Position of this process among all.
+            local: The ranks of this host, or of another subset; every rank is in exactly one.
+            across: The first members of all local groups; None on all other ranks.
+            rank: Position of this process among all ranks.
             names: Global rank of each position.
 
         Raises:
-            ValueError: If `across` is given to a rank that is not the first of its local group, or the reverse.
+            ValueError: `across` is given on a rank that is not the first of its local group, or missing on one that is.
         """
         if (across is not None) != (local.rank == 0):
             raise ValueError(f"across must be given on local rank 0 only, got {across!r} on local rank {local.rank}.")
@@ -113,7 +113,7 @@ class TwoLevelGroup(MergingGroup):
 
     @property
     def timeout(self) -> float:
-        """Seconds to wait in one call for the others."""
+        """Seconds to wait for the others in one call."""
         return self._local.timeout
 
     @timeout.setter
@@ -123,7 +123,7 @@ class TwoLevelGroup(MergingGroup):
             self._across.timeout = seconds
 
     def absent(self) -> Sequence[int]:
-        """Return the global ranks that are known not to have come yet."""
+        """Return the global ranks that are known not to have connected yet."""
         return [*self._local.absent(), *(() if self._across is None else self._across.absent())]
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class TwoLevelGroup(MergingGroup):
             self._across.close()
 
     def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """Return the merge of all ranks' payloads: up to the first members, across, and down again."""
+        """Return the merge of all ranks' payloads: sent up to the first members, across, and down again."""
         if self._across is None:
             self._local.gather(payload)
             return _heard([self._local.gather(b"")[0]])[0]
@@ -150,7 +150,7 @@ class TwoLevelGroup(MergingGroup):
         result = merge(found)
         try:
             self._local.gather(_FINE + result)
-        except PeerLostError as error:  # the other hosts have this result, and hear of it in their next call
+        except PeerLostError as error:  # the other hosts have this result, and learn of the loss in their next call
             self._across.gather(_LOST + str(error).encode() + _ranks(error))
             raise
         return result
@@ -161,7 +161,7 @@ def _ranks(error: PeerLostError) -> bytes:
 
 
 def _heard(words: Sequence[bytes]) -> list[bytes]:
-    """Return what words say that come from the other level; raise the loss that one of them reports."""
+    """Return the payloads of messages from the other level; raise PeerLostError if one of them reports a loss."""
     for word in words:
         if word[:1] == _LOST:
             text, _, ranks = word[1:].rpartition(b"\0")

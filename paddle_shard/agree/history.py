@@ -1,4 +1,4 @@
-"""Have the ranks read the same, where each reads all and keeps its own rows?"""
+"""Have the ranks read the same data, if each reads all of it and keeps its own rows?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from paddle_shard.errors import DifferentDataError
 
 _STEPS_TOLD = 2000
-"""Steps of which a rank tells what it has read, where ranks differ: their reports hold 64 KB."""
+"""Most steps whose digests a rank reports if ranks differ: a report holds 64 KB."""
 
 
 class ReadHistory:
@@ -20,16 +20,16 @@ class ReadHistory:
         self._first = 0
 
     def note(self, digest: int) -> None:
-        """Take the next step's digest, below 2**62."""
+        """Store the next step's digest, below 2**62."""
         self._digests.append(digest)
 
     def before(self, step: int) -> int:
-        """Return what stands for all that was read before a step, at least 1; 0 where nothing was, or is known."""
+        """Return 1 + the digest of all that was read before a step; 0 if nothing was read, or it is not known."""
         at = step - 1 - self._first
         return 1 + self._digests[at] if 0 <= at < len(self._digests) else 0
 
     def forget(self, step: int) -> None:
-        """Drop the steps before one, which were seen to be the same on all ranks."""
+        """Drop the digests of the steps before `step`, which are known to be the same on all ranks."""
         if step > self._first:
             del self._digests[: step - self._first]
             self._first = step
@@ -41,10 +41,10 @@ class ReadHistory:
 
 
 def first_difference(reports: Sequence[bytes]) -> tuple[int, list[int]] | None:
-    """Return the first step of which the ranks have not read the same, and each one's digest; None: there is none.
+    """Return the first step at which the ranks have read different data, and each digest; None if there is none.
 
     Args:
-        reports: What `ReadHistory.report` returned on each rank.
+        reports: The result of `ReadHistory.report` on each rank.
 
     Examples:
         >>> one, two = ReadHistory(), ReadHistory()
@@ -61,7 +61,7 @@ def first_difference(reports: Sequence[bytes]) -> tuple[int, list[int]] | None:
         try:
             first, digests = json.loads(report)
         except ValueError:
-            return None  # of a failure, which is told instead
+            return None  # a report of a failure, which is raised instead
         found.append({first + i: digest for i, digest in enumerate(digests)})
     for step in sorted(set.intersection(*map(set, found))) if found else ():
         digests = [of_rank[step] for of_rank in found]
@@ -71,20 +71,21 @@ def first_difference(reports: Sequence[bytes]) -> tuple[int, list[int]] | None:
 
 
 def difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDataError:
-    """Return the error that says which global ranks have read which data.
+    """Return the error that says which global ranks have read different data.
 
     Args:
-        name: Of the loader.
-        where: Since when.
-        digests: Global rank -> what stands for what it has read.
+        name: Name of the loader.
+        where: The step, as the beginning of a sentence.
+        digests: Global rank -> digest of what it has read.
     """
     by_digest: dict[int, list[int]] = {}
     for rank, digest in digests.items():
         by_digest.setdefault(digest, []).append(rank)
     who = " and ".join(f"global rank{'s' * (len(ranks) > 1)} {str(ranks)[1:-1]}" for ranks in by_digest.values())
     return DifferentDataError(
-        f"{where} of {name}, {who} have read different data. Each reads the same stream, or draws the same batches, "
-        "and keeps its own rows; so some rows would be delivered twice, and some not at all. Seed what draws random "
-        "numbers in it alike on all ranks: a generator of its own, or Paddle's (seed_paddle=True); numpy's and "
-        "Python's global ones are seeded already. If each rank reads data of its own, say so: is_dataset_splitted=True."
+        f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
+        "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use the "
+        "same seed on all ranks for every random generator in it: its own generators, or Paddle's (seed_paddle=True). "
+        "The global generators of numpy and Python are already seeded. If each rank has its own data, set "
+        "is_dataset_splitted=True."
     )

@@ -1,4 +1,4 @@
-"""What does one rank know of a pass ahead of it, and what follows from what all of them know?"""
+"""What does one rank know about the next steps of a pass, and what follows from the knowledge of all ranks?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAIL, END, OK, CLOSED = range(4)
-"""What a rank says of the first step that it has not promised; at the same step the least one holds."""
+"""A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
 
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
@@ -17,26 +17,26 @@ _LAYOUT = struct.Struct("<qqqqqq")
 
 @dataclass(slots=True)
 class Outlook:
-    """One rank's knowledge of one pass. `vector` is what it contributes to a round."""
+    """One rank's knowledge about one pass. `vector` is its contribution to a round."""
 
     tag: int = 0
-    """Digest of what the pass is; must be the same on all ranks."""
+    """Digest of the label of the pass; must be the same on all ranks."""
     step: int = 0
-    """Every step before it can be served by this rank."""
+    """This rank can serve every step before this one."""
     kind: int = OK
-    """Of `step`. OK: nothing is known yet. Anything else is final, and nothing follows."""
+    """Kind of `step`. OK: nothing is known yet. Any other value is final, and no step follows."""
     exhausted: int = NEVER
-    """From this step on there are no real rows here; NEVER while there may be."""
+    """From this step on, this rank has no real rows; NEVER while it may have some."""
     delivered: int = 0
     read: int = 0
-    """What stands for all that was read before the last step that was agreed on; 0 where that need not be the same."""
+    """Digest of all that was read before the last step that was agreed on; 0 if ranks need not read the same data."""
     report: bytes = b""
-    """Of the failure."""
+    """Report of the failure."""
     reads_on: int = 0
-    """Further steps that this rank reads before another's end is settled, which shows whether its data goes on."""
+    """Extra steps that this rank reads before the end of another rank is settled, to see whether its data continues."""
 
     def vector(self) -> list[int]:
-        """Return seven values whose minima over the ranks are what `decide` takes."""
+        """Return seven values; `decide` takes their minima over the ranks."""
         known = self.step - self.reads_on if self.kind == OK else NEVER
         return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
 
@@ -46,12 +46,12 @@ class Outlook:
         return self.pack_numbers() + cut
 
     def pack_numbers(self) -> bytes:
-        """Return everything but the report, in `SIZE` bytes that `unpack` takes."""
+        """Return everything except the report, in `SIZE` bytes that `unpack` takes."""
         return _LAYOUT.pack(self.tag, self.step, self.kind, self.exhausted, self.delivered, self.read)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Outlook:
-        """Return what `pack` was given."""
+        """Return the outlook that was packed."""
         tag, step, kind, exhausted, delivered, read = _LAYOUT.unpack_from(payload)
         return cls(tag, step, kind, exhausted, delivered, read, payload[SIZE:])
 
@@ -61,23 +61,23 @@ WIDTH, SIZE = len(Outlook().vector()), _LAYOUT.size
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows, on all ranks alike, from the minima of a round."""
+    """The result of a round, which follows from the minima; it is the same on all ranks."""
 
     step: int
-    """Every step before it may be delivered."""
+    """Every step before this one may be delivered."""
     kind: int
-    """What happens at `step`, for good; OK: that is not decided yet."""
+    """Final event at `step`; OK: it is not decided yet."""
     matches: bool = True
-    """Whether all ranks mean the same pass."""
+    """True if all ranks refer to the same pass."""
     same: bool = True
-    """Whether they have read the same, as far as they should."""
+    """True if all ranks that must read the same data have done so."""
 
 
 def decide(least: Sequence[int]) -> Decision:
     """Return what the minima of all ranks' vectors decide.
 
-    The answer does not depend on when it is asked, only on what the ranks come to say: the pass ends at the
-    first step that any rank cannot serve, and why is settled once every rank has said what it can do there.
+    The result depends only on what the ranks report in the end, not on when it is computed. The pass ends at the first
+    step that any rank cannot serve; the reason is decided when every rank has reported what it can do there.
 
     Examples:
         >>> ahead, ends, fails = Outlook(step=9), Outlook(step=5, kind=END), Outlook(step=5, kind=FAIL)

@@ -1,4 +1,4 @@
-"""What does an agreement ask of the `Coordinator` that made it?"""
+"""What does an agreement need from the `Coordinator` that created it?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why has a pass ended, and which error says so?"""
+"""Why has a pass ended, and which error reports it?"""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paddle_shard.errors import AgreedFailure, ArgumentError, PaddleShardError, 
 
 
 def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[int, list[int]] | None:
-    """Return the first step of which not all ranks have read the same, and what each has; None if there is none.
+    """Return the first step at which the ranks have read different data, and each digest; None if there is none.
 
     Args:
-        outlooks: Of all ranks, with what each has read in the report.
+        outlooks: The outlooks of all ranks, with the digests of what each has read in the report.
         ends_apart: By how many steps the ends of one stream may differ; None: by any number.
     """
     found = first_difference([outlook.report for outlook in outlooks])
@@ -28,7 +28,7 @@ def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[i
 
 
 def ended_unequally(verdict: Decision, outlooks: Sequence[Outlook]) -> bool:
-    """Return whether the data of some ranks has ended, and that of others has not."""
+    """Return whether the data of some ranks has ended while that of others has not."""
     return len({_ended_at(verdict.step, outlook) for outlook in outlooks}) > 1
 
 
@@ -44,25 +44,25 @@ def error_of(
     first_step: int,
     differing: tuple[int, Sequence[int]] | None,
 ) -> PaddleShardError:
-    """Return the error for a pass that has not come to its end in order.
+    """Return the error for a pass that did not end normally.
 
     Args:
         verdict: How it ended.
-        ranks: Global rank -> what it knows.
-        number: Of the pass, for messages.
-        name: Of the data, for messages.
+        ranks: Global rank -> its outlook.
+        number: Number of the pass, for messages.
+        name: Name of the data, for messages.
         first_step: The epoch's step with which the pass began.
-        differing: What `data_differs` has returned.
+        differing: The result of `data_differs`.
     """
     step, at = verdict.step, first_step + verdict.step
     if not verdict.matches:
         differ = differences({rank: o.report.decode(errors="replace") for rank, o in ranks.items()})
         return ArgumentError(
-            f"The ranks differ where they must be the same, in pass {number} over a loader. {differ}. Give all ranks "
-            "the same arguments and data, and start every loop on all of them, in the same order."
+            f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
+            "arguments and data, and start every loop on all of them, in the same order."
         )
     if not verdict.same:
-        if differing is None:  # so long ago that no rank keeps it
+        if differing is None:  # so long ago that no rank keeps the digests
             return difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
         first, digests = differing
         return difference(name, f"At step {first_step + first}", dict(zip(ranks, digests, strict=True)))
@@ -86,6 +86,6 @@ def error_of(
     told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())
     return PeerLostError.of(
         f"The loop was left by {told}, while this rank asks for step {at}. Leave it at the same step on all ranks, or "
-        "let all iterate to the end.",
+        "iterate to the end on all of them.",
         left,
     )

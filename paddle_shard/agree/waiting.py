@@ -1,4 +1,4 @@
-"""What does a rank say that waits for others?"""
+"""What does a rank log or raise when it waits for others?"""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paddle_shard.errors import PeerLostError
 
 
 def say_who_is_waited_for(rank: int, agreement: Agreement, step: int, waited: float, behind: Mapping[int, str]) -> None:
-    """Log, before the user wonders, which ranks this one waits for; nothing if all of them are reading.
+    """Log which ranks this one waits for, long before the timeout; nothing if no rank is late.
 
     Args:
-        rank: This global rank.
-        agreement: Of the pass.
-        step: That is asked for, counted from the beginning of the pass.
+        rank: Global rank of this process.
+        agreement: The agreement of the pass.
+        step: The step that is asked for, counted from the beginning of the pass.
         waited: Seconds so far.
         behind: Global rank -> how far it is.
     """
@@ -23,8 +23,8 @@ def say_who_is_waited_for(rank: int, agreement: Agreement, step: int, waited: fl
         return
     logging.getLogger("paddle_shard").warning(
         "global rank %s has waited %.0f s for the other ranks at step %d of %s: %s. All ranks of a loader's meshes "
-        "must iterate over it alike, so that they end, and fail, at the same step: close() an iterator that only one "
-        "rank has left open. This rank keeps waiting, up to timeout=%g s. For a loop on this rank alone use "
+        "must iterate over it in the same way, so that they end or fail at the same step. If an iterator is open on "
+        "one rank only, close() it. This rank keeps waiting, up to timeout=%g s. For a loop on this rank alone, use "
         "shard_dataloader(..., agree=False).",
         rank,
         waited,
@@ -36,7 +36,7 @@ def say_who_is_waited_for(rank: int, agreement: Agreement, step: int, waited: fl
 
 
 def silence(agreement: Agreement, step: int, behind: Mapping[int, str]) -> PeerLostError:
-    """Return the error for ranks that have said nothing until the timeout expired."""
+    """Return the error for ranks that did not respond before the timeout expired."""
     return PeerLostError.of(
         f"Waited {agreement.timeout:g} s for the other ranks to reach step {agreement.first_step + step} of "
         f"{agreement.name}: {_listed(behind) or 'no rank answers'}. If a step may take longer than that (evaluation, "

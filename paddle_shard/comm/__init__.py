@@ -1,1 +1,1 @@
-"""What ranks say to each other: where they meet, what they agree through, what they compare."""
+"""Communication between ranks: where they meet, how they agree, and what they compare."""

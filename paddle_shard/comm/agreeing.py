@@ -1,4 +1,4 @@
-"""Through what do the ranks of this run keep in step?"""
+"""How do the ranks of this run deliver the same steps?"""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paddle_shard.comm.shared_table import join_table
 from paddle_shard.comm.star_group import group_of
 
 PREFETCH = 8
-"""Steps that workers have read ahead of the one that is delivered; half of them is the window that is agreed on."""
+"""Steps that workers prefetch; the ranks agree on windows of half as many steps."""
 PREFETCH_ALONE = 2
-"""The same where the training thread reads."""
+"""Steps that are prefetched if the training thread reads."""
 
 
 def open_agreement(
@@ -33,21 +33,21 @@ def open_agreement(
     ends_apart: int | None = None,
     first_step: int = 0,
 ) -> Agreement:
-    """Start a pass of which all ranks deliver the same steps; all ranks open theirs in the same order.
+    """Start a pass in which all ranks deliver the same steps; all ranks open their passes in the same order.
 
     Args:
-        ranks: Who takes part, this process among them.
-        prefetch: Steps that are read ahead of the one that is delivered.
-        ends_must_agree: Whether it is an error that the data of some ends before that of others.
+        ranks: Global ranks that take part, including this process.
+        prefetch: Number of steps that are prefetched.
+        ends_must_agree: True if it is an error that the data of some ranks ends before that of others.
         facts: What must be the same on every rank: name -> value.
-        name: Of the loader, for messages.
+        name: Name of the loader, for messages.
         timeout: Seconds for which a rank may be silent.
         on_lost: "raise" or "exit".
-        same_data: Whether each of them reads all, to keep its own rows.
-        ends_apart: By how many steps their ends may differ then; None: by any number.
+        same_data: True if each rank reads all data and keeps its own rows.
+        ends_apart: With `same_data`, by how many steps their ends may differ; None: by any number.
         first_step: The epoch's step with which the pass begins.
     """
-    found = ranks, os.getpid()  # a forked process has coordinators of its own
+    found = ranks, os.getpid()  # a forked process has its own coordinators
     if found not in _coordinators:
         _coordinators[found] = _coordinator(ranks, timeout)
     return _coordinators[found].open(
@@ -64,10 +64,10 @@ def open_agreement(
 
 
 def gather_of(ranks: tuple[int, ...], payload: bytes, timeout: float) -> list[bytes]:
-    """Return what each of some ranks gives, by rank; collective, on the thread that calls.
+    """Return the payload of each of some ranks, by rank; collective, on the calling thread.
 
     Raises:
-        PeerLostError: One of them is gone, or did not come in time.
+        PeerLostError: A rank is gone, or did not answer before the timeout expired.
     """
     if len(ranks) == 1:
         return [payload]
@@ -79,9 +79,9 @@ def gather_of(ranks: tuple[int, ...], payload: bytes, timeout: float) -> list[by
 
 
 _coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
-"""(global ranks, process) -> what they agree through."""
+"""(global ranks, process) -> their coordinator."""
 _gatherers: dict[tuple[tuple[int, ...], int], Group] = {}
-"""The same for what is asked for on the training thread."""
+"""(global ranks, process) -> the group for gathers on the training thread."""
 
 
 def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
@@ -94,7 +94,7 @@ def _named(ranks: tuple[int, ...]) -> str:
 
 
 def _end_process() -> None:
-    """End this process, whatever its training thread does; its workers follow."""
+    """End this process, whatever its training thread does; its workers end, too."""
     core._cleanup_mmap_fds()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,12 +9,12 @@ from paddle_shard import errors
 from paddle_shard.errors import AgreedFailure, DataReadError
 
 _LONGEST = 10_000
-"""Characters of an error that the other ranks are told."""
+"""Most characters of an error text that are sent to the other ranks."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
 
 
 def report_of(failure: Any) -> bytes:
-    """Return what the other ranks are told of a failure."""
+    """Return the report of a failure that is sent to the other ranks."""
     told = {name: getattr(failure, name, None) for name in _TOLD}
     text = errors.text_of(failure)
     if len(text) > _LONGEST:
@@ -27,7 +27,7 @@ def failure_of_another(failure: AgreedFailure) -> Exception:
     rank, report = failure.reports[0]
     try:
         told = json.loads(report)
-    except ValueError:  # cut off for its length
+    except ValueError:  # cut off because it was too long
         told = {"kind": "DataReadError", "text": report.decode(errors="replace")}
     text = f"global rank {rank}: {told['text']}"
     kind = getattr(errors, told["kind"], None)

@@ -1,9 +1,9 @@
 """Where do the ranks of a group find each other?
 
-At the store of `paddle.distributed`, where that is initialized. Paddle's own auto-parallel examples never call
+They meet at the store of `paddle.distributed` if that is initialized. Paddle's own auto-parallel examples never call
 `init_parallel_env`, and its global store cannot be used without it: rank 0 would wait in it, holding the interpreter,
-until every rank of the job has come (3.3.1). Then the first rank of the group makes a store of its own, at the endpoint
-that the launcher has given it, which is free: `paddle.distributed` listens at the master's address only.
+until every rank of the job has connected (3.3.1). In that case, the first rank of the group makes its own store, at the
+endpoint that the launcher has given it. That port is free: `paddle.distributed` listens at the master's address only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PAUSE = 0.02
 
 
 def num_ranks() -> int:
-    """Return how many ranks the job has, whether `paddle.distributed` is initialized or not.
+    """Return the number of ranks of the job, whether `paddle.distributed` is initialized or not.
 
-    Ranks that are simulated in one process are not a job: nobody could be met.
+    Ranks that are simulated in one process are not a job: there is no other process to meet.
     """
     launched = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1) > 1
     return int(dist.get_world_size()) if launched or dist.is_initialized() else 1
@@ -35,14 +35,14 @@ def num_ranks() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The address of a store, and who has made it."""
+    """The address of a store, and the rank that owns it."""
 
     host: str
     port: int
     owner: int
-    """Global rank of the process that has, or will have, the store."""
+    """Global rank of the process that has the store, or will have it."""
     early: bool
-    """Whether that process may still be on its way here, so that it is waited for."""
+    """True if that process may not have made the store yet, so others wait for it."""
 
     def store(
         self,
@@ -51,13 +51,13 @@ class Meeting:
         connect: Callable[[str, int, float], socket.socket],
         wanted: Callable[[], bool] = lambda: True,
     ) -> Any:
-        """Return a client of the store, of this thread's own: a wait through one blocks every other use of it.
+        """Return a new client of the store for this thread: a wait on a client blocks every other use of it.
 
         Args:
-            size: Ranks of the job.
-            timeout: Seconds to wait for the owner, if it may be early.
+            size: Number of ranks of the job.
+            timeout: Seconds to wait for the owner if `early`.
             connect: Opens a TCP connection; Paddle's client would try for longer than its timeout (3.3.1).
-            wanted: Whether it is waited for still.
+            wanted: Returns False when the store is no longer needed.
 
         Raises:
             PeerLostError: The owner cannot be reached.
@@ -72,24 +72,24 @@ class Meeting:
                     time.sleep(_PAUSE)
                     continue
                 whose = f"global rank {self.owner}, which" if self.early else "Global rank 0, whose process"
-                what = "is to have the store for these ranks" if self.early else "has the store of paddle.distributed"
+                what = "should have the store for these ranks" if self.early else "has the store of paddle.distributed"
                 raise PeerLostError.of(
-                    f"{whose} {what}, cannot be reached at {self.host}:{self.port} ({error}); its own log may say why. "
-                    "Or it takes no part: has its loader agree=False?",
+                    f"{whose} {what}, cannot be reached at {self.host}:{self.port} ({error}). Look for the reason in "
+                    "its own log, or check if its loader has agree=False.",
                     [self.owner],
                 ) from error
         return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
 
 
 def meeting_of(ranks: Sequence[int], timeout: float) -> Meeting:
-    """Return where some ranks meet; the first of them makes the store, where Paddle has none.
+    """Return where some ranks meet; the first of them makes the store if Paddle has none.
 
     Args:
-        ranks: Global ranks, ascending; this process's is among them.
-        timeout: Seconds, for the store.
+        ranks: Global ranks, ascending, including that of this process.
+        timeout: Timeout of the store in seconds.
 
     Raises:
-        ArgumentError: The environment does not say where, or the store cannot be made.
+        ArgumentError: The environment does not tell where, or the store cannot be made.
     """
     if dist.is_initialized():
         host, port = _address_of_paddles_store()
@@ -97,7 +97,7 @@ def meeting_of(ranks: Sequence[int], timeout: float) -> Meeting:
     endpoints = [end for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if end]
     if "PADDLE_MASTER" not in os.environ or len(endpoints) != dist.get_world_size():
         raise ArgumentError(
-            "the ranks of a loader agree on its steps, and meet at the store of paddle.distributed, which is not "
+            "the ranks of a loader agree on its steps. They meet at the store of paddle.distributed, which is not "
             "initialized. Call paddle.distributed.init_parallel_env() on every rank before the first loop, or start "
             "the ranks with python -m paddle.distributed.launch, or give agree=False."
         )
@@ -115,14 +115,14 @@ def meeting_of(ranks: Sequence[int], timeout: float) -> Meeting:
 
 @functools.cache
 def _make_store(port: int) -> Any:
-    """Make a store at a port, which lives as long as this process; its forked children use it, too."""
+    """Make a store at a port. It lives as long as this process; its forked children use it, too."""
     return core.TCPStore("127.0.0.1", port, True, 1, 30)
 
 
 def _address_of_paddles_store() -> tuple[str, int]:
-    """Return where the store of `paddle.distributed` is, which `init_parallel_env` has made.
+    """Return the address of the store of `paddle.distributed`, which `init_parallel_env` has made.
 
-    It is at PADDLE_MASTER, which the launcher sets, else at the first of PADDLE_TRAINER_ENDPOINTS, which is all that
+    It is PADDLE_MASTER, which the launcher sets. If that is not set, it is the first of PADDLE_TRAINER_ENDPOINTS, which
     `paddle.distributed.spawn` sets. Paddle reads MASTER_ADDR and MASTER_PORT too, but not for its store (3.3.1).
     """
     named = "PADDLE_MASTER"
@@ -137,8 +137,9 @@ def _address(found: str, named: str) -> tuple[str, int]:
     host, _, port = found.rpartition(":")
     if not host or not port.isdecimal() or int(port) == 0:
         raise ArgumentError(
-            f"the ranks of a loader meet at the store of paddle.distributed, but {named} says that it is at {found!r}, "
-            "which is no host:port. Start the ranks with paddle.distributed.launch or paddle.distributed.spawn, or set "
-            "PADDLE_MASTER=host:port, the same on every rank, before init_parallel_env()."
+            f"the ranks of a loader meet at the store of paddle.distributed, but {named} gives its address as "
+            f"{found!r}, which is not host:port. Start the ranks with paddle.distributed.launch or "
+            "paddle.distributed.spawn, or set PADDLE_MASTER=host:port, the same on every rank, before "
+            "init_parallel_env()."
         )
     return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""How do the ranks of one host come by memory that all of them see?"""
+"""How do the ranks of one host get memory that all of them share?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TOKEN = 16
 
 
 def join_table(group: Group) -> ProgressTable | None:
-    """Return a table in memory that all ranks of a group have mapped; None where not all of them can. Collective.
+    """Return a progress table in memory that all ranks of a group have mapped; None if a rank cannot. Collective.
 
-    The first rank makes a file without a name and the others open it by way of /proc, so that it is gone when they are;
-    a token tells whether it is that file, and not one of another host's or container's.
+    The first rank makes a file without a name, and the others open it through /proc, so the file disappears when they
+    end. A token proves that it is that file, and not a file of another host or container.
     """
     size = _TOKEN + 8 * PASSES * group.size
     memory, told = _made(size) if group.rank == 0 else (None, b"null")
@@ -38,10 +38,10 @@ def join_table(group: Group) -> ProgressTable | None:
 
 
 def _made(size: int) -> tuple[int | None, bytes]:
-    """Return a new file, and where and what it is."""
+    """Return a new file, and a JSON text with its path and token."""
     try:
         memory = os.memfd_create("paddle_shard")
-    except (AttributeError, OSError):  # a C library of before 2018
+    except (AttributeError, OSError):  # a C library from before 2018
         return None, b"null"
     token = secrets.token_bytes(_TOKEN)
     os.write(memory, token)
@@ -50,11 +50,11 @@ def _made(size: int) -> tuple[int | None, bytes]:
 
 
 def _opened(size: int, path: str, token: str) -> int | None:
-    """Return the file that another rank has made, if it is to be had."""
+    """Return the file that another rank has made, or None if it cannot be opened."""
     try:
         memory = os.open(path, os.O_RDWR)
     except OSError as error:
-        logging.getLogger(__name__).debug("no table: %s", error)
+        logging.getLogger(__name__).debug("no progress table: %s", error)
         return None
     found: Any = os.fstat(memory)
     if found.st_size == size and os.pread(memory, _TOKEN, 0).hex() == token:

@@ -1,4 +1,4 @@
-"""Is data that was said to be split really split?"""
+"""Is data that was declared as split really split?"""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ _UNKNOWN = "unknown"
 
 
 class SplitCheck:
-    """Compares what the ranks have read first: data ranks must differ, and replicas be equal."""
+    """Compares the first batches of the ranks: data ranks must differ, and replicas must be equal."""
 
     def __init__(self, layout: MeshLayout, data_axes: tuple[int, ...]) -> None:
         """Set up the comparison.
 
         Args:
-            layout: Of the mesh.
+            layout: Layout of the mesh.
             data_axes: The axes over which the data is split.
         """
         self._data_ranks = {rank: layout.data_rank(rank, data_axes) for rank in layout.process_ids}
 
     def compare(self, said: Mapping[int, Mapping[str, Any]]) -> None:
-        """Compare what `first_batch` has returned on the ranks, by global rank.
+        """Compare the results of `first_batch` on the ranks, by global rank.
 
         Raises:
-            SplitError: Two data ranks have the same rows, or other numbers of them; or replicas have others.
+            SplitError: Two data ranks have the same rows, ranks have different numbers of rows or steps, or replicas
+                have different rows.
         """
         said = {rank: said[rank] for rank in sorted(said) if rank in self._data_ranks}
         leaders: dict[int, int] = {}
-        """Data rank -> the first of its replica group."""
+        """Data rank -> first global rank of its replica group."""
         for rank in said:
             leaders.setdefault(self._data_ranks[rank], rank)
         by_digest: dict[str, int] = {}
@@ -43,8 +44,8 @@ class SplitCheck:
             if found["size"] != said[first]["size"]:
                 raise SplitError(
                     f"is_dataset_splitted=True, but global rank {first} has {said[first]['size']} rows and global rank "
-                    f"{rank} {found['size']}: ranks would part. Give every data rank as many rows, or leave "
-                    "is_dataset_splitted at False to have this loader split the data."
+                    f"{rank} has {found['size']}, so their steps would differ. Give every data rank the same number of "
+                    "rows, or leave is_dataset_splitted=False, and this loader splits the data."
                 )
             leader = leaders[self._data_ranks[rank]]
             if found["digest"] != said[leader]["digest"]:
@@ -57,18 +58,18 @@ class SplitCheck:
             if found["digest"] != _UNKNOWN and self._data_ranks[other] != self._data_ranks[rank]:
                 raise SplitError(
                     f"is_dataset_splitted=True, but global ranks {other} and {rank}, which are different "
-                    "data ranks, read the same first batch: the data is not split. Leave is_dataset_splitted at False "
-                    "to have this loader split it, or give each data rank a loader of its own rows, for instance with "
-                    "paddle.io.DistributedBatchSampler(num_replicas=, rank=)."
+                    "data ranks, read the same first batch: the data is not split. Leave "
+                    "is_dataset_splitted=False, and this loader splits it. Or give each data rank a loader of its own "
+                    "rows, for instance with paddle.io.DistributedBatchSampler(num_replicas=, rank=)."
                 )
 
 
 def first_batch(arrays: Iterable[np.ndarray[Any, Any]], num_steps: int | None) -> dict[str, Any]:
-    """Return what is compared of a rank's first batch.
+    """Return what `SplitCheck` compares: the size and the digest of a rank's first batch.
 
     Args:
-        arrays: The batch's leaves, rows first.
-        num_steps: Of this rank's epoch; None if it is not known.
+        arrays: The batch's leaves; their first dim is the rows.
+        num_steps: Steps of this rank's epoch; None if not known.
     """
     batch = list(arrays)
     rows = len(batch[0]) if batch and batch[0].ndim else 0
@@ -76,7 +77,7 @@ def first_batch(arrays: Iterable[np.ndarray[Any, Any]], num_steps: int | None) -
 
 
 def digest(arrays: Iterable[np.ndarray[Any, Any]]) -> str:
-    """Return a digest of a batch; the same for all batches whose rows are all alike, which tell nothing."""
+    """Return a digest of a batch; the same for all batches whose rows are all equal, since these prove nothing."""
     found, varies = hashlib.blake2b(digest_size=16), False
     for array in arrays:
         found.update(repr((array.shape, array.dtype.str)).encode())

@@ -1,10 +1,10 @@
-"""How do all ranks exchange a few numbers in the background, and learn within milliseconds who died?
+"""How do all ranks exchange a few numbers in the background, and learn within milliseconds which rank died?
 
-Rank 0 of the group listens, the others connect to it, and each call is one message up and one down. Not gloo:
-Paddle's gloo groups give up after 30 s, which cannot be set (3.3.1), then close every connection; a rank whose
-interpreter is held for longer (a compiler, a debugger) would take a healthy job down. Their errors name a
-neighbour and not the dead, they need `GLOO_SOCKET_IFNAME` across hosts, and they are never freed. Here the
-kernel reports a dead process, whatever the host, and every deadline is ours. CUDA and NCCL are not involved.
+Rank 0 of the group listens, the others connect to it, and each call is one message up and one down. It does not use
+gloo: Paddle's gloo groups give up after 30 s, which cannot be changed (3.3.1), and then close every connection. A rank
+whose interpreter is held for longer (by a compiler or a debugger) would end a healthy job. Gloo's errors name a
+neighbour and not the dead rank, its groups need `GLOO_SOCKET_IFNAME` across hosts, and they are never freed. Here, the
+kernel reports a dead process on any host, and this module sets every deadline. CUDA and NCCL are not involved.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _FINE, _LOST = b".", b"!"
 _POLL, _GRACE = 0.02, 2.0
 
 MAX_STAR = 64
-"""Most ranks that one rank talks to, where they are on several hosts."""
+"""Most ranks that one rank talks to if they are on several hosts."""
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _making = threading.RLock()
-"""Held while a socket is made and noted, and while this process is forked."""
+"""Held while a socket is made and recorded, and while this process is forked."""
 
 
 def _leave_sockets_to_the_parent() -> None:
-    """Close a forked child's copies: a worker that held one would hide from the others that its rank has died."""
+    """Close the copies in a forked child: a worker that held one would hide the death of its rank from the others."""
     for found in list(_sockets):
         with contextlib.suppress(OSError):
             found.close()
@@ -56,7 +56,7 @@ os.register_at_fork(
 
 
 class StarGroup(MergingGroup):
-    """A `paddle_shard.agree.Group` over TCP. Made without a word to the others: the first call connects."""
+    """A `paddle_shard.agree.Group` over TCP. Construction sends nothing: the first call connects."""
 
     def __init__(
         self,
@@ -67,21 +67,21 @@ class StarGroup(MergingGroup):
         key: str,
         timeout: float,
     ) -> None:
-        """Take note of who takes part; `group_of` makes one.
+        """Store who takes part; `group_of` creates groups.
 
         Args:
             rank: Position of this process in the group.
             names: Global rank of each position.
-            connect_store: Returns a store (`set`, `get`, `add`) that all ranks share and that no other thread
-                uses; called in the thread of the first call, and told what says whether this group is open still.
-            host: Where the first rank of the group can be reached.
-            key: Of this group in the store; the same on all ranks, and used as often on each: the children that they
-                have forked may meet under it, too.
-            timeout: Seconds to wait in one call for the others; may be changed between calls.
+            connect_store: Returns a store (`set`, `get`, `add`) that all ranks share and that no other thread uses.
+                It is called in the thread of the first call, with a function that says if this group is still open.
+            host: Host on which the first rank of the group can be reached.
+            key: Key of this group in the store. It is the same on all ranks, and each rank uses it equally often:
+                their forked children may meet with it, too.
+            timeout: Seconds to wait for the others in one call; may be changed between calls.
         """
         self.rank, self.names = rank, tuple(names)
         self._connect_store, self._host, self._key, self.timeout = connect_store, host, key, timeout
-        self._peers: dict[int, socket.socket] = {}  # of rank 0: by position; of the others: only 0
+        self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
         self._connected = self._closed = False
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -98,7 +98,7 @@ class StarGroup(MergingGroup):
         return parts
 
     def absent(self) -> list[int]:
-        """Return the global ranks that are known not to have come yet."""
+        """Return the global ranks that are known not to have connected yet."""
         if self._connected:
             return []
         return [
@@ -108,7 +108,7 @@ class StarGroup(MergingGroup):
         ]
 
     def close(self) -> None:
-        """Leave; a call that waits in another thread ends with PeerLostError."""
+        """Leave the group; a call that waits in another thread ends with PeerLostError."""
         self._closed = True
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):
@@ -139,14 +139,14 @@ class StarGroup(MergingGroup):
         return result
 
     def _ask(self, payload: bytes, deadline: float) -> bytes:
-        """Send a message up and return the answer; rank 0 is given time to say who is missing."""
+        """Send a message to rank 0 and return its answer; rank 0 gets extra time to report who is missing."""
         root = self._peers[0]
         try:
-            with contextlib.suppress(ConnectionError):  # what rank 0 said before it left can still be read
+            with contextlib.suppress(ConnectionError):  # what rank 0 sent before it left can still be read
                 _send(root, _FINE, payload, deadline)
             kind, answer = _receive(root, deadline + _GRACE)
         except TimeoutError:
-            raise self._error({0}, f"said nothing for {self.timeout:g} s", self.timeout) from None
+            raise self._error({0}, f"did not respond for {self.timeout:g} s", self.timeout) from None
         except OSError:
             raise self._error({0}, "has ended or was killed") from None
         if kind == _LOST:
@@ -155,9 +155,9 @@ class StarGroup(MergingGroup):
         return answer
 
     def _ready(self, peers: dict[int, socket.socket], deadline: float) -> Iterable[tuple[int, socket.socket]]:
-        """Yield each connection once, as it has something to read."""
+        """Yield each connection once, when it has something to read."""
         waiting = {peer: position for position, peer in peers.items()}
-        poll = select.poll()  # not select: file numbers above 1023 are common in a training process
+        poll = select.poll()  # not select: file descriptors above 1023 are common in a training process
         by_number = {peer.fileno(): peer for peer in waiting}
         for number in by_number:
             poll.register(number, select.POLLIN)
@@ -165,14 +165,14 @@ class StarGroup(MergingGroup):
             found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not found:
                 late = set(waiting.values())
-                raise self._lose(late, f"said nothing for {self.timeout:g} s", self.timeout)
+                raise self._lose(late, f"did not respond for {self.timeout:g} s", self.timeout)
             for number, _ in found:
                 poll.unregister(number)
                 peer = by_number[number]
                 yield waiting.pop(peer), peer
 
     def _lose(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
-        """Tell all others who is lost, and return the error to raise here."""
+        """Tell all other ranks who is lost, and return the error to raise here."""
         error = self._error(positions, what, timeout)
         told = json.dumps([error.ranks, str(error), timeout]).encode()
         for position, peer in self._peers.items():
@@ -205,15 +205,15 @@ class StarGroup(MergingGroup):
             store.add(f"{key}/there", 1)
             while missing and not self._closed:
                 try:
-                    if not poll.poll(10_000 * _POLL):  # not longer, to see that this group was closed meanwhile
+                    if not poll.poll(10_000 * _POLL):  # not longer, so that this loop sees if the group was closed
                         raise TimeoutError
                     peer = _noted(lambda: server.accept()[0])
                     said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
                 except TimeoutError:
                     if time.monotonic() >= deadline:
-                        raise self._lose(missing, f"did not come for {self.timeout:g} s", self.timeout) from None
+                        raise self._lose(missing, f"did not connect within {self.timeout:g} s", self.timeout) from None
                 except OSError:
-                    continue  # a stranger that left
+                    continue  # not a rank of this group; it disconnected
                 else:
                     if said == token and position in missing:
                         missing.remove(position)
@@ -226,7 +226,7 @@ class StarGroup(MergingGroup):
         try:
             store = self._connect_store(self._is_open)
             key = self._key_of(store)
-            # Waiting or getting would block for ever on a rank that never comes; adding 0 asks and returns.
+            # `wait` and `get` would block forever if a rank never comes; adding 0 reads the value and returns.
             while not store.add(f"{key}/there", 0):
                 if self._closed or time.monotonic() > deadline:
                     raise TimeoutError
@@ -237,8 +237,8 @@ class StarGroup(MergingGroup):
         except PeerLostError:
             raise
         except TimeoutError:
-            raise self._error({0}, f"did not come for {self.timeout:g} s", self.timeout) from None
-        except (OSError, RuntimeError, ValueError) as error:  # the last two are the store's, when its host is gone
+            raise self._error({0}, f"did not connect within {self.timeout:g} s", self.timeout) from None
+        except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
             raise self._error({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)
 
@@ -246,7 +246,7 @@ class StarGroup(MergingGroup):
         return not self._closed
 
     def _key_of(self, store: Any) -> str:
-        """Return the key of this meeting: the n-th of this rank is the n-th of the others."""
+        """Return the key of this meeting: the n-th meeting of this rank is the n-th of the others."""
         return f"{self._key}/{store.add(f'{self._key}/of {self.rank}', 1)}"
 
     def _adopt(self, position: int, peer: socket.socket) -> None:
@@ -262,16 +262,17 @@ def group_of(
 ) -> StarGroup | TwoLevelGroup:
     """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
 
-    Above `MAX_STAR` ranks on several hosts it has two levels: the ranks of a host, and the first of each host.
+    With more than `MAX_STAR` ranks on several hosts, it has two levels: the ranks of a host, and the first rank of each
+    host.
 
     Args:
-        ranks: Global ranks, ascending; this process's is among them.
+        ranks: Global ranks, ascending, including that of this process.
         key: A name that is the same on all of them and is used once in a job.
-        timeout: Seconds to wait in one call for the others.
-        hosts: Of each global rank; None: as the launcher says.
+        timeout: Seconds to wait for the others in one call.
+        hosts: Host of each global rank; None: taken from the launcher's environment.
 
     Raises:
-        ArgumentError: The environment does not say where the ranks meet.
+        ArgumentError: The environment does not tell where the ranks meet.
     """
     size, me = dist.get_world_size(), dist.get_rank()
     meeting = meeting_of(ranks, timeout) if len(ranks) > 1 else None
@@ -285,7 +286,7 @@ def group_of(
         return meeting.store(size, timeout, _connected, wanted)
 
     def star(members: Sequence[int], name: str) -> StarGroup:
-        # The store's host is known to be reachable; others are as the launcher names them.
+        # The store's host is known to be reachable; for other hosts, use the launcher's names.
         where = host if meeting is not None and members[0] == meeting.owner else hosts[members[0]]
         return StarGroup(members.index(me), members, connect_store, where, f"paddle_shard/agree/{key}/{name}", timeout)
 
@@ -300,7 +301,7 @@ def group_of(
 
 
 def _noted(make: Callable[[], socket.socket]) -> socket.socket:
-    """Return a socket that a fork will not copy; making it must not block."""
+    """Return a socket that a forked child closes; making it must not block."""
     with _making:
         made = make()
         _sockets.add(made)

@@ -1,4 +1,4 @@
-"""Who reads what, when: pure (standard library and numpy)."""
+"""Which rank reads which sample at which step? Needs only the standard library and numpy."""
 
 from __future__ import annotations
 

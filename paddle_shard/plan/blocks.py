@@ -1,4 +1,4 @@
-"""Which sample stands at a position, where a shuffle must keep together what lies together on disk?"""
+"""Which sample is at a position if a shuffle must keep together what lies together on disk?"""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Indices, Permutation
 
 TABLE = 8192
-"""Positions of a window that are drawn at once."""
+"""Positions of a window that are computed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Ordering):
     """A shuffle for data on disk: whole blocks in random order, and their samples mixed a few blocks at a time.
 
-    A full shuffle opens another block for almost every sample. Here the epoch's random order of the blocks is
-    cut into equal parts, each data rank reads its parts one `window` after the other, and only the samples of
-    a window are mixed. See `BlockOrder` for what that promises.
+    A full shuffle opens another block for almost every sample. Here, the epoch's random order of the blocks is
+    cut into equal parts. Each data rank reads its parts one `window` after the other, and only the samples of
+    a window are mixed. `BlockOrder` states the guarantees.
 
     Examples:
         >>> Blocks(size=512)
@@ -37,7 +37,7 @@ class Blocks(Ordering):
     size: int = 1024
     """Consecutive samples that lie together on disk: a chunk, a page, a row group. At least 1."""
     window: int = 8
-    """Blocks whose samples are mixed, at least 1. More mix better; a reader should be able to keep them open."""
+    """Blocks whose samples are mixed, at least 1. More blocks mix better; a reader should keep that many open."""
 
     def __post_init__(self) -> None:
         for name in ("size", "window"):
@@ -52,29 +52,29 @@ class Blocks(Ordering):
 
         Args:
             length: Number of samples.
-            seed: Of the run.
-            epoch: Any int.
+            seed: Seed of the run.
+            epoch: The epoch, any int.
             width: Rows of a micro-batch.
         """
         return block_order(length, self, width, seed, epoch)
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
-        """Return what a saved state says of the order; a loader calls it.
+        """Return what a saved state stores about the order; a loader calls it.
 
         Args:
-            num_data_ranks: The order does not depend on them.
+            num_data_ranks: Not used: the order does not depend on it.
             accumulation: Micro-batches in a global batch.
         """
         return {"block_size": self.size, "window": self.window, "accumulation": accumulation}
 
     def for_dataset(self, dataset: Any) -> Blocks:
-        """Return blocks as large as those of a data set on disk; a loader calls it.
+        """Return a `Blocks` with the block size of a data set on disk; a loader calls it.
 
         Args:
-            dataset: Its `block_size` is taken, if it has one.
+            dataset: The data set; its `block_size` is used if it has one.
 
         Raises:
-            ArgumentError: Its `block_size` is none.
+            ArgumentError: Its `block_size` is not an int >= 1.
         """
         if not hasattr(dataset, "block_size"):
             return self
@@ -90,30 +90,30 @@ class Blocks(Ordering):
         """Return a warning if several data ranks will open the same blocks; a loader calls it.
 
         Args:
-            num_samples: Of the data set.
-            num_data_ranks: Which read it.
+            num_samples: Number of samples in the data set.
+            num_data_ranks: Number of data ranks that read it.
             width: Rows of a micro-batch.
         """
         parts = num_parts(num_samples, self, width)
         if parts % num_data_ranks == 0:
             return None
         return (
-            f"shuffle='blocks': the order has {parts} parts, which {num_data_ranks} data ranks do not divide, so "
-            "several data ranks open the same blocks. The order is right all the same. (The number of parts is the "
-            f"largest divisor, up to {MAX_PARTS}, of the {width} rows of a micro-batch that is not larger than the "
-            f"{-(-num_samples // self.size)} blocks.) To share no reads, choose a batch size with other divisors, or "
-            "a smaller Blocks(size=...)."
+            f"shuffle='blocks': the order has {parts} parts, which {num_data_ranks} data ranks cannot share evenly, so "
+            "several data ranks open the same blocks. The order is still correct. (The number of parts is the largest "
+            f"divisor, up to {MAX_PARTS}, of the {width} rows of a micro-batch that is not larger than the "
+            f"{-(-num_samples // self.size)} blocks.) To avoid shared reads, choose a batch size with other divisors, "
+            "or a smaller Blocks(size=...)."
         )
 
 
 def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:
-    """Return into how many parts the order is cut: the largest divisor of `width` up to the blocks and to 64.
+    """Return the number of parts of the order: the largest divisor of `width` up to 64 and the number of blocks.
 
-    Data ranks whose number divides it open whole parts. It depends on no mesh.
+    If the number of data ranks divides it, each data rank opens whole parts. It does not depend on the mesh.
 
     Args:
-        num_samples: At least 1.
-        blocks: Their size gives the number of blocks.
+        num_samples: Number of samples, at least 1.
+        blocks: Its size gives the number of blocks.
         width: Rows of a micro-batch, at least 1.
 
     Examples:
@@ -127,12 +127,12 @@ class BlockOrder:
     """A bijection of [0, n): blocks in the order of a permutation, cut into P parts, mixed within windows.
 
     Row r of every whole micro-batch of `width` rows comes from part r // (width / P), and each part is read
-    from its beginning to its end. So as long as batches are whole, D data ranks, where D divides P, share at
-    most D - 1 blocks: those that a border between two data ranks cuts. Every other block is opened by one data
-    rank, during one window of one part. (A border cuts another block each epoch, always at the same place.)
+    from its beginning to its end. So if batches are whole and D data ranks divide P, they share at most D - 1
+    blocks: those that a border between two data ranks cuts. Every other block is opened by one data rank,
+    during one window of one part. (A border cuts another block in each epoch, always at the same place.)
 
-    Setting it up costs the same for every n. It keeps at most 2 P tables of 8192 numbers, whatever the size of
-    a window: 8 MB for 64 parts.
+    The setup time does not depend on n. At most 2 P tables of 8192 numbers are kept, for any size of a window:
+    8 MB for 64 parts.
     """
 
     def __init__(self, num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int) -> None:
@@ -140,10 +140,10 @@ class BlockOrder:
 
         Args:
             num_samples: n, in [1, 2^62].
-            blocks: What lies together, and how much is mixed.
+            blocks: The size of a block, and how many blocks are mixed.
             width: Rows of a micro-batch; the order depends on it.
-            seed: With the epoch, of the order.
-            epoch: Any int.
+            seed: Seed of the run.
+            epoch: The epoch, any int.
         """
         self.num_parts = num_parts(num_samples, blocks, width)
         self._parts = _Parts(num_samples, width, self.num_parts)
@@ -176,12 +176,12 @@ class BlockOrder:
         return self(np.arange(start, stop, dtype=np.int64))
 
     def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
-        """Return the window of each place, and how far into it, as far as it lies in the part, the place is."""
+        """Return the window of each place, and the offset of the place in the window, which is cut to the part."""
         window, first = self._shelf.windows(place)
         return window, place - np.maximum(first, self._parts.starts[part])
 
     def _bounds(self, part: int, window: int) -> tuple[int, int]:
-        """[first, end) of the places of a window that lie in a part."""
+        """Return [first, end) of the places of a window that lie in a part."""
         first, end = self._shelf.bounds(window)
         return max(first, int(self._parts.starts[part])), min(end, int(self._parts.starts[part + 1]))
 
@@ -190,14 +190,14 @@ class BlockOrder:
         return Permutation(end - first, derive_key("window", self._seed, self._epoch, part, window, size=64))
 
     def _draw(self, part: int, window: int, number: int) -> Indices:
-        """A stretch of a window's samples, in their mixed order."""
+        """Return one table of a window's samples, in their mixed order."""
         first, end = self._bounds(part, window)
         offsets = np.arange(number * TABLE, min((number + 1) * TABLE, end - first), dtype=np.int64)
         return self._shelf.samples(first + self._mixing(part, window)(offsets))
 
 
 class _Parts:
-    """Positions of the epoch against places of the blocks laid end to end, which P parts divide.
+    """Converts positions of the epoch to places, and back. Places number the blocks end to end, cut into P parts.
 
     With K whole rows of `width` = P * c positions and a rest, a part has K * c places and its share of the rest.
     """
@@ -207,7 +207,7 @@ class _Parts:
         rows, rest = divmod(num_samples, width)
         self._whole = rows * width
         self._in_rows = rows * self._share
-        # [part]: where its share of the rest begins, counted from the rest's beginning; P + 1 of them
+        # [part]: start of its share of the rest, counted from the start of the rest; P + 1 numbers
         self._rests = np.array([part * rest // parts for part in range(parts + 1)], np.int64)
         self.starts = np.arange(parts + 1) * self._in_rows + self._rests
 
@@ -236,7 +236,10 @@ class _Parts:
 
 
 class _Shelf:
-    """Places of the blocks laid end to end in random order, against samples; the short last block may lie anywhere."""
+    """Converts places of the blocks, end to end in random order, to samples, and back.
+
+    The short last block may be anywhere.
+    """
 
     def __init__(self, num_samples: int, blocks: Blocks, seed: int, epoch: int) -> None:
         self._size = min(blocks.size, num_samples)
@@ -245,7 +248,7 @@ class _Shelf:
         self._blocks = Permutation(self._num_blocks, derive_key("blocks", seed, epoch, size=64))
         self._short = int(self._blocks.inverse(np.array([self._num_blocks - 1], np.int64))[0])
         self._gap = self._num_blocks * self._size - num_samples
-        # From here on, what follows the short block stands `gap` places earlier than slot * size.
+        # From here on, blocks after the short one begin `gap` places earlier than slot * size.
         self._short_end = (self._short + 1) * self._size - self._gap
 
     def _start(self, slot: Indices) -> Indices:
@@ -267,25 +270,25 @@ class _Shelf:
         return first, end
 
     def samples(self, places: Indices) -> Indices:
-        """Return the sample at each place; no more blocks than places are looked up."""
+        """Return the sample at each place; at most as many blocks as places are looked up."""
         slots = self._slot(places)
         low, high = int(slots.min()), int(slots.max())
         if high - low < len(places):
-            # [slot - low]: the block there
+            # [slot - low]: block in that slot
             blocks = self._blocks(np.arange(low, high + 1, dtype=np.int64))[slots - low]
-        else:  # a window of more blocks than are in memory at once
+        else:  # the slots span more blocks than there are places
             found, at = np.unique(slots, return_inverse=True)
             blocks = self._blocks(found)[at]
         return blocks * self._size + places - self._start(slots)
 
     def places(self, samples: Indices) -> Indices:
-        """Return the place of each sample: undo `samples`."""
+        """Return the place of each sample: the inverse of `samples`."""
         block, within = np.divmod(samples, self._size)
         return self._start(self._blocks.inverse(block)) + within
 
 
 def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
-    """Yield (which of the places have it, key) for each key that occurs; each occurs on one stretch of places."""
+    """Yield (indices into `places`, key) for each key that occurs; each key covers one stretch of places."""
     if not places.size:
         return
     ascending = np.argsort(places, kind="stable")
@@ -299,5 +302,5 @@ def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]
 
 @lru_cache(maxsize=4)
 def block_order(num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int) -> BlockOrder:
-    """Return the order of an epoch, the same object for a few that are asked for in turns."""
+    """Return the order of an epoch; a few orders are cached."""
     return BlockOrder(num_samples, blocks, width, seed, epoch)

@@ -20,64 +20,64 @@ ALL, DRAWN = -1, -2
 
 _CHUNK = 1 << 16
 _MOST = 16
-"""Stretches of a data rank that are kept apart where they lie inside others."""
+"""Most legs of an owner that are kept one by one; if there are more, those inside others become one."""
 
 Expected = Callable[[int, int], Total]
-"""The real samples at positions [first, end)."""
+"""Returns the total of the real samples at positions [first, end)."""
 
 
 class Leg(NamedTuple):
-    """What was delivered at a stretch of the positions of an epoch's order."""
+    """The deliveries at one stretch of positions of an epoch's order."""
 
     epoch: int
     first: int
     end: int
     data_rank: int
-    """Whose slices; `ALL`: those of all data ranks; `DRAWN`: nobody's, it is what a sampler of the user's own drew."""
+    """Data rank whose slices these are. `ALL`: the slices of all data ranks. `DRAWN`: what the user's sampler drew."""
     num_data_ranks: int
-    """How many there were; 1 for `ALL` and `DRAWN`."""
+    """Number of data ranks at that time; 1 for `ALL` and `DRAWN`."""
     num: int
     one: int
     other: int
     """`num`, `one` and `other` are the total of the samples."""
     times: int = 1
-    """How often the stretch was delivered; the total is that of all times. -k: of k stretches somewhere inside."""
+    """Number of times that the stretch was delivered; the total covers all. -k: the leg holds k stretches inside it."""
 
     @property
     def total(self) -> Total:
-        """Of the samples."""
+        """Total of the samples."""
         return self.num, self.one, self.other
 
     @property
     def owner(self) -> tuple[int, int, int]:
-        """Legs of one owner add up."""
+        """Key of the owner; legs of one owner can be added up."""
         return self.epoch, self.data_rank, self.num_data_ranks
 
     def joined(self, leg: Leg, times: int) -> Leg:
-        """Return the stretch around both, with the samples of both."""
+        """Return the leg that spans both stretches and holds the samples of both."""
         total = plus(self.total, leg.total)
         return Leg(self.epoch, min(self.first, leg.first), max(self.end, leg.end), *self.owner[1:], *total, times)
 
 
 class Account(NamedTuple):
-    """What one rank knows to have been delivered of an epoch."""
+    """The knowledge of one rank about the deliveries of an epoch."""
 
     place: tuple[int, int] | None
-    """(its data rank, how many there are); None where it holds none of the data."""
+    """(its data rank, number of data ranks); None if it holds none of the data."""
     known: Sequence[Leg]
-    """From a saved state, or of all ranks from the last certificate."""
+    """Legs from a saved state, or legs of all ranks from the last certificate."""
     own: Sequence[Leg]
-    """What it has delivered itself since."""
+    """Legs that this rank itself has delivered since then."""
 
 
-# As few as can be
+# Merging legs
 
 
 def folded(legs: Iterable[Leg]) -> list[Leg]:
-    """Return the same legs, as few: one for a stretch that was delivered several times.
+    """Return the same deliveries in fewer legs: one for a stretch that was delivered several times.
 
-    However often an epoch is begun again, they stay few: where an owner has many, those that lie inside others
-    become one, of which it is no longer known which stretches they were.
+    The legs stay few, however often an epoch is restarted: if an owner has many, those inside others become one leg,
+    which no longer tells the stretches apart.
     """
     found: dict[Any, Leg] = {}
     for leg in legs:
@@ -90,7 +90,7 @@ def folded(legs: Iterable[Leg]) -> list[Leg]:
 
 
 def _inside_as_one(legs: list[Leg]) -> list[Leg]:
-    """Return the legs of an owner, those inside others as one."""
+    """Return the legs of an owner, with those inside others merged into one."""
     kept, inside = list[Leg](), None
     for leg in legs:
         around = (o for o in legs if o != leg and o.times > 0 and o.first <= leg.first and leg.end <= o.end)
@@ -102,16 +102,16 @@ def _inside_as_one(legs: list[Leg]) -> list[Leg]:
     return kept if inside is None else [*kept, inside]
 
 
-# What ranks know, put together
+# Combining what the ranks know
 
 
 def merge(accounts: Iterable[Account]) -> tuple[list[Leg], list[str]]:
-    """Return what all ranks together know to be delivered, and what is wrong with it.
+    """Return what all ranks together know to be delivered, and the problems that were found.
 
-    Ranks with the same data rank, replicas, must have delivered the same, by all their iterators together; one of
-    each is counted. What is known from before is the same on every rank that knows it, and counted once. A stretch
-    that every data rank has delivered becomes one leg of `ALL`, and what follows it is joined to that. A stretch of
-    which a data rank's leg is missing stays in pieces.
+    Replicas, which have the same data rank, must have delivered the same samples with all their iterators together;
+    only one of them is counted. Known legs are the same on every rank that has them, and are counted once. A stretch
+    that every data rank has delivered becomes one leg of `ALL`, and adjacent legs are joined. If a data rank's leg of
+    a stretch is missing, the stretch stays in pieces.
     """
     problems: list[str] = []
     known: set[Leg] = set()
@@ -123,7 +123,7 @@ def merge(accounts: Iterable[Account]) -> tuple[list[Leg], list[str]]:
         drawn |= {leg for leg in since if leg.data_rank == DRAWN}
         mine = since - drawn
         if place is not None and replicas.setdefault((place[0], place[1]), mine) != mine:
-            problems.append(f"replicas of data rank {place[0]} delivered different samples, or not as many")
+            problems.append(f"replicas of data rank {place[0]} delivered different samples, or a different number")
     whole: list[Leg] = []
     pieces: list[Leg] = []
     for legs in (known, drawn.union(*replicas.values())):
@@ -132,10 +132,10 @@ def merge(accounts: Iterable[Account]) -> tuple[list[Leg], list[str]]:
 
 
 def _put_together(legs: set[Leg], whole: list[Leg], pieces: list[Leg], problems: list[str]) -> None:
-    """Add what all data ranks have delivered to `whole`, and what some have to `pieces`."""
+    """Add what all data ranks have delivered to `whole`, and what only some have delivered to `pieces`."""
     stretches: dict[Any, dict[int, Leg]] = defaultdict(dict)
     for leg in sorted(legs):
-        kind = min(leg.data_rank, 0)  # ALL, DRAWN, or 0: of one data rank, also where there is but one
+        kind = min(leg.data_rank, 0)  # ALL, DRAWN, or 0 for one data rank, even if there is only one
         of_ranks = stretches[(leg.first, leg.end, leg.num_data_ranks, leg.times, kind)]
         if leg.data_rank in of_ranks:
             who = "the samplers drew" if kind == DRAWN else f"replicas of data rank {leg.data_rank} delivered"
@@ -160,7 +160,7 @@ def _put_together(legs: set[Leg], whole: list[Leg], pieces: list[Leg], problems:
 
 
 def _chained(legs: Iterable[Leg]) -> list[Leg]:
-    """Return legs with those that follow each other as one."""
+    """Return the legs, with adjacent legs joined into one."""
     found: list[Leg] = []
     for leg in sorted(legs):
         before = [o for o in found if (o.end, o.owner, o.times) == (leg.first, leg.owner, leg.times) and o.times > 0]
@@ -171,34 +171,34 @@ def _chained(legs: Iterable[Leg]) -> list[Leg]:
     return found
 
 
-# What that proves
+# The proof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What a run has delivered of an epoch, over all data ranks, iterators, stops and meshes."""
+    """The deliveries of a run in an epoch, over all data ranks, iterators, restarts and meshes."""
 
     epoch: int
     num_samples: int
-    """Samples that the epoch delivers: all, but for what the tail drops."""
+    """Samples that the epoch delivers: all except those that the tail drops."""
     dropped: int = 0
-    """Samples that the tail drops, as far as the order tells: not where a sampler of the user's own has it."""
+    """Samples that the tail drops; 0 if the order is that of the user's own sampler."""
     delivered: int
     """Samples that were delivered, counted as often as they were."""
     missed: int
-    """Deliveries that are missing, as far as the stretches tell: of a sample that cannot be read, one each time that
-    its stretch was delivered. `delivered` is `num_samples - missed + repeated`."""
+    """Missing deliveries, as far as the stretches tell. A sample that cannot be read is missing once for each time
+    that its stretch was delivered. `delivered` is `num_samples - missed + repeated`."""
     repeated: int
-    """Deliveries beyond the first of each sample, those that are missing of them counted in."""
+    """Deliveries beyond the first of each sample, including those of them that are missing."""
     problems: tuple[str, ...]
-    """Everything that speaks against "exactly once"; empty where it is proved."""
+    """All findings against "exactly once"; empty if it is proved."""
     drawn_by: str | None = None
-    """The sampler of the user's own that decided on the samples: each of its draws was to be delivered once, and
-    a sample as often as it drew it. None: the samples are those of the data set."""
+    """Name of the user's own sampler, if it chose the samples. Each of its draws must be delivered once, so a sample
+    is delivered as often as it was drawn. None: the samples are those of the data set."""
 
     @property
     def exact(self) -> bool:
-        """Whether each sample of the epoch was delivered exactly once."""
+        """True if each sample of the epoch was delivered exactly once."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -223,12 +223,12 @@ def certify(
     """Return what the accounts of all ranks prove of an epoch.
 
     Args:
-        accounts: Of all ranks.
+        accounts: The accounts of all ranks.
         epoch: The epoch.
-        num_positions: Positions of its order that are served; None: the sampler has not been seen to end.
-        expected: What belongs at the positions. None: only a sampler knows, so what was drawn is compared.
+        num_positions: Positions of its order that are served. None: the end of the sampler has not been seen.
+        expected: Returns what belongs at the positions. None: only a sampler knows, so the draws are compared.
         drawn_by: The sampler's name.
-        num_samples: Of the data set; None where only a sampler knows what it draws of them.
+        num_samples: Number of samples in the data set. None: only a sampler knows which of them it draws.
     """
     legs, problems = merge(accounts)
     whole = [leg for leg in legs if leg.data_rank == ALL]
@@ -240,7 +240,7 @@ def certify(
         stretch = f"positions [{leg.first}, {leg.end})"
         if leg.times < 0:
             repeated += leg.num
-            problems.append(f"of {stretch} {leg.num} samples were delivered again, in {-leg.times} stretches")
+            problems.append(f"in {stretch}, {leg.num} samples were delivered again, in {-leg.times} stretches")
             continue
         if leg.first > at:
             missed += size(at, leg.first)
@@ -253,18 +253,18 @@ def certify(
             problems.append(f"{stretch} were delivered {leg.times} times")
         at = max(at, leg.end)
     if num_positions is None:
-        problems.append(f"{drawn_by} has not been seen to end after position {at}")
+        problems.append(f"{drawn_by} has not ended after position {at}, as far as this run has seen")
     elif at < num_positions:
         missed += size(at, num_positions)
         problems.append(f"positions [{at}, {num_positions}) {left_out}")
     if num_positions == 0:
-        problems.append("no sample was delivered: it had none, or tail='drop' left all of them out")
+        problems.append("no sample was delivered: the data has none, or tail='drop' dropped all of them")
     for what, wanted, found in _compared(legs, expected):
         if found[0] != wanted[0]:
             problems.append(f"{what} hold {wanted[0]} samples, but {found[0]} were delivered")
             missed, repeated = missed + max(0, wanted[0] - found[0]), repeated + max(0, found[0] - wanted[0])
         elif found != wanted:
-            problems.append(f"in {what} some samples were missed and as many repeated")
+            problems.append(f"in {what}, some samples were missed and as many repeated")
     served = size(0, at if num_positions is None else num_positions)
     return Certificate(
         epoch=epoch,
@@ -286,7 +286,7 @@ def _compared(legs: Sequence[Leg], expected: Expected | None) -> Iterable[tuple[
             if leg.data_rank == ALL and leg.times > 0:
                 belongs = plus(zero, expected(leg.first, leg.end), leg.times)
                 yield f"positions [{leg.first}, {leg.end})", belongs, leg.total
-    elif all(leg.data_rank in (ALL, DRAWN) for leg in legs):  # no pieces, of which something is not known
+    elif all(leg.data_rank in (ALL, DRAWN) for leg in legs):  # no pieces, so everything is known
         totals = {ALL: zero, DRAWN: zero}
         for leg in legs:
             totals[leg.data_rank] = plus(totals[leg.data_rank], leg.total)
@@ -294,7 +294,7 @@ def _compared(legs: Sequence[Leg], expected: Expected | None) -> Iterable[tuple[
 
 
 def expected_of_plan(plan: ShardPlan, epoch: int) -> Expected:
-    """Return what `certify` compares with, for a plan."""
+    """Return the function that tells `certify` what belongs at the positions of a plan."""
 
     @cache
     def expected(first: int, end: int) -> Total:

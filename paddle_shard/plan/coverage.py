@@ -12,29 +12,29 @@ import numpy.typing as npt
 from paddle_shard.plan.partition import slice_rows
 
 EXACT_MAX = 1 << 22
-"""Up to so many samples a plan's deliveries are counted one by one."""
+"""Up to this many positions, a plan's deliveries are counted one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """How often a plan delivers each sample in an epoch, padding rows aside."""
+    """Counts of how often a plan delivers each sample in an epoch, without padding rows."""
 
     num_samples: int
     delivered: int
     """Real rows over all steps and data ranks."""
     missed: int
-    """Samples that no data rank delivers; what "drop" drops is among them."""
+    """Samples that no data rank delivers, including those that "drop" drops."""
     repeated: int
     """Deliveries beyond the first of a sample."""
     padding: int
     """Rows of padding."""
     counted: bool
-    """True: each delivery was counted. False, for long data sets: the slices of the first, the last and some
-    steps between were checked to be disjoint and whole, and the order to be undone by its inverse there."""
+    """True if each delivery was counted. False for long data sets: only the first, the last and some other steps were
+    checked. At these steps, the slices are disjoint and complete, and the inverse undoes the order."""
 
 
 class Plan(Protocol):
-    """What is looked at of a `ShardPlan`."""
+    """The part of `ShardPlan` that is used here."""
 
     @property
     def num_samples(self) -> int:
@@ -72,7 +72,7 @@ class Plan(Protocol):
 
 
 def coverage(plan: Plan, epoch: int) -> Coverage:
-    """Return how often the data ranks of a plan, put together, deliver each sample."""
+    """Return how often all data ranks of a plan together deliver each sample."""
     if plan.num_positions <= EXACT_MAX:
         seen, padding = np.zeros(plan.num_samples, np.int64), 0
         for step in range(plan.num_steps):

@@ -1,4 +1,4 @@
-"""Was an exception raised by a signal's handler, and so not by what the handler interrupted?"""
+"""Was an exception raised by a signal handler, and not by the code that it interrupted?"""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import FrameType
 
 
 def raised_by_a_handler(error: BaseException) -> bool:
-    """Return whether an exception is that of a signal's handler, which ran while something was read.
+    """Return whether an exception was raised by a signal handler that ran while something was read.
 
-    A handler is known by what it is called with: the frame that it interrupts. Which handlers are set now does not
-    tell, since many a handler sets another before it raises.
+    A handler is recognized by its argument: the frame that it interrupts. The handlers that are set now prove
+    nothing, since many handlers set another one before they raise.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # Not the first, which is running: a look at its variables would have it hold the exception, which holds the frame.
+    # Skip the first frame: it is running. Reading its variables would make it hold the exception, which holds it.
     return any(_is_given_one_of(frames[:number], frames[number]) for number in range(1, len(frames)))
 
 
 def raise_if_a_handlers(error: BaseException) -> None:
-    """Raise an exception that is a signal handler's, as it is; return for any other."""
+    """Raise the exception unchanged if a signal handler raised it; return otherwise."""
     if raised_by_a_handler(error):
         raise error
 

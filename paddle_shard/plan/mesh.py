@@ -1,4 +1,4 @@
-"""Which coordinate of the mesh does a process have, and who shares its data?"""
+"""Which coordinate of the mesh does a process have, and which ranks share its data?"""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class MeshLayout:
         """Return the coordinate of a process, one number per axis.
 
         Args:
-            global_rank: Paddle's process id; on the mesh.
+            global_rank: Paddle's process id; must be on the mesh.
 
         Raises:
             ArgumentError: The rank is not on the mesh.
@@ -103,7 +103,7 @@ class MeshLayout:
         return tuple(reversed(coordinate))
 
     def num_data_ranks(self, data_axes: Axes) -> int:
-        """Return the product of the sizes of the data axes; 1 for none.
+        """Return the product of the sizes of the data axes; 1 if there are none.
 
         Args:
             data_axes: Names or indices of axes, or one of them.
@@ -118,7 +118,7 @@ class MeshLayout:
             data_axes: The axes that the batch is split over.
 
         Returns:
-            A number in `range(self.num_data_ranks(data_axes))`; 0 where there is no data axis.
+            A number in `range(self.num_data_ranks(data_axes))`; 0 if there is no data axis.
         """
         coordinate, rank = self.coordinate(global_rank), 0
         for axis in self.axis_indices(data_axes):
@@ -129,7 +129,7 @@ class MeshLayout:
         """Return the ranks that get the same data as `global_rank`, itself included, in mesh order.
 
         Args:
-            global_rank: Paddle's process id; on the mesh.
+            global_rank: Paddle's process id; must be on the mesh.
             data_axes: Names or indices of axes, or one of them.
         """
         mine = self.data_rank(global_rank, data_axes)

@@ -1,4 +1,4 @@
-"""Which orders are there?"""
+"""Which orders can a user choose?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shuffle: TypeAlias = bool | str | Ordering
 
 @dataclass(frozen=True)
 class Sequential(Ordering):
-    """The samples as they stand in the data set, in every epoch."""
+    """The samples in the order of the data set, in every epoch."""
 
     name: ClassVar[bool | str] = False
     shuffles: ClassVar[bool] = False
@@ -29,7 +29,7 @@ class Sequential(Ordering):
 
 @dataclass(frozen=True)
 class Shuffled(Ordering):
-    """A keyed permutation of all samples, another one for each seed and epoch."""
+    """A keyed permutation of all samples, a different one for each seed and epoch."""
 
     name: ClassVar[bool | str] = True
 
@@ -44,15 +44,15 @@ ORDERINGS: dict[bool | str, Ordering] = {
     "blocks": Blocks(),
     "paddle": PaddleOrdering(),
 }
-"""All orders that have a name, by what `shuffle=` calls them."""
+"""All named orders, by their name in `shuffle=`."""
 
 
 def find_ordering(shuffle: Any, dataset: Any = None) -> Ordering:
-    """Return the ordering of a name, or the one that was given.
+    """Return the ordering with a name, or the given ordering itself.
 
     Args:
-        shuffle: As given by the user.
-        dataset: Whose layout on disk the ordering follows, where only its name is given.
+        shuffle: The user's argument.
+        dataset: The data set. If `shuffle` is a name, the ordering follows its layout on disk.
 
     Raises:
         ArgumentError: There is no such order.

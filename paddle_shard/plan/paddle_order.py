@@ -20,14 +20,14 @@ class PaddleOrder:
 
         Args:
             length: Number of positions, padding included.
-            epoch: At least 0, as numpy wants it.
+            epoch: The epoch; at least 0, as numpy requires.
         """
         self._table = np.arange(length, dtype=np.int64)
         np.random.RandomState(epoch).shuffle(self._table)
         self._inverse: Indices | None = None
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return what stands at each position."""
+        """Return the sample at each position."""
         return self._table[positions]
 
     def inverse(self, samples: Indices) -> Indices:
@@ -38,15 +38,15 @@ class PaddleOrder:
         return self._inverse[samples]
 
     def between(self, start: int, stop: int) -> Indices:
-        """Return what stands at positions [start, stop)."""
+        """Return the samples at positions [start, stop)."""
         return self._table[start:stop]
 
 
 @dataclass(frozen=True)
 class PaddleOrdering(Ordering):
-    """The order of `paddle.io.DistributedBatchSampler`, padding included, which depends on the data ranks.
+    """The order of `paddle.io.DistributedBatchSampler`, including its padding.
 
-    It does not depend on the seed: Paddle seeds it with the epoch.
+    It depends on the number of data ranks. It does not depend on the seed: Paddle seeds it with the epoch.
     """
 
     name: ClassVar[bool | str] = "paddle"
@@ -57,7 +57,7 @@ class PaddleOrdering(Ordering):
         return _order(length, epoch)
 
     def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
-        """See `Ordering`: Paddle gives every data rank as many samples."""
+        """See `Ordering`: Paddle gives every data rank the same number of samples."""
         return num_samples + -num_samples % num_data_ranks
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class PaddleOrdering(Ordering):
 
 @dataclass(frozen=True)
 class PaddleSequential(PaddleOrdering):
-    """The same where the sampler does not shuffle. It has no name: a loader uses it for such a sampler."""
+    """The order of a `DistributedBatchSampler` that does not shuffle. A loader uses it; users cannot name it."""
 
     name: ClassVar[bool | str] = "paddle unshuffled"
     shuffles: ClassVar[bool] = False

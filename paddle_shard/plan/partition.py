@@ -13,16 +13,16 @@ Rows = npt.NDArray[np.int64]
 def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, micro_size: int | None = None) -> Rows:
     """Return the rows of a global batch that `data_rank` delivers, in the order in which it delivers them.
 
-    A global batch is one or more micro-batches one after the other, and every data rank takes its equal part
-    of each, so that a slice cut by gradient accumulation holds whole micro-batches (Paddle's rule for
+    A global batch is one or more micro-batches, one after the other. Every data rank takes an equal part of each,
+    so that gradient accumulation cuts a slice into whole micro-batches (Paddle's rule for
     `batch_sampler._acc_steps`).
 
     Args:
         num_rows: Rows of the global batch; a multiple of `num_data_ranks`.
         num_data_ranks: Product of the sizes of the data axes. Not the world size.
-        data_rank: In `range(num_data_ranks)`.
+        data_rank: The data rank, in `range(num_data_ranks)`.
         micro_size: Rows of a micro-batch, a multiple of `num_data_ranks`; the last one may have fewer.
-            None: the whole batch is one.
+            None: the whole batch is one micro-batch.
 
     Returns:
         int64[num_rows // num_data_ranks]
@@ -54,7 +54,7 @@ def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, micro_size: i
 
 
 def place_of_row(row: int, num_rows: int, num_data_ranks: int, micro_size: int) -> tuple[int, int]:
-    """Return (data rank, row of its slice) for a row of a global batch: the inverse of `slice_rows`.
+    """Return (data rank, row in its slice) for a row of a global batch: the inverse of `slice_rows`.
 
     Examples:
         >>> place_of_row(6, 8, 2, 4)
@@ -66,7 +66,7 @@ def place_of_row(row: int, num_rows: int, num_data_ranks: int, micro_size: int) 
 
 
 def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
-    """Return the multiples of `unit` around `number`, none of them 0: the sizes to offer in an error.
+    """Return the positive multiples of `unit` next to `number`, which errors suggest.
 
     Examples:
         >>> nearest_multiples(5, 2), nearest_multiples(1, 4)
@@ -80,7 +80,7 @@ def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1
     """Refuse a global batch that cannot be cut into equal slices.
 
     Raises:
-        BatchSizeError: Names both numbers and the nearest sizes that work.
+        BatchSizeError: The batch cannot be cut; the text names both numbers and the nearest sizes that work.
     """
     unit = num_data_ranks * accumulation
     if batch_size % unit:

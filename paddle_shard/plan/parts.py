@@ -1,8 +1,8 @@
-"""Which part of a stream does each row of a global batch come from, and who holds the parts?
+"""Which part of a stream does each row of a global batch come from, and which data rank holds each part?
 
-A stream has no index, so it cannot be dispatched out sample by sample. It is cut into P canonical parts, each a
-function of (seed, epoch, part); data ranks and workers only *hold* parts. Row r of every micro-batch comes from
-part r // (rows / P), so the global batches are the same whoever holds what.
+A stream has no index, so it cannot be split sample by sample. It is cut into P canonical parts, each a function
+of (seed, epoch, part); data ranks and workers only *hold* parts. Row r of every micro-batch comes from part
+r // (rows / P), so the global batches do not depend on who holds which part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paddle_shard.plan.partition import Rows, check_batch_size
 from paddle_shard.plan.tails import Tail, find_tail
 
 MAX_PARTS = 64
-"""Most parts that are chosen without being asked for."""
+"""Most parts that are chosen by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +37,18 @@ class PartsPlan:
     num_parts: int
     """P: divides the rows of a micro-batch; a multiple of the data ranks."""
     num_data_ranks: int
-    """Product of the sizes of the data axes; the least common multiple where meshes differ."""
+    """Product of the sizes of the data axes; the least common multiple if meshes differ."""
     accumulation: int = 1
     """Micro-batches in a global batch."""
     tail: str = "pad"
-    """Where the parts end at different times. "pad": go on to the end of the longest, missing rows, copies of the
-    part's first sample (of one without any: of the lowest part's that has one), invalid;
-    "drop": stop at the first batch that is not whole; "repeat": open a part that has ended again, until the
-    longest has ended; "error": refuse, unless all end together with a whole batch."""
+    """What to do if the parts end at different times. "pad": continue to the end of the longest part; missing rows
+    are invalid copies of the part's first sample (if the part is empty, of the first sample of the lowest part that
+    has one). "drop": stop before the first batch that is not whole. "repeat": reopen a part that has ended, until the
+    longest has ended. "error": refuse, unless all parts end together with a whole batch."""
     num_batches: int | None = None
-    """Exactly so many steps, whatever the lengths: parts that end are opened again. None: as the tail says."""
+    """Exact number of steps, for any lengths: parts that end are reopened. None: the tail decides."""
     ending: Tail = field(init=False, repr=False, compare=False)
-    """What `tail` stands for."""
+    """The tail that `tail` names."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_parts", "num_data_ranks", "accumulation"):
@@ -61,13 +61,13 @@ class PartsPlan:
         if self.micro_rows % self.num_parts:
             raise ArgumentError(
                 f"num_parts={self.num_parts} must divide the {self.micro_rows} rows of "
-                f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. num_parts that do, for "
+                f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. Values that work for "
                 f"{self.num_data_ranks} data ranks: {_listed(works)}."
             )
         if self.num_parts % self.num_data_ranks:
             raise ArgumentError(
-                f"num_parts={self.num_parts}: the stream's parts cannot be held by {self.num_data_ranks} data ranks, "
-                f"which do not divide them. num_parts that can be, with this batch: {_listed(works)}."
+                f"num_parts={self.num_parts}: {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
+                f"Values that work with this batch: {_listed(works)}."
             )
 
     @property
@@ -87,15 +87,15 @@ class PartsPlan:
 
     @property
     def repeats(self) -> bool:
-        """Whether a part that ends is opened again."""
+        """True if a part that ends is reopened."""
         return self.ending.repeats or self.num_batches is not None
 
     def parts_of(self, data_rank: int, num_data_ranks: int | None = None) -> tuple[int, ...]:
         """Return the parts that a data rank holds.
 
         Args:
-            data_rank: In `range(num_data_ranks)`.
-            num_data_ranks: Of a field that is split over fewer; None: the plan's.
+            data_rank: The data rank, in `range(num_data_ranks)`.
+            num_data_ranks: Data ranks of a field that is split over fewer than the plan's; None: the plan's.
         """
         held = self.num_parts // (self.num_data_ranks if num_data_ranks is None else num_data_ranks)
         return tuple(range(data_rank * held, (data_rank + 1) * held))
@@ -104,22 +104,22 @@ class PartsPlan:
         """Return the rows of the global batch that come from some parts, ascending: int64[len(parts) * ...].
 
         Args:
-            parts: Ascending.
+            parts: The parts, ascending.
         """
         # [micro-batch, part, row of its stripe]
         rows = np.arange(self.batch_size, dtype=np.int64).reshape(self.accumulation, self.num_parts, self.stripe)
         return rows[:, list(parts)].reshape(-1)
 
     def num_steps(self, lengths: Sequence[int]) -> int:
-        """Return the steps of an epoch whose parts have these lengths, as the tail has it.
+        """Return the number of steps of an epoch whose parts have these lengths; the tail decides.
 
         Raises:
-            ArgumentError: With "error", where the parts do not end together; with "repeat" or `num_batches`, for an
-                empty part.
+            ArgumentError: The tail is "error" and the parts do not end together; or the tail is "repeat" or
+                `num_batches` is given, and a part is empty.
         """
         if self.repeats and 0 in lengths:
             raise ArgumentError(
-                f"part {lengths.index(0)} of {self.num_parts} has no sample that could be repeated. Use fewer parts "
+                f"part {lengths.index(0)} of {self.num_parts} has no sample to repeat. Use fewer parts "
                 "(num_parts=), or tail='pad' or 'drop'."
             )
         if self.num_batches is not None:
@@ -127,15 +127,15 @@ class PartsPlan:
         size = self.samples_per_part
         if self.ending.refuses and (min(lengths) != max(lengths) or lengths[0] % size):
             raise ArgumentError(
-                f"tail='error': the stream's {self.num_parts} parts have {_listed(lengths)} samples, which do not end "
-                f"together with a whole batch ({size} of each part). Choose tail='pad', 'drop' or 'repeat', or "
+                f"tail='error': the stream's {self.num_parts} parts have {_listed(lengths)} samples, so they do not "
+                f"end together with a whole batch ({size} of each part). Choose tail='pad', 'drop' or 'repeat', or "
                 "num_batches=."
             )
         return self.ending.num_steps(lengths, size)
 
 
 def chunks_of(parts: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Deal the parts of a data rank to its workers; workers beyond the number of parts would idle and get none.
+    """Return the parts of each worker of a data rank; workers that would get no part are left out.
 
     Examples:
         >>> chunks_of((4, 5, 6), 2), chunks_of((4, 5), 0), chunks_of((4,), 3)
@@ -146,11 +146,11 @@ def chunks_of(parts: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
 
 
 def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
-    """Return the number of parts where none is asked for: never a matter of the mesh.
+    """Return the default number of parts, which does not depend on the mesh.
 
     Args:
         micro_rows: Rows of a micro-batch.
-        num_shards: Files that the stream is made of, if it is.
+        num_shards: Number of files of the stream; None if it is not made of files.
 
     Returns:
         The largest divisor of the rows that is at most the number of shards and at most 64.
@@ -164,7 +164,7 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no int >= 1."""
+    """Refuse a value that is not an int >= 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ArgumentError(f"{name} must be an int >= 1, got {value!r}.")
 

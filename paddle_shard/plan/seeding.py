@@ -9,11 +9,11 @@ _MASK = (1 << 64) - 1
 
 
 def derive_key(*parts: Any, size: int = 8) -> bytes:
-    """Return `size` bytes that depend on every part, on no machine, and look random (BLAKE2b).
+    """Return `size` bytes that look random and depend on every part, but not on the machine (BLAKE2b).
 
     Args:
         parts: Strings, ints, or anything whose `repr` is stable; ("a", 1) and ("a1",) differ.
-        size: At most 64.
+        size: Number of bytes, at most 64.
     """
     return hashlib.blake2b(repr(parts).encode(), digest_size=size).digest()
 

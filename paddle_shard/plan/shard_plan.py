@@ -1,4 +1,4 @@
-"""Which samples does a data rank read at a step, and where is a sample read?"""
+"""Which samples does a data rank read at a step, and at which step and rank is a sample read?"""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from paddle_shard.plan.tails import Tail, find_tail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where a sample is delivered in an epoch."""
+    """The place in an epoch at which a sample is delivered."""
 
     step: int
     """The step of the epoch, from 0."""
     data_rank: int | None
-    """The data rank; None where that step was made in batches that these data ranks do not divide."""
+    """The data rank; None if the batch of that step cannot be split evenly over these data ranks."""
     row: int | None
-    """The row of that data rank's slice: `indices(epoch=, step=, data_rank=)[row]` is the sample."""
+    """The row in that data rank's slice: `indices(epoch=, step=, data_rank=)[row]` is the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """The order of a run over a data set of known length, and who reads which part of it.
+    """The order of a run over a data set of known length, and the data rank that reads each sample.
 
-    The order is a function of (seed, epoch, position) alone; that of blocks, of the rows of a micro-batch too.
-    Batch k holds positions k * batch_size onwards; a data rank takes its equal slice of it, so every data rank
-    makes the same number of steps.
+    The order is a function of (seed, epoch, position) alone; an order of blocks also depends on the rows of a
+    micro-batch. Batch k begins at position k * batch_size. Every data rank takes an equal slice of it, so all data
+    ranks make the same number of steps.
 
     Examples:
         >>> plan = ShardPlan(num_samples=10, batch_size=4, num_data_ranks=2)
@@ -53,26 +53,26 @@ class ShardPlan:
     batch_size: int
     """The global batch: samples that one step consumes over all data ranks."""
     num_data_ranks: int
-    """Product of the sizes of the data axes; the least common multiple where meshes differ."""
+    """Product of the sizes of the data axes; the least common multiple if meshes differ."""
     shuffle: Shuffle = field(default=False, compare=False)
-    """False: 0..n-1. True: a keyed permutation, another one each epoch. A `Blocks`: one that opens a block on
-    disk on one data rank; "blocks": `Blocks()`. "paddle": the order of Paddle's
-    `DistributedBatchSampler(shuffle=True)`, padding included, which depends on `num_data_ranks`."""
+    """False: 0..n-1. True: a keyed permutation, a different one in each epoch. A `Blocks`: a shuffle that opens each
+    block on disk on one data rank. "blocks": `Blocks()`. "paddle": the order of Paddle's
+    `DistributedBatchSampler(shuffle=True)`, including its padding; it depends on `num_data_ranks`."""
     seed: int = 0
-    """Of the keyed permutations."""
+    """Seed of the keyed permutations."""
     tail: str = "pad"
-    """Where the data does not fill the last global batch. "pad": fill it up to the padding unit with the
-    first samples of the same epoch's order; "fill": up to the batch size; "drop": do not serve it;
+    """What to do if the data does not fill the last global batch. "pad": fill it up to the padding unit with the
+    first samples of the same epoch's order. "fill": fill it up to the batch size. "drop": do not serve it.
     "error": refuse such a length."""
     accumulation: int = 1
     """Micro-batches in a global batch (gradient accumulation)."""
     segments: tuple[tuple[int, int], ...] = ()
-    """(first position, batch size) of each stretch of this epoch that was served in batches of another size,
-    before the run went on with this one; ends with the first position of `batch_size`'s own stretch."""
+    """(first position, batch size) of each stretch of this epoch with one batch size, if the run was resumed with
+    another batch size. The last entry is the stretch of `batch_size`."""
     ended: bool = False
-    """The epoch ended where the last of `segments` begins: what the tail dropped there stays so in `batch_size`."""
+    """True if the epoch ended at the start of the last segment: samples that the tail dropped there stay dropped."""
     ordering: Ordering = field(init=False, repr=False)
-    """What `shuffle` stands for."""
+    """The ordering that `shuffle` names or is."""
     ending: Tail = field(init=False, repr=False, compare=False)
     _start: tuple[int, int] = field(init=False, repr=False, compare=False)
     """(step, position) at which the stretch of `batch_size` begins."""
@@ -117,7 +117,7 @@ class ShardPlan:
             )
         ):
             raise ArgumentError(
-                f"segments must begin at 0, be whole batches each, and end with this batch size "
+                f"segments must begin at 0, hold whole batches only, and end with this batch size "
                 f"{self.batch_size}, got {self.segments}."
             )
 
@@ -134,35 +134,35 @@ class ShardPlan:
 
     @property
     def padding_unit(self) -> int:
-        """What the rows of every global batch are a multiple of."""
+        """The rows of every global batch are a multiple of this number."""
         return self.num_data_ranks * self.accumulation
 
     @property
     def num_positions(self) -> int:
-        """Positions of an epoch: the samples; with "paddle", as many more as make them a multiple of the data ranks."""
+        """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
         return self._num_positions
 
     @property
     def width(self) -> int:
-        """Rows of a micro-batch when the epoch began: what an order of blocks is made for until the epoch ends."""
+        """Rows of a micro-batch when the epoch began; an order of blocks keeps this width until the epoch ends."""
         size = self.segments[0][1] if self.segments else self.batch_size
         return max(1, size // self.accumulation)
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch, the same on every rank; 0 where "drop" leaves nothing."""
+        """Steps of an epoch, the same on every rank; 0 if "drop" leaves nothing."""
         return self._num_steps
 
     @property
     def alike_from(self) -> int:
-        """The step from which all batches have the same rows, but perhaps the last."""
+        """The step from which all batches have the same number of rows, except perhaps the last."""
         return self._start[0]
 
     def first_position(self, *, step: int) -> int:
-        """Return the position of the first row of a step; `num_positions` or more after the last.
+        """Return the position of the first row of a step; `num_positions` or more after the last step.
 
         Args:
-            step: Of the epoch, from 0.
+            step: Step of the epoch, from 0.
         """
         start, position = self._start
         if step >= start:
@@ -170,14 +170,14 @@ class ShardPlan:
         return self._stretch(step)[0]
 
     def _stretches(self) -> Iterator[tuple[int, int, int, int]]:
-        """(steps before it, first position, batch size, end) of each stretch before that of `batch_size`."""
+        """Yield (steps before it, first position, batch size, end) of each stretch before that of `batch_size`."""
         before = 0
         for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
             yield before, first, size, end
             before += -(-(end - first) // size)
 
     def _stretch(self, step: int) -> tuple[int, int]:
-        """(first position, batch size) of a step before the last stretch."""
+        """Return (first position, batch size) of a step before the last stretch."""
         for before, first, size, end in self._stretches():
             position = first + (step - before) * size
             if position < end:
@@ -188,7 +188,7 @@ class ShardPlan:
         """Return the rows of the global batch at `step`, padding included.
 
         Args:
-            step: Of the epoch, from 0.
+            step: Step of the epoch, from 0.
         """
         self._check_step(step)
         if step < self._start[0]:
@@ -203,29 +203,31 @@ class ShardPlan:
         """Return the rows of a micro-batch of the global batch at `step`; the last one may have fewer.
 
         Args:
-            step: Of the epoch, from 0.
+            step: Step of the epoch, from 0.
         """
         if self.ordering.pads_first:
             return self.batch_size // self.accumulation
         return max(1, self.num_rows(step=step) // self.accumulation)
 
     def padding(self, *, step: int) -> int:
-        """Return how many rows of the global batch at `step` are padding; its last, but for "paddle".
+        """Return how many rows, the last ones, of the global batch at `step` are padding; refused for "paddle".
 
         Args:
-            step: Of the epoch, from 0.
+            step: Step of the epoch, from 0.
         """
         if self.ordering.pads_first:
-            raise ArgumentError("padding: Paddle's depends on the epoch; use valid(epoch=, step=, rows=).")
+            raise ArgumentError(
+                "padding: the padding of Paddle's order depends on the epoch; use valid(epoch=, step=, rows=)."
+            )
         rows = self.num_rows(step=step)
         return max(0, self.first_position(step=step) + rows - self.num_positions)
 
     def valid(self, *, epoch: int, step: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows of the global batch at `step` are real: bool, one a row.
+        """Return which rows of the global batch at `step` are real: one bool per row.
 
         Args:
             epoch: The epoch.
-            step: Of the epoch, from 0.
+            step: Step of the epoch, from 0.
             rows: Rows of the global batch, from 0.
         """
         positions = self.first_position(step=step) + rows
@@ -239,8 +241,8 @@ class ShardPlan:
 
         Args:
             epoch: The epoch.
-            step: Of the epoch, from 0.
-            data_rank: In range(num_data_ranks).
+            step: Step of the epoch, from 0.
+            data_rank: The data rank, in `range(num_data_ranks)`.
 
         Returns:
             int64[num_rows(step) // num_data_ranks]
@@ -258,9 +260,9 @@ class ShardPlan:
         """Return the samples at some rows of the global batch at `step`.
 
         Args:
-            epoch: Any int; another one gives another order where the plan shuffles.
-            step: In `range(num_steps)`.
-            rows: int64, in `range(num_rows(step))`; or such a range, for which it takes less time.
+            epoch: Any int. If the plan shuffles, each epoch has its own order.
+            step: The step, in `range(num_steps)`.
+            rows: int64, in `range(num_rows(step))`; or a range of rows, which is faster.
         """
         self._check_step(step)
         start, order = self.first_position(step=step), self.order(epoch=epoch)
@@ -273,7 +275,7 @@ class ShardPlan:
         return self._samples(order((start + rows) % self.num_positions))
 
     def _samples(self, found: Indices) -> Indices:
-        """What stands at positions, as samples: Paddle's padding stands there as numbers past the last sample."""
+        """Return samples for entries of the order, in which Paddle's padding has numbers past the last sample."""
         return found % self.num_samples if self.ordering.pads_first else found
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:
@@ -282,14 +284,14 @@ class ShardPlan:
         Args:
             epoch: The epoch.
             first: The first position.
-            end: The position behind the last.
+            end: The position after the last.
         """
         found = self.order(epoch=epoch).between(first, end)
         return found[found < self.num_samples]
 
     @property
     def num_served(self) -> int:
-        """Positions that the steps of an epoch serve: all, but for what "drop" drops."""
+        """Positions that the steps of an epoch serve: all except those that "drop" drops."""
         if self.num_steps == 0:
             return 0
         last = self.num_steps - 1
@@ -306,7 +308,7 @@ class ShardPlan:
     def where(self, *, epoch: int, sample: int) -> Where | None:
         """Return where a sample is delivered, as a real row; None if the tail drops it.
 
-        O(1); with "paddle" O(n) once an epoch.
+        It takes O(1); with "paddle", O(n) once per epoch.
 
         Args:
             epoch: The epoch.
@@ -329,13 +331,13 @@ class ShardPlan:
         return Where(step=step, data_rank=data_rank, row=local)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a saved run must agree with to go on in this order: JSON-able, without the batch size."""
+        """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
         order = self.ordering
         found = {"num_samples": self.num_samples, "shuffle": order.name, "seed": self.seed, "tail": str(self.tail)}
         return found | order.fingerprint(num_data_ranks=self.num_data_ranks, accumulation=self.accumulation)
 
     def order(self, *, epoch: int) -> Order:
-        """Return the epoch's order: which sample stands at each of `num_positions` positions, and the inverse.
+        """Return the epoch's order: which sample is at each of the `num_positions` positions, and the inverse.
 
         Args:
             epoch: The epoch.

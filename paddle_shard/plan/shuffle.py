@@ -1,4 +1,4 @@
-"""Which sample stands at a position of a shuffled epoch, without a table of them all?"""
+"""Which sample is at a position of a shuffled epoch, computed without a table of all samples?"""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TABLE_MAX = 4096
 """Up to this length a table is drawn: small networks are visibly not uniform."""
 MAX_SAMPLES = 1 << 62
 BLOCK = 4096
-"""Positions that are computed at once when a few are asked for."""
+"""Positions that are computed at once, even if only a few are needed."""
 VERSION = 1
-"""Of the orders that all of this makes; a saved run is resumed on the same one only."""
+"""Version of the orders that this package computes; a saved run resumes only with the same version."""
 
 _MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
 _FINISH = np.uint64(0xD6E8FEB86659FD93)
@@ -30,7 +30,7 @@ _HALF = np.uint64(32)
 
 
 class Permutation:
-    """A keyed bijection of [0, n): an alternating Feistel network on Z_a x Z_b, walked until it lands inside.
+    """A keyed bijection of [0, n): an alternating Feistel network on Z_a x Z_b, repeated until the result is inside.
 
     a = ceil(sqrt(n)) and b = ceil(n / a), so a * b < n + a and a walk of more than one step is rare. (Black
     and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalized Feistel and cycle walking.)
@@ -68,7 +68,7 @@ class Permutation:
         return self._walk(samples, self._backward)
 
     def between(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop), by way of a cached block where they are few."""
+        """Return the samples at positions [start, stop); a few samples come from a cached block."""
         if self._table is not None or stop - start >= BLOCK:
             return self(np.arange(start, stop, dtype=np.int64))
         parts = []
@@ -93,7 +93,7 @@ class Permutation:
         return np.argsort(hashes, kind="stable").astype(np.int64)
 
     def _walk(self, values: Indices, step: Callable[[Words], None]) -> Indices:
-        """Apply a step to each value, and again to what it has put outside [0, n)."""
+        """Apply a step to each value, and again to each result outside [0, n)."""
         out = np.array(values, dtype=np.uint64, order="C")
         flat, limit = out.reshape(-1), np.uint64(self.num_samples)
         for start in range(0, flat.size, BLOCK):  # so that all of a step stays in the cache
@@ -129,14 +129,14 @@ class Permutation:
             if backward:
                 np.subtract(size, added, out=added)
             half += added
-            np.subtract(half, size, out=scratch)  # wraps round to a huge number where half < size
+            np.subtract(half, size, out=scratch)  # wraps round to a huge number if half < size
             np.minimum(half, scratch, out=half)
         np.multiply(left, sizes[1], out=x)
         x += right
 
 
 def _hash(x: Words, key: np.uint64, out: Words, scratch: Words) -> None:
-    """Put a 64-bit hash of each number, of which the high bits are the good ones, into out."""
+    """Write a 64-bit hash of each number into `out`; its high bits are the well-mixed ones."""
     np.bitwise_xor(x, key, out=out)
     out *= _MULTIPLY
     np.right_shift(out, _HALF, out=scratch)

@@ -1,4 +1,4 @@
-"""Where in its run does a loader stand, and may a saved position be gone on from?"""
+"""What is a loader's position in its run, and can a saved position be resumed?"""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from paddle_shard.errors import StateError
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 
 VERSION = 1
-"""Of the layout of a saved state."""
+"""Version of the layout of a saved state."""
 
 _COUNTS = ("epoch", "samples", "steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """A position of a run, in delivered samples: a value that JSON can hold, under 1 KB."""
+    """A position of a run, in delivered samples. JSON can hold it, in less than 1 KB."""
 
     epoch: int = 0
     """The epoch."""
     samples: int = 0
-    """Real samples of it that were delivered; what is read ahead does not count."""
+    """Real samples of the epoch that were delivered; prefetched samples do not count."""
     steps: int = 0
-    """Batches of it that were delivered."""
+    """Batches of the epoch that were delivered."""
     ended: bool = False
-    """Whether its last batch was delivered; going on from here yields nothing, then the next epoch."""
+    """True if the epoch's last batch was delivered. Resuming from here yields nothing, then the next epoch."""
     segments: tuple[tuple[int, int], ...] = ()
-    """(first sample, batch size) for each batch size that the epoch was served in."""
+    """(first sample, batch size) for each stretch of the epoch that was served with one batch size."""
     sampler: Mapping[str, Any] | None = None
-    """The state of a sampler of the user's own, as of the last batch that was delivered."""
+    """State of the user's own sampler after the last delivered batch."""
     certificate: tuple[tuple[Any, ...], ...] = ()
-    """What has been delivered of the epoch so far, as rows of `plan.certificate.Leg`."""
+    """Deliveries of the epoch so far, as rows of `plan.certificate.Leg`."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    """What the order depends on."""
+    """Values that the order depends on."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -57,13 +57,13 @@ class LoaderState:
         """Read a saved state for a loader.
 
         Args:
-            saved: What `to_dict` returned, perhaps after a trip through JSON.
-            fingerprint: Of the loader that is to go on.
+            saved: The result of `to_dict`, which may have been written to JSON and read again.
+            fingerprint: Fingerprint of the loader that is to resume.
             override: Fields of the fingerprint that may differ.
 
         Raises:
-            StateError: It is no such state, is of another version, or its fingerprint differs; the text names
-                the field and both values.
+            StateError: `saved` is not such a state, has another version, or has a different fingerprint; the text
+                names the field and both values.
         """
         if not isinstance(saved, Mapping):
             raise StateError(f"state must be what state_dict() returned, got {type(saved).__name__}.")
@@ -84,18 +84,18 @@ class LoaderState:
         _check_shape(saved)
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
-        if "num_parts" in different:  # parts that were cut otherwise hold other samples
+        if "num_parts" in different:  # with another number of parts, each part holds other samples
             raise StateError(
                 f"state is of a stream in {then.get('num_parts')} parts, but this one is cut into "
                 f"{now.get('num_parts')}, which hold other samples. Give num_parts={then.get('num_parts')}, and a "
-                "batch whose rows it divides; it cannot be overridden."
+                "batch size that it divides; num_parts cannot be overridden."
             )
         differing = [name for name in different if name not in override]
         if differing:
             changes = ", ".join(f"{name}: saved {then.get(name)!r}, now {now.get(name)!r}" for name in differing)
             raise StateError(
-                f"state is of another run ({changes}). Make the loader as it was; or, to go on all the same, "
-                f"load_state_dict(state, override={differing})."
+                f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, "
+                f"call load_state_dict(state, override={differing})."
             )
         return cls(
             **{name: saved[name] for name in _COUNTS},
@@ -107,7 +107,7 @@ class LoaderState:
         )
 
     def continued(self, batch_size: int) -> tuple[tuple[int, int], ...]:
-        """Return the segments of the epoch when it goes on from here in batches of a size."""
+        """Return the segments of the epoch if it resumes from here with this batch size."""
         kept = tuple(segment for segment in self.segments if segment[0] < self.samples)
         if kept and kept[-1][1] == batch_size:
             return kept
@@ -115,7 +115,7 @@ class LoaderState:
 
 
 def _check_shape(saved: Mapping[str, Any]) -> None:
-    """Refuse a state whose fields are not of their types, or contradict each other."""
+    """Refuse a state whose fields have wrong types or contradict each other."""
     fine = {
         "ended": isinstance(saved["ended"], bool),
         "fingerprint": isinstance(saved["fingerprint"], Mapping),
@@ -129,11 +129,11 @@ def _check_shape(saved: Mapping[str, Any]) -> None:
     ends = [*(first for first, _ in segments[1:]), samples][: len(segments)]
     for (first, size), end in zip(segments, ends, strict=True):
         if not (size > 0 and 0 <= first <= end):
-            raise StateError(f"state is damaged: segments is {segments!r}, of {samples} samples.")
+            raise StateError(f"state is damaged: segments is {segments!r}, for {samples} samples.")
         steps += -(-(end - first) // size)
     if segments and (segments[0][0] != 0 or steps != saved["steps"]):
         raise StateError(
-            f"state is damaged: {samples} samples in batches of {segments!r} are {steps} steps, not {saved['steps']}."
+            f"state is damaged: {samples} samples in batches of {segments!r} make {steps} steps, not {saved['steps']}."
         )
 
 

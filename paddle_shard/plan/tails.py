@@ -1,4 +1,4 @@
-"""What becomes of data that does not fill the last global batch?"""
+"""What happens to data that does not fill the last global batch?"""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from paddle_shard.errors import ArgumentError
 
 
 class Tail(str):
-    """One way to end an epoch: a value that answers what is done at the end. It is equal to its name.
+    """One way to end an epoch: a string with methods that say what happens at the end. It is equal to its name.
 
-    To add one, write a subclass here and a row of `TAILS`. Nothing else in the library names a tail.
+    To add one, write a subclass here and add a row to `TAILS`. Nothing else in the library names a tail.
     """
 
     __slots__ = ()
 
     for_indices = True
-    """Data sets with an index can have it."""
+    """True if data sets with an index can use it."""
     for_streams = True
-    """Streams, whose parts end at different times, can have it."""
+    """True if streams, whose parts end at different times, can use it."""
     pads = False
-    """It makes up rows that are not valid."""
+    """True if it adds rows that are not valid."""
     drops = False
-    """A short last batch is not served."""
+    """True if a short last batch is not served."""
     refuses = False
-    """Data that does not fill its last batch is an error."""
+    """True if data that does not fill its last batch is an error."""
     repeats = False
-    """A part of a stream that has ended is read again until the longest has ended."""
+    """True if a part of a stream that has ended is read again until the longest has ended."""
 
     def num_rows(self, rest: int, batch_size: int, unit: int) -> int:
-        """Return with how many rows a short last batch is served; 0 if it is dropped.
+        """Return the number of rows of a short last batch; 0 if it is dropped.
 
         Args:
             rest: Samples that are left for it, at least 1.
             batch_size: Rows of a full batch; 0 if batches have no fixed size.
-            unit: The padding unit, of which the rows of every batch are a multiple.
+            unit: The padding unit; the rows of every batch are a multiple of it.
         """
         return rest + -rest % unit
 
     def num_steps(self, lengths: Sequence[int], size: int) -> int:
-        """Return the steps of an epoch of a stream whose parts have these lengths.
+        """Return the number of steps of an epoch of a stream whose parts have these lengths.
 
         Args:
             lengths: Samples of each part.
@@ -49,9 +49,10 @@ class Tail(str):
 
 
 class Pad(Tail):
-    """Serve a short batch, with as many invalid rows as make it even. A stream goes on to the end of its longest part.
+    """Serve a short batch, padded with invalid rows. A stream continues to the end of its longest part.
 
-    Invalid rows are copies of the first samples of the same epoch's order; in a stream, of the part's first sample.
+    Padding goes up to the padding unit. Invalid rows are copies of the first samples of the same epoch's order; in a
+    stream, of the part's first sample.
     """
 
     __slots__ = ()
@@ -85,7 +86,7 @@ class Drop(Tail):
 
 
 class Repeat(Tail):
-    """Open a part of a stream that has ended again, until the longest has ended."""
+    """Reopen a part of a stream that has ended, until the longest has ended."""
 
     __slots__ = ()
     repeats, for_indices = True, False
@@ -107,15 +108,15 @@ STREAM_TAILS = tuple(tail for tail in TAILS.values() if tail.for_streams)
 
 
 def find_tail(tail: str | None, *, stream: bool = False, drop_last: bool = False) -> Tail:
-    """Return the tail of a name.
+    """Return the tail with a name.
 
     Args:
-        tail: As given by the user; None: as the DataLoader says.
-        stream: The data is a stream.
-        drop_last: What the DataLoader says.
+        tail: The user's argument; None: `drop_last` decides.
+        stream: True if the data is a stream.
+        drop_last: The DataLoader's `drop_last`.
 
     Raises:
-        ArgumentError: This data cannot have it, or there is no such tail.
+        ArgumentError: This data cannot use it, or there is no such tail.
 
     Examples:
         >>> find_tail("fill").pads, find_tail(None, drop_last=True)

@@ -1,4 +1,4 @@
-"""Which samples were delivered, in three numbers?"""
+"""How do three numbers tell which samples were delivered?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paddle_shard.plan.seeding import derive_seed
 
 Total = tuple[int, int, int]
-"""How many samples, and two sums mod 2^64 of keyed hashes of their ids."""
+"""Number of samples, and two sums mod 2^64 of keyed hashes of their ids."""
 
 _TOGETHER = 64
 """Batches whose samples are added at once."""
@@ -25,8 +25,8 @@ _MASK = (1 << 64) - 1
 def id_sums(ids: npt.NDArray[np.int64]) -> tuple[int, int]:
     """Return two sums mod 2^64 of keyed hashes of sample ids.
 
-    Sums of ids, or their xor, accept that one sample is missed and others repeated so that it cancels; for
-    these no such set can be found but by chance, 1 in 2^128.
+    With sums of the ids themselves, or their xor, a missed sample and repeated ones may cancel out. With these
+    sums that happens only by chance, 1 in 2^128.
     """
     words = ids.astype(np.uint64)
     return _one_sum(words, _KEYS[0]), _one_sum(words, _KEYS[1])
@@ -42,24 +42,24 @@ def _one_sum(words: npt.NDArray[np.uint64], key: np.uint64) -> int:
 
 
 class Tally(NamedTuple):
-    """Counts samples, at about a microsecond a batch. A value: what is added makes another one."""
+    """Counts samples, in about a microsecond per batch. It is a value: adding samples returns a new one."""
 
     num_ids: int = 0
     summed: tuple[int, int] = (0, 0)
-    """Of what is not waiting."""
+    """Sums of the samples that are not waiting."""
     waiting: Any = None
-    """(samples, those before them) that are not yet in the sums, or None."""
+    """(samples, the waiting ones before them) that are not yet in the sums, or None."""
     num_waiting: int = 0
-    """Batches of them."""
+    """Number of waiting batches."""
 
     def added(self, ids: Sequence[Any] | npt.NDArray[np.int64]) -> Tally:
-        """Return the count with some more samples, by whatever the data set is indexed with."""
+        """Return the tally with more samples, given by their indices in the data set."""
         found = Tally(self.num_ids + len(ids), self.summed, (ids, self.waiting), self.num_waiting + 1)
         return found if found.num_waiting < _TOGETHER else Tally(found.num_ids, found.total[1:])
 
     @property
     def total(self) -> Total:
-        """Of the samples so far."""
+        """Total of the samples so far."""
         waiting, found = self.waiting, []
         while waiting is not None:
             found.append(as_ids(waiting[0]))
@@ -69,7 +69,7 @@ class Tally(NamedTuple):
 
 
 def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return numbers for a data set's indices: ints as they are, others by their `repr`."""
+    """Return numbers for a data set's indices: ints unchanged, others from a hash of their `repr`."""
     if isinstance(indices, np.ndarray):
         return indices
     try:
@@ -83,5 +83,5 @@ def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int
 
 
 def plus(one: Total, other: Total, times: int = 1) -> Total:
-    """Return a total and `times` another one; -1 takes it away."""
+    """Return a total plus `times` another one; -1 subtracts it."""
     return one[0] + times * other[0], (one[1] + times * other[1]) & _MASK, (one[2] + times * other[2]) & _MASK

@@ -1,4 +1,4 @@
-"""Turning the plan, or the user's own sampler, into the batches of indices of an epoch: pure."""
+"""Turns the plan, or the user's own sampler, into the batches of indices of an epoch, without Paddle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the rest of the library see of an epoch's order?"""
+"""Which interface to an epoch's order does the rest of the library use?"""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class IndexBatch(Protocol):
 
     @property
     def num_real(self) -> int:
-        """Positions of the epoch's order that it serves: its rows without the padding at its end."""
+        """Positions of the epoch's order that the batch serves: its rows without the padding at its end."""
 
     @property
     def sampler_state(self) -> Mapping[str, Any] | None:
-        """The state of a sampler of the user's own, when it had drawn this batch."""
+        """The state of the user's own sampler after it has drawn this batch."""
 
     @property
     def all_real(self) -> bool:
-        """Whether no row is padding; False also where that is not known."""
+        """True if no row is padding; False also if that is not known."""
 
     def take(self, rows: Rows | range) -> list[Any] | Rows:
-        """Return the data set's indices at some rows; an array where all are ints."""
+        """Return the data set's indices at some rows; an array if all are ints."""
 
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of some rows are real."""
@@ -47,20 +47,20 @@ class IndexBatches(Protocol):
 
     @property
     def knows_length(self) -> bool:
-        """Whether `len` costs nothing."""
+        """True if `len` costs nothing."""
 
     def untouched(self) -> IndexBatches:
-        """Return the same batches for a look that leaves a sampler of the user's own as it is."""
+        """Return the same batches, for an iteration that does not change the user's own sampler."""
 
     def __len__(self) -> int:
-        """Return the steps of an epoch, the same on every rank."""
+        """Return the number of steps of an epoch, the same on every rank."""
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[IndexBatch]:
         """Iterate over the global batches of an epoch, independently of any other iteration.
 
         Args:
             epoch: The epoch.
-            resumed: Where in it to begin; None for its beginning.
+            resumed: The position in the epoch to begin at; None for its beginning.
         """
 
     def fingerprint(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What does a user's batch sampler draw in one pass, and what resumes it there?"""
+"""What does a user's batch sampler draw in one pass, and how is it resumed?"""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from paddle_shard.plan.tally import as_ids
 from paddle_shard.samplers.randomness import PrivateRandomness
 
 Drawn = tuple[list[Any], Any]
-"""A batch, and the sampler's own state after it."""
+"""A batch, and the sampler's own state after drawing it."""
 
 
 class Draw:
-    """The batches of a sampler in one pass, drawn under generators of its own, and what has been drawn so far."""
+    """The batches of a sampler in one pass, drawn with private random generators, and a digest of the draws so far."""
 
     def __init__(self, sampler: Any, epoch: int, randomness: PrivateRandomness) -> None:
         self._sampler, self.epoch, self._randomness = sampler, epoch, randomness
         self.owner = owner_of(sampler)
-        """Has the sampler's state, if it has one."""
+        """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
         with randomness:
             self.began = self._state()
             """The owner's state at the beginning of the epoch."""
 
     def _state(self) -> Any:
-        # What is returned may be what the sampler goes on to change.
+        # Copy, since the sampler may go on to change the object that it returns.
         return None if self.owner is None else copy.deepcopy(self.owner.state_dict())
 
     def load(self, now: Any, began: Any) -> None:
-        """Go on from a state of the sampler's own."""
+        """Resume the sampler from its own state."""
         if self.owner is None:
             raise StateError(
                 f"state has the state of a sampler, but the loader's {type(self._sampler).__name__} has no "
-                "load_state_dict. Give it the one that it had."
+                "load_state_dict. Give the loader the sampler that it had."
             )
         with self._randomness:
             self.owner.load_state_dict(copy.deepcopy(now))
@@ -58,11 +58,11 @@ class Draw:
 
     @property
     def digest(self) -> str:
-        """Of the samples that were noted, in their order."""
+        """Digest of the samples that were noted, in their order."""
         return self._hash.hexdigest()
 
     def noted(self, batch: list[Any], state: Any) -> dict[str, Any]:
-        """Take note that a batch is served; return its samples and what resumes the sampler behind it."""
+        """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         if self.owner is not None:
             return {"drawn": ids, "sampler_state": {"now": state, "began": self.began}}
@@ -79,7 +79,7 @@ def samplers(sampler: Any) -> list[Any]:
 
 
 def owner_of(sampler: Any) -> Any:
-    """Return the one of a batch sampler and its sampler that can be asked for its state, or None."""
+    """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
     return next((s for s in samplers(sampler) if _has_state(s)), None)
 
 

@@ -25,9 +25,9 @@ class PlanBatch(NamedTuple):
     micro_size: int
     """Rows of each of its micro-batches."""
     num_real: int
-    """Positions of the order that it serves."""
+    """Positions of the order that the batch serves."""
     all_real: bool
-    """Whether no row is padding; False also where that is not known."""
+    """True if no row is padding; False also if that is not known."""
     sampler_state: None = None
 
     def take(self, rows: Rows | range) -> Rows:
@@ -47,18 +47,18 @@ class PlanBatches:
 
     @property
     def knows_length(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def untouched(self) -> PlanBatches:
-        """Return itself: looking changes nothing."""
+        """Return itself: an iteration changes nothing."""
         return self
 
     def __len__(self) -> int:
         return self.plan.num_steps
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[PlanBatch]:
-        """Iterate over the global batches of an epoch; beginning anywhere costs nothing."""
+        """Iterate over the global batches of an epoch; any position costs the same to begin at."""
         plan, first = self.plan, 0
         if resumed is not None:
             if resumed.ended:
@@ -78,7 +78,7 @@ class PlanBatches:
 
 
 def resumed_plan(plan: ShardPlan, resumed: LoaderState) -> ShardPlan:
-    """Return the plan of an epoch that goes on from a saved position, perhaps with another batch size."""
+    """Return the plan of an epoch that resumes from a saved position, perhaps with another batch size."""
     segments = resumed.continued(plan.batch_size)
     if len(segments) < 2:
         return plan

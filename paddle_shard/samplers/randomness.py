@@ -1,4 +1,4 @@
-"""How does code that draws from global generators draw the same on every rank, and disturb nobody?"""
+"""How does code that draws from global generators draw the same on every rank, without side effects?"""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Generator(Protocol):
         """Return its state, a value that later draws do not change."""
 
     def set_state(self, state: Any) -> None:
-        """Put a state back."""
+        """Restore a state."""
 
     def mark(self) -> Any:
-        """Return, in a fraction of a microsecond, a value that every draw and every seed changes; None: not known."""
+        """Return, in a fraction of a microsecond, a value that every draw and every seed changes; None if unknown."""
 
 
 class PythonGenerator:
@@ -42,7 +42,7 @@ class PythonGenerator:
         return random.getstate() if _PYTHON is None else (_PYTHON.copy(), _INSTANCE.gauss_next)
 
     def set_state(self, state: Any) -> None:
-        """Put a state back."""
+        """Restore a state."""
         if _PYTHON is not None:
             words, gauss = state
             index, *key = np.frombuffer(words, np.uint32).tolist()
@@ -50,12 +50,12 @@ class PythonGenerator:
         random.setstate(state)
 
     def mark(self) -> Any:
-        """Return where in its table it stands, a word of that, and the Gaussian drawn ahead."""
+        """Return its position in the table, a word of the table, and the Gaussian that was drawn ahead."""
         return None if _PYTHON is None else (_PYTHON.position.value, _PYTHON.word.value, _INSTANCE.gauss_next)
 
 
 class NumpyGenerator:
-    """The generator behind `numpy.random.rand` and its like."""
+    """The generator that `numpy.random.rand` and similar functions use."""
 
     def seed(self, seed: int) -> None:
         """Seed it with the low 32 bits."""
@@ -70,37 +70,38 @@ class NumpyGenerator:
         return table.copy(), ahead[0].value, ahead[1].value
 
     def set_state(self, state: Any) -> None:
-        """Put a state back."""
+        """Restore a state."""
         if isinstance(state[0], bytes):
             words = np.frombuffer(state[0], np.uint32)
             state = ("MT19937", words[:624], int(words[624]), *state[1:])
         np.random.set_state(state)
 
     def mark(self) -> Any:
-        """Return where in its table it stands, a word of that, and whether a Gaussian was drawn ahead."""
+        """Return its position in the table, a word of the table, and whether a Gaussian was drawn ahead."""
         generator = _rand()
         table, ahead = _numpy_table(generator._bit_generator), _numpy_ahead(generator)
         return None if table is None or ahead is None else (table.position.value, table.word.value, ahead[0].value)
 
 
-# Reading a state through its library costs 7 us (`random`) and 40 us (numpy): more than many a sample. So the states
-# are looked at where they stand in memory, once it is seen that they stand there.
+# Reading a state through its library costs 7 us (`random`) or 40 us (numpy): more than reading many samples costs. So
+# the states are read directly from memory, after a check that they are where they are expected.
 
 
 class _Table:
-    """The state of a Mersenne Twister, as it stands in memory."""
+    """The state of a Mersenne Twister in memory."""
 
     def __init__(self, address: int, position: int, word: int) -> None:
-        """Look at 625 words; `position` and `word` are the bytes before its place in the table and the second word.
+        """View the 625 words at an address.
 
-        The second, since some seeds make the same first word.
+        `position` and `word` are the offsets in bytes of the position in the table and of the table's second word. It
+        is the second word because some seeds make the same first word.
         """
         self._address = address
         self.position = ctypes.c_int.from_address(address + position)
         self.word = ctypes.c_uint32.from_address(address + word)
 
     def copy(self) -> bytes:
-        """Return all of it."""
+        """Return a copy of all words."""
         return ctypes.string_at(self._address, 625 * 4)
 
 
@@ -110,7 +111,7 @@ def _rand() -> Any:
 
 @lru_cache(maxsize=2)
 def _numpy_table(bit_generator: Any) -> _Table | None:
-    """Look at the state of a bit generator of numpy, where its documented interface says it is."""
+    """View the state of a numpy bit generator at its documented address; None if it is not there."""
     if type(bit_generator) is not np.random.MT19937:
         return None
     address = bit_generator.ctypes.state_address  # struct {uint32_t key[624]; int pos;}
@@ -121,7 +122,7 @@ def _numpy_table(bit_generator: Any) -> _Table | None:
 
 @lru_cache(maxsize=2)
 def _numpy_ahead(generator: Any) -> tuple[ctypes.c_int, ctypes.c_double] | None:
-    """Look at whether a RandomState holds a Gaussian that was drawn ahead, and at that: {int; double} in the object."""
+    """View the flag and the value of a Gaussian that a RandomState has drawn ahead: {int; double} in the object."""
     offset = _offset_of_gauss()
     if offset is None or type(generator) is not np.random.RandomState:
         return None
@@ -130,7 +131,7 @@ def _numpy_ahead(generator: Any) -> tuple[ctypes.c_int, ctypes.c_double] | None:
 
 @cache
 def _offset_of_gauss() -> int | None:
-    """Find by experiment where in a RandomState the Gaussian that was drawn ahead stands."""
+    """Find by experiment the offset in a RandomState of the Gaussian that was drawn ahead; None if not found."""
     if sys.implementation.name != "cpython":
         return None
     trial = np.random.RandomState(1)
@@ -148,7 +149,7 @@ def _offset_of_gauss() -> int | None:
 
 
 def _python_table() -> _Table | None:
-    """Look at the state of the module `random`: CPython's RandomObject is {head; int index; uint32_t state[624]}."""
+    """View the state of the module `random`: CPython's RandomObject is {head; int index; uint32_t state[624]}."""
     address = id(_INSTANCE) + object.__basicsize__
     if sys.implementation.name != "cpython" or _INSTANCE.__sizeof__() < object.__basicsize__ + 625 * 4:
         return None
@@ -166,12 +167,12 @@ Snapshot = list[tuple[Generator, Any, Any]]
 
 
 def snapshot(generators: Sequence[Generator]) -> Snapshot:
-    """Return how the generators stand."""
+    """Return a snapshot of the generators."""
     return [(generator, generator.get_state(), generator.mark()) for generator in generators]
 
 
 def refresh(before: Snapshot) -> None:
-    """Take note of how the generators stand by now; what has not changed is not read."""
+    """Update a snapshot to the generators' present states; states that have not changed are not read."""
     for number, (generator, _, mark) in enumerate(before):
         now = generator.mark()
         if now is None or now != mark:
@@ -179,7 +180,7 @@ def refresh(before: Snapshot) -> None:
 
 
 def restore(before: Snapshot) -> None:
-    """Let the generators stand as they did, whatever was drawn since."""
+    """Restore the generators to a snapshot, whatever was drawn since."""
     for generator, state, mark in before:
         if mark is None or generator.mark() != mark:
             generator.set_state(state)
@@ -187,7 +188,7 @@ def restore(before: Snapshot) -> None:
 
 @contextmanager
 def kept(generators: Sequence[Generator]) -> Iterator[None]:
-    """Put the generators' states back at the end, whatever was drawn inside."""
+    """Restore the generators' states at the end, whatever was drawn inside."""
     before = snapshot(generators)
     try:
         yield
@@ -196,10 +197,10 @@ def kept(generators: Sequence[Generator]) -> Iterator[None]:
 
 
 class PrivateRandomness:
-    """A stream of random numbers of its own for code that draws from the global generators.
+    """A private stream of random numbers for code that draws from the global generators.
 
-    Inside `with private:` the generators go on where the last such block left them, from states that the seed
-    alone fixes; outside they are as their user left them.
+    Inside `with private:`, the generators continue where the last such block left them; the first block begins with
+    states that depend on the seed alone. Outside, they are as the user left them.
     """
 
     def __init__(self, generators: Sequence[Generator], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What is a global batch that a user's own sampler has named?"""
+"""What is a global batch of a user's own sampler?"""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paddle_shard.plan.partition import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserBatch:
-    """A global batch as a user's sampler named it."""
+    """A global batch that a user's sampler has drawn."""
 
     indices: list[Any]
-    """Whatever the data set is indexed with; padding at the end."""
+    """Indices into the data set, of any type; padding is at the end."""
     drawn: npt.NDArray[np.int64]
-    """Numbers of those that the sampler drew, which are all but the padding."""
+    """Numbers of the indices that the sampler drew: all except the padding."""
     micro_size: int
     padding: int = 0
     sampler_state: Mapping[str, Any] | None = None
     last: bool = False
-    """Whether the sampler was seen to end behind it. False also where nobody has looked yet."""
+    """True if the sampler is known to end after this batch. False also if that was not checked."""
 
     @property
     def num_rows(self) -> int:
@@ -38,7 +38,7 @@ class UserBatch:
 
     @property
     def all_real(self) -> bool:
-        """Whether no row is padding."""
+        """True if no row is padding."""
         return self.padding == 0
 
     def take(self, rows: Rows | range) -> list[Any]:

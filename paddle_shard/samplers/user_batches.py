@@ -1,4 +1,4 @@
-"""How is a user's own batch sampler read by all ranks alike, and cut evenly?"""
+"""How do all ranks read the same batches from a user's own batch sampler, and cut them evenly?"""
 
 from __future__ import annotations
 
@@ -21,62 +21,63 @@ from paddle_shard.samplers.user_batch import UserBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserBatches:
-    """The batches of a user's batch sampler, which stays in charge of the order.
+    """The batches of a user's batch sampler, which decides the order.
 
-    Every rank iterates over the whole sampler, under random generators that all ranks seed alike, and takes
-    its slice of each batch. A batch may differ in size from the others, as bucketing samplers make them, as
-    long as it can be cut evenly; only the last one gets the tail.
+    Every rank iterates over the whole sampler, with random generators that all ranks seed in the same way, and
+    takes its slice of each batch. Batches may differ in size, as those of bucketing samplers do, if each can be
+    cut evenly; the tail applies only to the last one.
 
-    A sampler with `state_dict` and `load_state_dict` of its own is resumed by them; any other is replayed up
-    to the saved position, without reading a sample, and must draw what it drew.
+    A sampler with its own `state_dict` and `load_state_dict` is resumed with them. Any other sampler is replayed
+    up to the saved position, without reading a sample, and must draw the same batches again.
 
-    Passes are independent of each other, and of how far each rank reads ahead: where the position lives on the sampler,
-    each has a copy of its own. When one has come to its end, the sampler is told, so that the next begins behind it.
+    Passes do not depend on each other, or on how far each rank prefetches: if the sampler holds its position, each
+    pass has its own copy. When a pass has come to its end, the sampler gets that position, and the next pass begins
+    after it.
     """
 
     batch_sampler: Iterable[Any]
     """Yields lists of indices; each is a global batch."""
     num_data_ranks: int
     tail: Tail
-    """Of the last batch, where the sampler yields a short one."""
+    """Tail of the last batch, if it is short."""
     nominal_size: int | None = None
-    """Rows of a full batch, where the sampler says so."""
+    """Rows of a full batch, if the sampler tells."""
     num_steps: int | None = None
-    """Steps of an epoch where the caller can compute them; else the sampler's own length counts."""
+    """Steps of an epoch, if the caller can compute them; None: the sampler's own length is used."""
     accumulation: int = 1
     seed: int = 0
     generators: Sequence[Generator] = ()
     """The global generators that the sampler may draw from."""
     takes_epoch: bool = False
-    """The order depends on the sampler's attribute `epoch`, as that of Paddle's `DistributedBatchSampler`."""
+    """True if the order depends on the sampler's attribute `epoch`, as in Paddle's `DistributedBatchSampler`."""
     consecutive: bool = False
-    """Its batches are stretches of one order of samples, which may be cut anew into batches of another size."""
+    """True if its batches are stretches of one order of samples, which may be cut again into another batch size."""
     dataset: Any = None
-    """What copies of the sampler have in common."""
+    """The data set, which copies of the sampler share."""
     lengths: Mapping[str, int] = field(default_factory=dict)
-    """Of the data and of the samplers, when the run was set up."""
+    """Lengths of the data and of the samplers when the run was set up."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
-    """The sampler's own state where a pass has seen it end, by epoch."""
+    """Epoch -> the sampler's own state after a pass has seen its end."""
     _begun: list[int] = field(default_factory=list, compare=False)
-    """Epochs of passes that a sampler serves which there is but one of."""
+    """Epochs of the passes that were begun on a sampler that can serve only one."""
 
     @property
     def knows_length(self) -> bool:
-        """Whether it need not be counted."""
+        """True if the length is known without counting."""
         return self.num_steps is not None or (self._says_length and hasattr(self.batch_sampler, "__len__"))
 
     @property
     def _drops_itself(self) -> bool:
-        """Whether what the sampler yields is what it wants to be served, smaller batches too."""
+        """True if the sampler itself drops short batches, so all that it yields is served, smaller batches too."""
         return bool(getattr(self.batch_sampler, "drop_last", False)) and not self.consecutive
 
     @property
     def _says_length(self) -> bool:
-        """Whether the sampler's own length is that of its batches here: its last is not dropped by the tail."""
+        """True if the sampler's own length is the number of batches here: the tail does not drop its last batch."""
         return not self.tail.drops or bool(getattr(self.batch_sampler, "drop_last", False))
 
     def untouched(self) -> UserBatches:
-        """Return the same over a copy of the sampler; over itself where it cannot be copied."""
+        """Return the same batches from a copy of the sampler, or this object if the sampler cannot be copied."""
         try:
             return replace(self, batch_sampler=self._copy(), _ends={}, _begun=[])
         except Exception as error:  # such as a generator
@@ -87,7 +88,7 @@ class UserBatches:
         return copy.deepcopy(self.batch_sampler, {id(self.dataset): self.dataset})
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return what resumes a sampler that has a state, where no pass is under way."""
+        """Return the state that resumes the sampler if no pass is open; None if it has no state."""
         owner = owner_of(self.batch_sampler)
         if owner is None:
             return None
@@ -95,7 +96,7 @@ class UserBatches:
         return {"now": state, "began": state}
 
     def finished(self, epoch: int) -> None:
-        """Let the user's sampler stand where a pass that was delivered to its end has left its copy."""
+        """Set the user's sampler to the state of its copy after a pass that was delivered to its end."""
         if epoch in self._ends:
             owner = owner_of(self.batch_sampler)
             owner.load_state_dict(self._ends.pop(epoch))
@@ -119,13 +120,13 @@ class UserBatches:
         other = self.untouched()
         if other is self:
             raise ArgumentTypeError(
-                f"len(): the batch_sampler {type(self.batch_sampler).__name__} does not say how many batches "
-                f"it makes with tail={self.tail!r}, and cannot be copied to count them."
+                f"len(): the batch_sampler {type(self.batch_sampler).__name__} does not tell how many batches "
+                f"it has with tail={self.tail!r}, and cannot be copied to count them."
             ) from reason
         return sum(1 for _ in other.epoch(0))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the order depends on, as far as it can be seen from here."""
+        """Return what the order depends on, as far as it is known here."""
         names = {"batch_sampler": type(self.batch_sampler).__name__}
         inner = getattr(self.batch_sampler, "sampler", None)
         if inner is not None:
@@ -138,7 +139,7 @@ class UserBatches:
         Raises:
             BatchSizeError: A batch that is not the last cannot be cut evenly.
             ArgumentError: The tail is "error" and the last batch is short.
-            StateError: The saved position is none that this sampler comes to.
+            StateError: The sampler does not reach the saved position.
         """
         resumed = resumed or LoaderState(epoch=epoch)
         if resumed.ended:
@@ -150,7 +151,7 @@ class UserBatches:
         return derive_seed("sampler", self.seed, epoch)
 
     def _own(self, epoch: int) -> Any:
-        """Return the sampler for a pass: now, so that the pass keeps its epoch and place whatever is done meanwhile."""
+        """Return the sampler for a pass. It is made at once, so later changes do not affect the pass."""
         sampler: Any = self.batch_sampler
         name, once = type(sampler).__name__, next((s for s in samplers(sampler) if isinstance(s, Iterator)), None)
         if owner_of(sampler) is not None:
@@ -160,12 +161,12 @@ class UserBatches:
                 raise_if_a_handlers(error)
                 self._begin(epoch, f"the batch_sampler {name} holds its position, and cannot be copied ({error})")
         elif once is not None:
-            self._begin(epoch, f"the {type(once).__name__} of the batch_sampler can be iterated once only")
+            self._begin(epoch, f"the {type(once).__name__} of the batch_sampler can be iterated only once")
         elif hasattr(sampler, "set_epoch"):
             sampler = copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
-        if self.consecutive and sampler.drop_last:  # by the tail, as the batches are when they are cut anew
+        if self.consecutive and sampler.drop_last:  # the tail drops instead, since batches may be cut again
             sampler = sampler if sampler is not self.batch_sampler else copy.copy(sampler)
             sampler.drop_last = False
         return sampler
@@ -173,17 +174,17 @@ class UserBatches:
     def _begin(self, epoch: int, why: str) -> None:
         if self._begun:
             raise ArgumentError(
-                f"epoch {epoch}: {why}, and it has served a pass over epoch {self._begun[0]}, or a look at its first "
-                "batch. Give a sampler whose __iter__ begins anew each time, and which copy.deepcopy can copy if it "
-                "has a state_dict."
+                f"epoch {epoch}: {why}, and it has served a pass over epoch {self._begun[0]}, or at least its first "
+                "batch. Give a sampler whose __iter__ starts again each time. If it has a state_dict, copy.deepcopy "
+                "must be able to copy it."
             )
         self._begun.append(epoch)
 
     def _seen_to_end(self, batches: Iterator[UserBatch], resumed: LoaderState) -> Iterator[UserBatch]:
-        """Mark the last batch, where its length says that it could be the last.
+        """Mark the last batch, by drawing one batch ahead when the length says that a batch may be the last.
 
-        That is where a look further is worth its while: a sampler that follows the loss draws as late as it can.
-        An end that no length has announced is seen by whoever asks for the batch behind it.
+        Drawing ahead pays off only there: a sampler that follows the loss must draw as late as it can. If the length
+        does not tell the end, the end is seen when the next batch is asked for.
         """
         expected, step = self._steps_of_length(resumed), resumed.steps
         found = next(batches, None)
@@ -204,10 +205,10 @@ class UserBatches:
             found = following
 
     def _steps_of_length(self, resumed: LoaderState) -> int | None:
-        """Return how many steps an epoch has at least, as far as lengths tell, which may be estimates."""
+        """Return the least number of steps of an epoch, as far as lengths tell; they may be estimates."""
         try:
             steps = len(self) if self.knows_length else None
-        except Exception as error:  # a __len__ of the user's that raises
+        except Exception as error:  # the user's __len__ raises
             raise_if_a_handlers(error)
             return None
         if steps is None or not (resumed.samples and self.consecutive and self.nominal_size):
@@ -227,7 +228,7 @@ class UserBatches:
         elif not resumed.samples:
             raise ArgumentError(
                 f"the batch_sampler {type(self.batch_sampler).__name__} has yielded no batch in epoch {draw.epoch}. "
-                "If it can be iterated once only, give one whose __iter__ begins anew each time."
+                "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
         found = next(drawn, None)
         while found is not None:
@@ -251,7 +252,7 @@ class UserBatches:
             self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
 
     def _head(self, draw: Draw) -> list[Any]:
-        """Return the first samples of an epoch that was resumed by the sampler's own state."""
+        """Return the first samples of an epoch that was resumed with the sampler's own state."""
         again = Draw(self._copy(), draw.epoch, PrivateRandomness(self.generators, self._seed_of(draw.epoch)))
         again.load(draw.began, draw.began)
         head: list[Any] = []
@@ -262,15 +263,15 @@ class UserBatches:
         return head
 
     def _replay(self, drawn: Iterator[Drawn], resumed: LoaderState, draw: Draw, head: list[Any]) -> Iterator[Drawn]:
-        """Draw up to a position without reading; go on from there, cutting anew if batches may be."""
+        """Draw up to a position without reading samples, and return the rest; cut batches again if that is allowed."""
         passed, rest, samples = 0, [], resumed.samples
         name = type(self.batch_sampler).__name__
         while passed < samples:
             found = next(drawn, None)
             if found is None:
                 raise StateError(
-                    f"state stands at sample {samples}, but the batch_sampler {name} "
-                    f"ends after {passed}: it draws another order than the one that was saved. {_REPLAYED}"
+                    f"state is at sample {samples}, but the batch_sampler {name} "
+                    f"ends after {passed}: its order differs from the saved one. {_REPLAYED}"
                 )
             batch, _ = found
             if len(head) < self._head_size:
@@ -280,12 +281,12 @@ class UserBatches:
             draw.noted(batch[: len(batch) - len(rest)], None)
         if rest and not (self.consecutive and self.nominal_size):
             raise StateError(
-                f"state stands at sample {samples}, inside a batch of the batch_sampler {name}: give it the batch size "
+                f"state is at sample {samples}, inside a batch of the batch_sampler {name}: give it the batch size "
                 "that it had."
             )
         if (resumed.sampler or {}).get("drawn", draw.digest) != draw.digest:
             raise StateError(
-                f"state stands at sample {samples} of epoch {draw.epoch}, but the first {samples} samples that the "
+                f"state is at sample {samples} of epoch {draw.epoch}, but the first {samples} samples that the "
                 f"batch_sampler {name} draws now are not those that were delivered. {_REPLAYED}"
             )
         if not rest:
@@ -338,6 +339,6 @@ class UserBatches:
 
 
 _REPLAYED = (
-    "Let its order follow from the epoch, by set_epoch or by numpy's, Python's and Paddle's global generators, which "
-    "are seeded for it; or give it a state_dict and a load_state_dict."
+    "Make its order depend on the epoch only, through set_epoch or through the global generators of numpy, Python and "
+    "Paddle, which are seeded for it; or give it a state_dict and a load_state_dict."
 )

@@ -1,4 +1,4 @@
-"""What a stream goes through between its source and the batch, one stage a file."""
+"""The stages of a stream between its source and the batch, one stage per file."""
 
 from paddle_shard.stages.batch import Batch, Unbatch
 from paddle_shard.stages.filter import Filter

@@ -1,4 +1,4 @@
-"""How are samples of a part grouped, and groups taken apart?"""
+"""How are the samples of a part grouped, and how are groups split into samples?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Batch(Stage):
         return None if found is None else [-(-length // self._size) for length in found]
 
     def fingerprint(self) -> list[Any]:
-        """Return the size, too."""
+        """Add the size."""
         return [*self._upstream.fingerprint(), ["batch", self._size]]
 
     def _grouped(self, items: Iterator[Any]) -> Iterator[list[Any] | Unreadable]:
@@ -45,14 +45,14 @@ class Batch(Stage):
 
 
 class Unbatch(Stage):
-    """Delivers the items of each sample one by one; skipping reads what it skips."""
+    """Delivers the items of each sample one by one. Items to be skipped are still read."""
 
     def __init__(self, upstream: Stage) -> None:
         self.upstream, self.depth = upstream, upstream.depth + 1
         self._upstream = upstream
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the items of the parts' samples."""
+        """Return the items of the samples of each part."""
         opened = self._upstream.open(replace(opening, skip=0))
         return [
             islice(self._items(items, part, opening), opening.skip, None)
@@ -60,11 +60,11 @@ class Unbatch(Stage):
         ]
 
     def lengths(self, opening: Opening) -> None:
-        """Not known."""
+        """Return None: the lengths are not known."""
         return
 
     def fingerprint(self) -> list[Any]:
-        """Say so."""
+        """Add this stage."""
         return [*self._upstream.fingerprint(), ["unbatch"]]
 
     def _items(self, groups: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
@@ -76,7 +76,7 @@ class Unbatch(Stage):
                 group = next(groups)
             except StopIteration:
                 return
-            rounds[part], behind = before, rounds[part]  # reading ahead is no progress yet
+            rounds[part], behind = before, rounds[part]  # a group that was read is no progress yet
             found = False
             for item in self._of(group, part, opening, numbers):
                 found = True
@@ -103,6 +103,6 @@ class Unbatch(Stage):
             if item is _END:
                 return
             yield item
-            if isinstance(item, Unreadable):  # what is behind it cannot be had
+            if isinstance(item, Unreadable):  # the items after it cannot be read
                 return
         yield items

@@ -14,14 +14,14 @@ from paddle_shard.stages.stage import Stage
 
 
 class Filter(Stage):
-    """Keeps the samples for which a function is true; skipping reads and tries what it skips."""
+    """Keeps the samples for which a function is true. Samples to be skipped are still read and tested."""
 
     def __init__(self, upstream: Stage, predicate: Callable[[Any], bool]) -> None:
         self.upstream, self.depth = upstream, upstream.depth + 1
         self._upstream, self._predicate = upstream, predicate
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the parts' samples that are kept."""
+        """Return the kept samples of each part."""
         opened = self._upstream.open(replace(opening, skip=0))
         return [
             islice(self._kept(items, part, opening), opening.skip, None)
@@ -29,11 +29,11 @@ class Filter(Stage):
         ]
 
     def lengths(self, opening: Opening) -> None:
-        """Not known."""
+        """Return None: the lengths are not known."""
         return
 
     def fingerprint(self) -> list[Any]:
-        """Say so."""
+        """Add this stage."""
         return [*self._upstream.fingerprint(), ["filter"]]
 
     def _kept(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""How is each sample changed by itself?"""
+"""How is each sample changed, independently of the others?"""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paddle_shard.stages.stage import Stage
 
 
 class Map(Stage):
-    """Calls a function for each sample; samples that are skipped cost no call.
+    """Calls a function for each sample; skipped samples cost no call.
 
-    The global generators are seeded before each call from (seed, epoch, round, part, number of the sample), so
-    that a random function does the same for any number of workers, and after a resume.
+    The global generators are seeded before each call from (seed, epoch, round, part, number of the sample), so a
+    random function gives the same result for any number of workers, and after a resume.
     """
 
     def __init__(self, upstream: Stage, function: Callable[[Any], Any]) -> None:
@@ -23,19 +23,19 @@ class Map(Stage):
         self._upstream, self._function = upstream, function
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the parts' samples, changed."""
+        """Return the changed samples of each part."""
         opened = self._upstream.open(opening)
         return [self._changed(items, part, opening) for part, items in zip(opening.parts, opened, strict=True)]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
-        """Return that of the sample which is changed."""
+        """Return the origin of the sample before the change."""
         return self._upstream.origin(opening, part, number)
 
     def _changed(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
         for number in count(opening.skip):
             try:
-                item = next(items)  # before seeding: it runs code that seeds for itself
+                item = next(items)  # before seeding, because it runs code that seeds the generators, too
             except StopIteration:
                 return
             seed(mix(key, number))

@@ -1,4 +1,4 @@
-"""What are a stream's source and its stages asked for?"""
+"""How are the parts of a stream opened, by its source and its stages?"""
 
 from __future__ import annotations
 
@@ -18,64 +18,64 @@ def _leave_generators(seed: int) -> None:
 
 
 def leave_sample(number: int, sample: Any) -> None:
-    """Look at nothing."""
+    """Ignore the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Some parts of a stream, to be read from a position on.
+    """Some parts of a stream, to be read from a given position.
 
-    What stands in a part is a function of (seed, epoch, round, part) alone: not of who opens it, nor of the
-    other parts that are opened with it.
+    The samples of a part depend on (seed, epoch, round, part) alone. They do not depend on who opens the part, or on
+    the other parts that are opened with it.
     """
 
     parts: tuple[int, ...]
-    """The parts to open, ascending; a reader opens all that it holds at once, so that they can share a reading."""
+    """The parts to open, ascending. A reader opens all its parts at once, so that they can share one read."""
     num_parts: int
-    """P, of all readers together."""
+    """P, the number of parts of all readers together."""
     stripe: int = 1
-    """Samples of an uncut stream that go to one part, one after the other, where it is cut by turns."""
+    """Consecutive samples of an uncut stream that go to one part, if the stream is cut in turns."""
     seed: int = 0
-    """Of the run."""
+    """Seed of the run."""
     epoch: int = 0
     """The epoch."""
     round: int = 0
-    """How often the parts were read to their end before, in this epoch."""
+    """Number of times that the parts were already read to their end in this epoch."""
     skip: int = 0
     """Samples of each part to leave out at its beginning."""
     state: Any = None
-    """Of the library that reads, as of the last sample that was delivered; `skip` counts from there."""
+    """State of the library that reads, after the last delivered sample; `skip` counts from there."""
     seed_generators: Callable[[int], None] = _leave_generators
-    """Seeds the global random generators with a number in [0, 2^64); called before each piece of the user's code."""
+    """Seeds the global random generators with a number in [0, 2^64); called before each call of the user's code."""
 
     seen: Callable[[int, Any], None] = leave_sample
-    """Told (number, sample) of each sample of a stream that all readers read whole, where it is cut."""
+    """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
 
     skip_errors: bool = False
-    """Whether a sample that the user's code fails on is an `Unreadable`, not the end."""
+    """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""
 
     dispatched: Mapping[int, Iterator[Any]] = field(default_factory=dict)
-    """What each part is dispatched, where another has read it (`RoundRobin`)."""
+    """Part -> the samples that are dispatched to it, if another process reads them (`RoundRobin`)."""
 
     rounds: Counter[int] = field(default_factory=Counter)
-    """For each part, the whole rounds of an endless source that it had seen before the sample that was delivered last.
+    """Part -> number of whole rounds of an endless source that it saw before the last delivered sample.
 
-    The stages on the way keep it; it belongs to this opening, and is 0 where a part has an end."""
+    The stages update it. It belongs to this opening, and is 0 for a part that has an end."""
 
     def uncut(self, skip: int) -> Opening:
         """Return the opening of the whole stream, which is part 0 of 1."""
         return replace(self, parts=(0,), num_parts=1, skip=skip, rounds=Counter())
 
     def key(self, part: int, *purpose: Any) -> int:
-        """Return a seed for something that is done in a part."""
+        """Return a seed for one purpose in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
 
     def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
-        """Return what the user's function makes of a sample; `Unreadable` where it fails and errors are skipped."""
+        """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
         if not self.skip_errors:
             return function(sample)
         if isinstance(sample, Unreadable):
-            return Unreadable(sample.why)  # of a group, the function has not changed the other samples
+            return Unreadable(sample.why)  # drop a group's items: the function has not changed them
         try:
             return function(sample)
         except Exception as error:
@@ -83,7 +83,7 @@ class Opening:
             return Unreadable(described(error))
 
     def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:
-        """Yield what the user's code yields, without the first `skip`; the generators are seeded before each item."""
+        """Yield the items of the user's code after the first `skip`; the generators are seeded before each item."""
         for number in count():
             self.seed_generators(mix(key, number))
             try:
@@ -96,18 +96,18 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in a part where a sample would, of which the user's code could not make one.
+    """Replaces a sample of a part on which the user's code has failed.
 
-    No function of the user's is given one: stages pass it on, and what is made of it is one, too.
+    It is never given to a function of the user: stages pass it on, and the result of a stage is an `Unreadable`, too.
     """
 
     why: str
     items: tuple[Any, ...] = ()
-    """Of a group: its samples, of which at least one is an `Unreadable`."""
+    """If this replaces a group, the samples of the group; at least one is an `Unreadable`."""
 
 
 class Stated(NamedTuple):
-    """A sample and the state of the library that read it, which goes on behind it."""
+    """A sample, and the state of the library that read it; reading resumes after the sample."""
 
     sample: Any
     state: Any

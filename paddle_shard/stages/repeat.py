@@ -1,4 +1,4 @@
-"""How is a part read again when it has come to its end?"""
+"""How is a part read again when it has ended?"""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paddle_shard.stages.stage import Stage
 
 
 class Repeat(Stage):
-    """Reads each part several times, in another order each time where it is shuffled."""
+    """Reads each part several times; if it is shuffled, each time in another order."""
 
     def __init__(self, upstream: Stage, times: int | None = None) -> None:
         """Set up the stage.
 
         Args:
-            upstream: What is repeated.
-            times: How often; None: without an end.
+            upstream: The stage to repeat.
+            times: How often to read; None: without an end.
         """
         if times is not None:
             check_count("times", times)
@@ -29,16 +29,16 @@ class Repeat(Stage):
         self._upstream, self._times = upstream, times
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the parts' samples, round after round."""
+        """Return the samples of each part, round after round."""
         return [(item for _, item in items) for items in in_rounds(self._upstream, opening, self._times)]
 
     @property
     def endless(self) -> bool:
-        """Whether there is no number of times."""
+        """True if the parts have no end: `times` is None, or the stage before is endless."""
         return self._times is None or self._upstream.endless
 
     def lengths(self, opening: Opening) -> list[int] | None:
-        """Return the samples of all rounds, if there is an end."""
+        """Return the number of samples of all rounds; None if there is no end or a length is not known."""
         if self._times is None:
             return None
         total = [0] * len(opening.parts)
@@ -50,20 +50,20 @@ class Repeat(Stage):
         return total
 
     def fingerprint(self) -> list[Any]:
-        """Return the times, too."""
+        """Add the number of times."""
         return [*self._upstream.fingerprint(), ["repeat", self._times]]
 
 
 def in_rounds(
     stage: Stage, opening: Opening, times: int | None, first: Mapping[int, Iterator[Any]] | None = None
 ) -> list[Iterator[tuple[int, Any]]]:
-    """Open parts so that each is opened again when it has ended.
+    """Open parts so that each is reopened when it has ended.
 
     Args:
-        stage: What is opened.
-        opening: Of the first round; `skip` counts over all rounds.
-        times: Rounds; None: without an end.
-        first: The parts of the first round where they are open already, from their beginning.
+        stage: The stage to open.
+        opening: The opening of the first round; `skip` counts over all rounds.
+        times: Number of rounds; None: without an end.
+        first: The parts of the first round, if they are already open at their beginning.
 
     Returns:
         For each part, pairs of the round, from 0, and the sample.
@@ -74,7 +74,7 @@ def in_rounds(
     opened: dict[int, dict[int, Iterator[Any]]] = {} if first is None else {0: dict(first)}
 
     def of_round(number: int, part: int) -> Iterator[Any]:
-        if number not in opened:  # for all parts at once, so that they share a reading
+        if number not in opened:  # for all parts at once, so that they read the source only once
             parts = stage.open(_of_round(opening, number, times))
             opened[number] = dict(zip(opening.parts, parts, strict=True))
         items = opened[number].pop(part)
@@ -91,7 +91,7 @@ def in_rounds(
                 skip -= lengths[0]
                 continue
             if lengths is not None and skip:
-                # Each part by itself, so each sample of a stream that all read would be seen for each of them.
+                # This opens each part alone, so `seen` would be called for the same sample once per part.
                 items, found, skip = stage.open(replace(one, skip=skip, seen=leave_sample))[0], True, 0
             else:
                 items, found = of_round(number, part), False
@@ -103,11 +103,11 @@ def in_rounds(
                     yield number, item
             if times is not None:
                 continue
-            # Files may go to other parts in each round: a part has seen the source after as many as there are parts.
+            # Files may go to other parts in each round: a part has seen the whole source after `num_parts` rounds.
             opening.rounds[part] = (number + 1) // opening.num_parts
             if not found:
                 raise ArgumentError(
-                    f"part {part} of {opening.num_parts} has no sample that could be repeated. Use fewer parts "
+                    f"part {part} of {opening.num_parts} has no sample to repeat. Use fewer parts "
                     "(num_parts=), or tail='pad' or 'drop'."
                 )
 

@@ -1,4 +1,4 @@
-"""How is a stream read once for all workers of a data rank?"""
+"""How is a stream read only once for all workers of a data rank?"""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from paddle_shard.stages.stage import Stage
 
 
 class RoundRobin(Stage):
-    """Where the main process of a data rank, which reads what stands before, dispatches the samples to its workers.
+    """The main process of a data rank reads the stages before this one, and dispatches the samples to its workers.
 
-    For sources that cannot be opened several times, or are too dear to be. Only stages that change each sample
-    by itself may follow; they run in the workers. It delivers what the opening's parts are dispatched.
+    It is for sources that cannot be opened several times, or are too expensive for that. Only stages that change each
+    sample on its own may follow; they run in the workers. It delivers the samples that are dispatched to the opening's
+    parts.
     """
 
     def __init__(self, upstream: Stage) -> None:
         self.upstream, self.depth = upstream, upstream.depth + 1
         self.read = upstream
-        """What the main process opens."""
+        """The stage that the main process opens."""
 
     @property
     def cuts(self) -> bool:
-        """What stands before it is cut there."""
+        """True: the stream is cut at this stage."""
         return True
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return what the parts are dispatched; `skip` is left out by the one who dispatches."""
+        """Return the samples that are dispatched to the parts; the dispatching process leaves out `skip` samples."""
         return [opening.dispatched[part] for part in opening.parts]

@@ -6,13 +6,14 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.stages.opening import Opening
 
 FEWEST = 1000
-"""Samples that are tried at least: a random function may drop all of a few rounds of a short part."""
+"""Least number of samples to try: a random function may drop all samples of a few rounds of a short part."""
 
 
 class Search:
-    """Counts what a stage has dropped of a part since it kept a sample.
+    """Counts the samples of a part that a stage has dropped since it last kept one.
 
-    Where all that whole rounds of an endless source yield was dropped, the next would be, too: it would read for ever.
+    If a stage drops all samples of whole rounds of an endless source, it would drop those of the next rounds, too, and
+    would read forever.
     """
 
     def __init__(self, opening: Opening, part: int, name: str) -> None:
@@ -20,14 +21,14 @@ class Search:
         self._dropped = self._began = 0
 
     def kept(self) -> None:
-        """Begin anew."""
+        """Restart the count."""
         self._dropped = 0
 
     def dropped(self) -> None:
-        """Count a sample.
+        """Count a dropped sample.
 
         Raises:
-            ArgumentError: Nothing was kept of whole rounds.
+            ArgumentError: Whole rounds were dropped.
         """
         rounds = self._opening.rounds[self._part]
         if self._dropped == 0:
@@ -35,7 +36,7 @@ class Search:
         self._dropped += 1
         if self._dropped >= FEWEST and rounds > self._began + 2:  # two of them whole
             raise ArgumentError(
-                f"{self._name}: nothing came of {self._dropped} samples in a row of part {self._part} of "
-                f"{self._opening.num_parts}, which has no end: whole rounds of its source hold nothing for it. Keep "
-                "some samples of every part, or use fewer parts (num_parts=)."
+                f"{self._name}: none of the last {self._dropped} samples of part {self._part} of "
+                f"{self._opening.num_parts} gave a result. The part has no end, and whole rounds of its source gave no "
+                "result. Keep some samples of every part, or use fewer parts (num_parts=)."
             )

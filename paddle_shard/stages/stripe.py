@@ -1,4 +1,4 @@
-"""How is a stream cut into parts that has nothing to be cut at?"""
+"""How is a stream cut into parts if it is not made of files or other pieces?"""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from paddle_shard.stages.opening import Opening, leave_sample
 from paddle_shard.stages.stage import Stage
 
 FAILED_AT = "_paddle_shard_failed_at"
-"""Attribute of an exception: (part, position) of the sample that failed before the cut, whoever was to get it."""
+"""Attribute of an exception: (part, position) of the sample that failed before the cut, for any owner of the part."""
 
 
 class Stripe(Stage):
-    """Deals the samples of one stream to the parts by turns: sample i belongs to part (i // stripe) mod P.
+    """Assigns the samples of one stream to the parts in turns: sample i belongs to part (i // stripe) mod P.
 
-    So a global batch holds the stream's own next samples, in its own order. Every reader reads the whole stream
-    and keeps the samples of the parts that it holds; what stands before the cut is done by each of them.
+    So a global batch holds the next samples of the stream, in the stream's order. Every reader reads the whole
+    stream, runs the stages before the cut, and keeps the samples of the parts that it holds.
     """
 
     def __init__(self, upstream: Stage) -> None:
@@ -29,11 +29,11 @@ class Stripe(Stage):
 
     @property
     def cuts(self) -> bool:
-        """Here the stream is cut."""
+        """True: the stream is cut at this stage."""
         return True
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the parts, over one reading of the stream."""
+        """Return the parts, which share one iterator over the stream."""
         stripes, within = divmod(opening.skip, opening.stripe)
         at = stripes * opening.num_parts * opening.stripe
         uncut = opening.uncut(at)
@@ -52,25 +52,25 @@ class Stripe(Stage):
         ]
 
     def fingerprint(self) -> list[Any]:
-        """Say so."""
+        """Add this stage."""
         return [*self._upstream.fingerprint(), ["stripe"]]
 
 
 class _Turns:
-    """One reading of a stream, from which the parts take their samples; what is another's waits for it."""
+    """One iterator over a stream, from which the parts take their samples; those of other parts are queued."""
 
     def __init__(self, items: Iterator[Any], at: int, opening: Opening, ended: Mapping[int, int] | None) -> None:
         self._items, self._at = items, at
         self._rounds, self._ended = opening.rounds, ended
         self._stripe, self._num_parts, self._seen = opening.stripe, opening.num_parts, opening.seen
-        if opening.round:  # its readers may come to it at different steps
+        if opening.round:  # readers may reach later rounds at different steps
             self._seen = leave_sample
-        # [part] -> (rounds of the stream before it, sample), kept by the one who reads the part only: what nobody will
-        # take does not pile up.
+        # [part] -> (rounds of the stream before it, sample). Only the reader of a part keeps its queue alive, so
+        # samples that no reader takes do not pile up.
         self._waiting: dict[int, ref[deque[tuple[int, Any]]]] = {}
 
     def _owner(self) -> tuple[int, int]:
-        """(part, position in it) of the next sample."""
+        """Return (part, position in it) of the next sample."""
         stripe, within = divmod(self._at, self._stripe)
         turn, part = divmod(stripe, self._num_parts)
         return part, turn * self._stripe + within
@@ -88,7 +88,7 @@ class _Turns:
                 except StopIteration:
                     return
                 except Exception as error:
-                    with contextlib.suppress(Exception):  # one that takes no attributes
+                    with contextlib.suppress(Exception):  # the exception allows no attributes
                         setattr(error, FAILED_AT, self._owner())
                     raise
                 owner, _ = self._owner()

@@ -335,7 +335,7 @@ def test_an_endless_part_of_which_a_filter_keeps_nothing_is_an_error_and_no_hang
     kept = endless.filter(lambda line: not resample and line != "2")
     loader = sharded(kept.map(int), num_parts=4, num_batches=9, workers=workers)
 
-    with pytest.raises(DataReadError, match=r"filter: nothing came of \d+ samples in a row of part \d of 4"):
+    with pytest.raises(DataReadError, match=r"filter: none of the last \d+ samples of part \d of 4 gave a result"):
         next(iter(loader))
 
 

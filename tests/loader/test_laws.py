@@ -45,7 +45,7 @@ def one_pass(loader):
     return out
 
 
-UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks do not divide:UserWarning")
+UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks cannot share evenly:UserWarning")
 
 
 def make(length, batch_size, mesh, axes, *, workers=0, accumulation=1, **options):
@@ -212,7 +212,7 @@ def test_a_data_set_may_say_how_large_its_blocks_are():
 def test_data_ranks_that_must_share_blocks_are_told_so():
     mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["dp"])
 
-    with simulated_rank(0, 4), pytest.warns(UserWarning, match="2 parts, which 4 data ranks do not divide"):
+    with simulated_rank(0, 4), pytest.warns(UserWarning, match="2 parts, which 4 data ranks cannot share evenly"):
         make(100, 8, mesh, "dp", shuffle=paddle_shard.Blocks(size=40))
 
 

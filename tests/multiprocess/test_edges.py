@@ -142,7 +142,7 @@ def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_ar
         *steps, text = found[kind]
         assert text.startswith("DifferentDataError: "), text
         assert "have read different data" in text
-        assert "Seed what draws random numbers" in text
+        assert "Use the same seed on all ranks" in text
         assert len(steps) <= delivered or kind != "stream"
     rows = [row for found in reports for step in found[f"{kind}, seeded"] for row in step]
     assert sorted(rows) == list(range(64))

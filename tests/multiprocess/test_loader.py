@@ -30,7 +30,7 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
         assert report["split"] == [[4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)]
         if rank in (1, 3):  # ranks 0 and 2 lead their replica groups
             assert "replicas (the same data rank), read different first batches" in report["split by global rank"]
-        assert "ranks would part. Give every data rank as many rows" in report["unequal"]
+        assert "their steps would differ. Give every data rank the same number of rows" in report["unequal"]
         assert report["all the same"] == [[4, [7, 7]]] * 2
         assert report["sampler"] == [[4, [i + 2 * data_rank, i + 2 * data_rank + 1]] for i in (0, 4)]
         assert "nranks=4 parts, but shard_dims gives 2 data ranks" in report["sampler of the world"]

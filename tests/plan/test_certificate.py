@@ -55,7 +55,7 @@ def test_what_replicas_delivered_by_several_iterators_must_agree_too():
     twice = Account((0, 1), [], folded([whole, part]))
 
     assert "positions [0, 30) were delivered again" in str(judged(twice, twice))
-    assert "not as many" in str(judged(twice, Account((0, 1), [], [whole])))
+    assert "or a different number" in str(judged(twice, Account((0, 1), [], [whole])))
     again = judged(Account((0, 1), [], folded([whole, whole])))
     assert str(again).endswith("positions [0, 100) were delivered 2 times")
     assert (again.delivered, again.repeated) == (200, 100)
@@ -150,7 +150,7 @@ def test_what_a_sampler_drew_is_to_be_delivered_as_often_as_it_was_drawn():
     ranks = Account((0, 2), [], [mine, all_of_it]), Account((1, 2), [], [others, all_of_it])
 
     assert str(of_a_sampler(*ranks)) == "epoch 0: each of 6 samples that a Sampler drew exactly once"
-    assert "has not been seen to end after position 6" in str(of_a_sampler(*ranks, end=None))
+    assert "has not ended after position 6" in str(of_a_sampler(*ranks, end=None))
     assert "positions [6, 8) were not delivered" in str(of_a_sampler(*ranks, end=8))
     wrong = Account((1, 2), [], [leg([1, 2, 7], 0, 6, 1, 2), all_of_it])
     assert "some samples were missed and as many repeated" in str(of_a_sampler(ranks[0], wrong))

@@ -37,7 +37,7 @@ class Ids(Dataset):
         return np.array(index), np.random.rand()
 
 
-UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks do not divide:UserWarning")
+UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks cannot share evenly:UserWarning")
 
 
 def make(length=23, batch_size=4, mesh=ONE, *, workers=0, accumulation=1, sampler=None, shuffle=True, **options):
@@ -655,7 +655,7 @@ def test_a_sampler_that_can_be_iterated_once_says_so(once, left):
     if not left:
         assert next(batches, None) is None
 
-    with pytest.raises(ArgumentError, match="can be iterated once only, and it has served a pass over epoch 0"):
+    with pytest.raises(ArgumentError, match="can be iterated only once, and it has served a pass over epoch 0"):
         rest(loader)
 
 

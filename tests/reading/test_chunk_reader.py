@@ -394,7 +394,7 @@ def test_a_part_that_is_empty_cannot_be_repeated(says, start):
     failure = ChunkReader(Parts([[1, 2], []], says), None, None, ()).read(request(plan, (0, 1), start, start), 3)
 
     assert (failure.cause_type, failure.index, failure.worker) == ("ArgumentError", (1, 2 * start), 3)
-    assert "part 1 of 2 has no sample that could be repeated" in failure.cause
+    assert "part 1 of 2 has no sample to repeat" in failure.cause
     assert "num_parts=" in failure.cause
 
 
