@@ -59,8 +59,9 @@ def _requests(
             if compared:
                 drawn = digest(batch.take(range(batch.num_rows)), drawn)
         pending.append(Pending(batch, rows, source.split, indices, digest=drawn, is_first=step == start.steps))
-        split = several and (len(indices) < batch.num_rows or source.split) and setup.pad_to is None
-        yield ReadRequest(start.epoch, step, indices, source.item_is_batch, key, split)
+        pads = setup.pad_to is not None
+        split = several and (len(indices) < batch.num_rows or source.split) and not pads
+        yield ReadRequest(start.epoch, step, indices, source.item_is_batch, key, split, pads)
         step += 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.place.lengths import PadTo
+from paddle_shard.place.lengths import LONGEST, PadTo
 from paddle_shard.place.local_tensor import is_cpu
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.say_once import say_once
@@ -79,9 +79,13 @@ class LoaderOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return those that must be the same on all ranks, besides what the order says of itself: name -> value."""
-        names = ("seed", "seed_paddle", "input_keys", "timeout", "pad_to", "on_error", "num_batches", "num_parts")
+        names = ("seed", "seed_paddle", "input_keys", "timeout", "on_error", "num_batches", "num_parts")
         found = {name: getattr(self, name) for name in names}
-        return found | {"pad_values": None if self.pad_values is None else dict(self.pad_values)}
+        padding = self.padding()
+        if padding is not None:  # however it was written
+            found["pad_to"] = list(padding.sizes) or LONGEST
+            found["pad_values"] = {str(key): float(value) for key, value in sorted(padding.values.items(), key=str)}
+        return found
 
 
 def _check_dense_tensor_idx(given: Any) -> None:

@@ -137,6 +137,7 @@ class StreamSetup:
                     repeat=plan.repeats,
                     skip_errors=self.skip_errors,
                     rows_are_split=(self.several or len(chunks) > 1) and not self.pads,
+                    lengths_vary=self.pads,
                     compared=compared,
                 )
                 for parts in chunks

@@ -7,7 +7,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import paddle.distributed as dist
+
+from paddle_shard.comm.meeting import num_ranks
 from paddle_shard.errors import ArgumentError
+from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.version import VERSION
@@ -47,21 +51,22 @@ def _shown(layouts: Sequence[FieldLayout]) -> str:
     return " and ".join(dict.fromkeys(found))
 
 
-def check_ranks(layouts: Sequence[FieldLayout], num_ranks: int) -> None:
+def check_ranks(layouts: Sequence[FieldLayout]) -> None:
     """Check that the job has the ranks that the meshes name; warn where a single process stands for all.
 
     Raises:
         ArgumentError: It has others only; nobody would read their rows.
     """
+    count = num_ranks()
     wanted = sorted({rank for layout in layouts for rank in layout.layout.process_ids})
-    if num_ranks > 1 and wanted[-1] >= num_ranks:
+    if count > 1 and wanted[-1] >= count:
         raise ArgumentError(
-            f"meshes names the global rank {wanted[-1]}, but this job has {num_ranks} ranks, 0 to {num_ranks - 1}: "
+            f"meshes names the global rank {wanted[-1]}, but this job has {count} ranks, 0 to {count - 1}: "
             f"the rows of the others would be lost. Start {wanted[-1] + 1} processes (python -m "
-            f"paddle.distributed.launch --nproc_per_node {wanted[-1] + 1} script.py), or make the mesh of {num_ranks}."
+            f"paddle.distributed.launch --nproc_per_node {wanted[-1] + 1} script.py), or make the mesh of {count}."
         )
     data_ranks = max(layout.num_data_ranks for layout in layouts)
-    if num_ranks == 1 and data_ranks > 1:
+    if count == 1 and data_ranks > 1:
         here = next((layout.data_rank for layout in layouts if layout.on_mesh), None)
         part = "no rows" if here is None else f"1/{data_ranks} of the rows, those of data rank {here}"
         logging.getLogger("paddle_shard").warning(
@@ -70,4 +75,37 @@ def check_ranks(layouts: Sequence[FieldLayout], num_ranks: int) -> None:
             wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}",
             part,
             wanted[-1] + 1,
+        )
+
+
+def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
+    """Return the global ranks that keep in step: those of the meshes, and no others; this one, if it is alone."""
+    if num_ranks() == 1:
+        return (dist.get_rank(),)
+    return tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
+
+
+def check_agree(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> None:
+    """Refuse `agree=False`, and ranks that take no part in the agreement, where ranks must agree.
+
+    Raises:
+        ArgumentError: This loader cannot be had without the agreement of all ranks.
+    """
+    own = dist.get_rank()
+    if options.pad_to is not None and own not in ranks_of(layouts):
+        raise ArgumentError(
+            f"pad_to={options.pad_to!r}: global rank {own} is on none of the meshes, so nobody tells it "
+            "how long the rows are. Make this loader on the ranks of the meshes only."
+        )
+    if options.agree:
+        return
+    if source.stream is not None and not source.batches.knows_length:
+        raise ArgumentError(
+            "agree=False: nobody knows when this stream ends, so its ranks must agree on it. Give num_batches=, or a "
+            "source that is counted."
+        )
+    if options.pad_to is not None and max(layout.num_data_ranks for layout in layouts) > 1:
+        raise ArgumentError(
+            f"pad_to={options.pad_to!r} needs the ranks to agree: how long the longest row of a step is, they tell "
+            "each other. Leave agree at True, or pad to a fixed length in the collate_fn."
         )

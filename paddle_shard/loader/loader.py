@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.comm.meeting import num_ranks
 from paddle_shard.comm.split_check import SplitCheck
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
-from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators
 from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
-from paddle_shard.inputs.source import Source, read_source
+from paddle_shard.inputs.source import read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
-from paddle_shard.loader.facts import check_ranks, facts_of
+from paddle_shard.loader.facts import check_agree, check_ranks, facts_of, ranks_of
 from paddle_shard.loader.iteration import ShardIterator, describe
 from paddle_shard.loader.progress_bar import import_tqdm
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.place.assignment import assignment
-from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.plan.certificate import Certificate
@@ -75,7 +72,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         self._placer = BatchPlacer(assigned, options.dense_tensor_idx)
         layouts = self._placer.layouts
         self._pad_to = options.padding()
-        check_ranks(layouts, num_ranks())
+        check_ranks(layouts)
         here = [layout for layout in layouts if layout.on_mesh] or layouts
         self._own_layout = own = max(here, key=lambda layout: layout.num_data_ranks)
         split = bool(options.is_dataset_splitted)
@@ -87,13 +84,13 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
             self._source = read_source(options, layouts)
         else:
             self._source = read_stream(options, layouts, own)
-        _check_agree(options, self._source, layouts)
+        check_agree(options, self._source, layouts)
         self.seed, self.timeout = options.seed, options.timeout
         if options.progress:
             import_tqdm()  # so that it is missed on every rank, and now
         dispatched = self._source.stream is not None and self._source.stream.dispatched
         self._prefetch, self._if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
-        members, me = _ranks_of(layouts), dist.get_rank()
+        members, me = ranks_of(layouts), dist.get_rank()
         self._agreeing_ranks = members if options.agree and me in members else (me,)
         self._facts = facts_of(self._source, layouts, dataloader.dataset, options.compared())
         """What must be the same on all ranks."""
@@ -330,26 +327,3 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
                 "Give shard_dataloader tail='fill' (rows are marked in .valid) or tail='drop'.",
                 stacklevel=4,
             )
-
-
-def _ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
-    """Return the global ranks that keep in step: those of the meshes, and no others; this one, if it is alone."""
-    if num_ranks() == 1:
-        return (dist.get_rank(),)
-    return tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
-
-
-def _check_agree(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> None:
-    """Refuse `agree=False` where ranks must agree."""
-    if options.agree:
-        return
-    if source.stream is not None and not source.batches.knows_length:
-        raise ArgumentError(
-            "agree=False: nobody knows when this stream ends, so its ranks must agree on it. Give num_batches=, or a "
-            "source that is counted."
-        )
-    if options.pad_to is not None and max(layout.num_data_ranks for layout in layouts) > 1:
-        raise ArgumentError(
-            f"pad_to={options.pad_to!r} needs the ranks to agree: how long the longest row of a step is, they tell "
-            "each other. Leave agree at True, or pad to a fixed length in the collate_fn."
-        )

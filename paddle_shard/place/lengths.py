@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
@@ -69,6 +70,7 @@ class PadTo:
                 raise ArgumentError("pad_values says what rows are padded with; give pad_to, too: how far.")
             return None
         sizes = [pad_to] if isinstance(pad_to, int | np.integer) else pad_to
+        sizes = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
         fine = sizes == LONGEST or (
             isinstance(sizes, list | tuple)
             and len(sizes) > 0
@@ -78,11 +80,7 @@ class PadTo:
             raise ArgumentError(
                 f"pad_to must be 'longest', or the lengths that rows may have, such as [128, 256, 512], got {pad_to!r}."
             )
-        if (
-            not isinstance(pad_values, Mapping)
-            or not pad_values
-            or not all(isinstance(value, Real) for value in pad_values.values())
-        ):
+        if not isinstance(pad_values, Mapping) or not pad_values or not all(map(_is_number, pad_values.values())):
             raise ArgumentError(
                 f"pad_to={pad_to!r} needs pad_values: for each field whose rows differ in length, by key or position, "
                 "the number behind their ends, such as {'input_ids': 0, 'labels': -100}; "
@@ -98,7 +96,10 @@ class PadTo:
         """
         unknown = [key for key in self.values if key not in fields]
         if unknown:
-            raise BatchStructureError(f"pad_values names {unknown}, but the batch's fields are {list(fields)}.")
+            raise BatchStructureError(
+                f"pad_values names {unknown}, but the fields that are delivered are {list(fields)} (input_keys chooses "
+                "them, if it is given)."
+            )
 
     def finished(self, batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
         """Return a batch as distributed tensors, now that all ranks' rows are known.
@@ -110,6 +111,11 @@ class PadTo:
         Raises:
             BatchStructureError: The rows do not fit together, or are longer than any of the sizes; on all ranks alike.
         """
+
+        for path in dict.fromkeys(path for of_rank in said.values() for path in of_rank):  # the same on all ranks
+            rows = {rank: tuple(of_rank.get(path, ())) for rank, of_rank in said.items()}
+            if not all(rows.values()):
+                raise _differ(path, rows)
 
         def placed(leaf: Unplaced) -> Any:
             rows = {rank: tuple(of_rank.get(leaf.path, ())) for rank, of_rank in said.items()}
@@ -149,9 +155,9 @@ class PadTo:
         known = list(rows.values())
         kinds = {(row[0], len(row)) if row else None for row in known}
         if len(kinds) > 1 or (leaf.fill is None and len(set(known)) > 1):
-            shown = "; ".join(f"global rank {rank}: {_shown(row)}" for rank, row in sorted(rows.items()))
             why = "" if len(kinds) > 1 else "; pad_values has nothing for it, so its rows must be of one shape"
-            raise BatchStructureError(f"the rows of field {leaf.path or 'batch'} differ between ranks{why}: {shown}.")
+            raise _differ(leaf.path, rows, why)
+        _check_replicas(leaf, rows)
         row = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
         if self.sizes and leaf.fill is not None and row:
             size = next((size for size in self.sizes if size >= row[0]), None)
@@ -179,8 +185,63 @@ def rows_of(batch: Any) -> dict[str, Row]:
     return {leaf.path: leaf.row for leaf in leaves(batch) if isinstance(leaf, Unplaced)}
 
 
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
 def _shown(row: Row) -> str:
     return f"{row[0]}{list(row[1:])}" if row else "it has none"
+
+
+def _differ(path: str, rows: Mapping[int, Row], why: str = "") -> BatchStructureError:
+    shown = "; ".join(f"global rank {rank}: {_shown(row)}" for rank, row in sorted(rows.items()))
+    return BatchStructureError(f"the rows of field {path or 'batch'} differ between ranks{why}: {shown}.")
+
+
+def _check_replicas(leaf: Unplaced, rows: Mapping[int, Row]) -> None:
+    """Refuse rows that are longer on one rank than on another that has the same data."""
+    mesh, of_data_rank = leaf.layout.layout, dict[int, dict[int, Row]]()
+    for rank, row in rows.items():
+        if rank in mesh.process_ids:
+            of_data_rank.setdefault(mesh.data_rank(rank, leaf.layout.data_axes), {})[rank] = row
+    for replicas in of_data_rank.values():
+        if len(set(replicas.values())) > 1:
+            raise _differ(leaf.path, replicas, ", which share a data rank and should have read the same rows")
+
+
+@lru_cache(maxsize=256)
+def check_fill(fill: float | None, dtype: Any, path: str) -> None:
+    """Refuse a pad value that tensors of a dtype cannot hold.
+
+    Raises:
+        BatchStructureError: It would become another number.
+    """
+    if fill is None:
+        return
+    kind = str(dtype).rsplit(".", 1)[-1]
+    number = float(fill)
+    if kind == "bool":
+        fits = number in (0.0, 1.0)
+    elif kind.startswith(("int", "uint")):
+        limits = np.iinfo(kind)
+        fits = math.isfinite(number) and number.is_integer() and limits.min <= int(fill) <= limits.max
+    else:
+        largest = _LARGEST.get(kind, math.inf)
+        fits = not math.isfinite(number) or abs(number) <= largest
+    if not fits:
+        raise BatchStructureError(
+            f"pad_values: tensors of dtype {kind}, as field {path or 'batch'} has them, cannot hold {fill!r}. Give a "
+            "number that they can hold, or make the field of another dtype in the collate_fn."
+        )
+
+
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": 1.7976931348623157e308}
 
 
 def _same(fill: float | None, _: Any) -> float | None:

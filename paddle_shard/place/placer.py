@@ -12,7 +12,7 @@ from paddle_shard.errors import BatchStructureError
 from paddle_shard.place.assignment import Assignment, Entry
 from paddle_shard.place.dtensor import place, place_elsewhere, place_mask, split_sequence, take_rows
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.lengths import PadTo, Unplaced
+from paddle_shard.place.lengths import PadTo, Unplaced, check_fill
 from paddle_shard.plan.partition import Rows
 from paddle_shard.tree import is_sequence, leaves, mapped_at, rebuild
 
@@ -105,6 +105,7 @@ class BatchPlacer:
         for number, (key, entry) in enumerate(fields):
             placing = _Placing(rows, pad_to, key)
             placed[key] = placing.field(batch[key], entry, f"[{key!r}]", self._dense_items(number))
+            placing.check_padded(f"[{key!r}]")
             apart += placing.apart
         whole = rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
         return Placed(whole, last[-1] if isinstance(last, list) else last, tuple(apart))
@@ -150,12 +151,21 @@ class BatchPlacer:
 class _Placing:
     """Places one field of a batch."""
 
-    __slots__ = ("_fill", "_rows", "_waits", "apart")
+    __slots__ = ("_fill", "_local", "_padded", "_rows", "_waits", "apart")
 
     def __init__(self, rows: BatchRows, pad_to: PadTo | None, key: Any) -> None:
         self._rows, self._waits = rows, pad_to is not None
         self._fill = None if pad_to is None else pad_to.values.get(key)
+        self._local = self._padded = False
         self.apart: list[tuple[Any, ...]] = []
+
+    def check_padded(self, path: str) -> None:
+        """Refuse a pad value for a field of which all tensors stay local."""
+        if self._fill is not None and self._local and not self._padded:
+            raise BatchStructureError(
+                f"pad_values has a value for field {path}, but dense_tensor_idx leaves it local, and what is local is "
+                "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
+            )
 
     def field(self, value: Any, entry: Entry, path: str, dense: Sequence[int]) -> Any:
         if not is_sequence(value) or _is_row_like(value):
@@ -201,9 +211,12 @@ class _Placing:
         if by_rows and layout.on_mesh:
             value = take_rows(value, rows.positions(layout))
         if dense:
+            self._local = True
             return value
+        self._padded = True
         elsewhere = None if layout.on_mesh else (len(rows.read), rows.num_rows)
         if self._waits and value.shape:
+            check_fill(self._fill, value.dtype, path)
             return Unplaced(value, layout, path, elsewhere, own_rows, self._fill)
         if elsewhere is not None:
             return place_elsewhere(value, *elsewhere, layout, path)

@@ -57,6 +57,8 @@ class ChunkRequest:
     """Whether a sample that the user's code fails on is a row that is not valid."""
     rows_are_split: bool = False
     """Whether other rows of the global batch are collated elsewhere."""
+    lengths_vary: bool = False
+    """True if rows may differ in length, but in nothing else, since they are padded when they are placed."""
     compared: bool = False
     """Whether what is read for it is compared with what other readers of the same stream read."""
     dispatched: Dispatched | bytes | None = None

@@ -18,7 +18,7 @@ from paddle_shard.reading.first_samples import first_of_dispatched, opened_with_
 from paddle_shard.reading.local_batch import num_rows_of
 from paddle_shard.reading.padding import Padding
 from paddle_shard.reading.reader import collate_rows
-from paddle_shard.reading.skipping import Usual, collate_skipping
+from paddle_shard.reading.skipping import Usual, collate_skipping, usual_of
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.batch import Unbatch
 from paddle_shard.stages.opening import Stated, Unreadable
@@ -216,9 +216,8 @@ class ChunkReader:
     def _most_like(self, first: Sequence[Any], request: ChunkRequest) -> Usual | None:
         """Return what most of a stream's first samples are like."""
         self._seed(request.opening.key(0, "compare"))
-        alike = self._collate_fn is None or request.rows_are_split
         readable = [sample for sample in first if not isinstance(sample, Unreadable)]
-        return Usual.of(readable, lambda rows: self._collated(rows, request), alike=alike)
+        return usual_of(readable, lambda rows: self._collated(rows, request), self._collate_fn, request)
 
     def _batch(
         self, samples: list[Any], real: list[bool], request: ChunkRequest

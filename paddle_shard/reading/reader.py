@@ -15,7 +15,7 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
-from paddle_shard.reading.skipping import Patched, Usual, read_skipping, spread_over
+from paddle_shard.reading.skipping import Patched, Usual, read_skipping, spread_over, usual_of
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import TEXT, leaves
@@ -174,8 +174,7 @@ class BatchReader:
         if self._usual is _UNKNOWN:
             with kept(self._generators):
                 samples = spread_over(self.dataset, self._seed_all)
-                alike = self._collate_fn is None or request.rows_are_split
-                self._usual = Usual.of(samples, self._collate_of(request), alike=alike)
+                self._usual = usual_of(samples, self._collate_of(request), self._collate_fn, request)
         return self._usual
 
     def _whole_batch(

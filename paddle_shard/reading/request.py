@@ -50,6 +50,8 @@ class ReadRequest(NamedTuple):
     """Seed of the epoch's random numbers, in [0, 2^64)."""
     rows_are_split: bool
     """True where other data ranks read the other rows, so that what depends on its neighbours is refused."""
+    lengths_vary: bool = False
+    """True if rows may differ in length, but in nothing else, since they are padded when they are placed."""
 
     def sample_seed(self, index: Any) -> int:
         """Return the seed for reading one sample: a function of (seed, epoch, index)."""

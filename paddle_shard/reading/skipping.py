@@ -44,13 +44,14 @@ class Usual:
     """Whether three in four have rows of its shape, and not only of its structure; data in buckets have not."""
 
     @classmethod
-    def of(cls, samples: Sequence[Any], collate: Collate, *, alike: bool) -> Usual | None:
+    def of(cls, samples: Sequence[Any], collate: Collate, *, alike: bool, lengths_vary: bool = False) -> Usual | None:
         """Return what is usual among samples: the first whose row is like that of most.
 
         Args:
             samples: The same whoever reads.
             collate: Makes a batch of samples.
             alike: Whether the rows of a batch must be like each other.
+            lengths_vary: True if they need not have one shape.
         """
         found = [(sample, _form_of(sample, collate)) for sample in samples]
         found = [(sample, form) for sample, form in found if form]
@@ -59,7 +60,7 @@ class Usual:
         loose, strict = [_without_sizes(form) for _, form in found], [form for _, form in found]
         counts = [(loose.count(a), strict.count(b)) for a, b in zip(loose, strict, strict=True)]
         best = counts.index(max(counts))
-        of_one_size = 4 * counts[best][1] >= 3 * max(len(samples), _ENOUGH)
+        of_one_size = not lengths_vary and 4 * counts[best][1] >= 3 * max(len(samples), _ENOUGH)
         form = strict[best] if of_one_size else loose[best]
         most = 2 * counts[best][0] > max(len(samples), _ENOUGH)
         return cls(found[best][0], form if alike and most else (), of_one_size)
@@ -68,6 +69,20 @@ class Usual:
         """Return whether the rows of a batch are like the usual one."""
         form = (row_like(batch),)
         return not self.form or (form if self.of_one_size else _without_sizes(form)) == self.form
+
+
+def usual_of(samples: Sequence[Any], collate: Collate, collate_fn: Any, request: Any) -> Usual | None:
+    """Return what is usual among samples, as far as the rows of a batch must be like each other.
+
+    Args:
+        samples: The same whoever reads.
+        collate: Makes a batch of samples.
+        collate_fn: The user's; None stacks rows, which must have one shape.
+        request: A `ReadRequest` or `ChunkRequest`, which says what is done with the rows.
+    """
+    varies = request.lengths_vary and collate_fn is not None
+    alike = collate_fn is None or request.rows_are_split or varies
+    return Usual.of(samples, collate, alike=alike, lengths_vary=varies)
 
 
 def row_like(batch: Any) -> Any:

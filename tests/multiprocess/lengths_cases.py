@@ -21,6 +21,11 @@ CASES = {
     "no value": {"mesh": DP, "pad_to": "longest", "pad_values": {"ids": 0, "weights": 0.5, "mask": 0}},
     "no such field": {"mesh": DP, "pad_to": "longest", "pad_values": {"id": 0}},
     "not padded": {"mesh": DP},
+    "no number": {"mesh": DP, "pad_to": "longest", "pad_values": {**VALUES, "ids": 0.5}},
+    "local": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "dense_tensor_idx": [[0], [], [], []]},
+    "none on a rank": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "odd": "none"},
+    "texts on a rank": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "odd": "texts"},
+    "replicas differ": {"mesh": MP_DP, "pad_to": "longest", "pad_values": VALUES, "odd": "longer"},
     "replicas": {"mesh": MP_DP, "pad_to": "longest", "pad_values": VALUES},
     "split too": {"mesh": DP_SEP, "pad_to": [4, 8, 16], "pad_values": VALUES, "sep": True},
     "split balanced": {"mesh": DP_SEP, "pad_to": [4, 8, 16], "pad_values": VALUES, "balanced": True},
@@ -54,13 +59,17 @@ def padded(samples):
 class Collate:
     """A collate_fn of some form, that can be sent to workers."""
 
-    def __init__(self, form):
-        self.form = form
+    def __init__(self, form, odd=None):
+        self.form, self.odd, self.calls = form, odd, 0
 
     def __call__(self, samples):
-        batch = padded(samples)
+        batch, self.calls = padded(samples), self.calls + 1
+        if self.odd == "longer":  # as an unseeded generator would make it
+            batch["ids"] = np.pad(batch["ids"], [(0, 0), (0, 1)])
+        elif self.odd and self.calls == 3:
+            batch["weights"] = None if self.odd == "none" else ["text"] * len(samples)
         return batch if self.form is dict else list(batch.values()) if self.form == "list" else batch["ids"]
 
 
-def collate_fn(form):
-    return Collate(form)
+def collate_fn(form, odd=None):
+    return Collate(form, odd)

@@ -35,11 +35,12 @@ def loader_of(case):
     shape, names = options.pop("mesh")
     mesh = dist.ProcessMesh(np.arange(SIZE).reshape(shape).tolist(), dim_names=list(names))
     form, workers, size = options.pop("form", dict), options.pop("workers", 0), options.pop("size", 4)
+    odd = options.pop("odd", None) if dist.get_rank() == 1 else options.pop("odd", None) and None
     if options.pop("sep", None):
         options["placements"] = {key: {"dp": 0, "sep": 1} for key in ("ids", "labels")}
     if options.pop("balanced", None):
         options["placements"] = {key: {"dp": 0, "sep": Balanced(dim=1)} for key in ("ids", "labels")}
-    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, collate_fn=collate_fn(form))
+    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, collate_fn=collate_fn(form, odd))
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 

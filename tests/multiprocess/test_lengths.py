@@ -12,6 +12,18 @@ from tests.multiprocess.lengths_cases import BY_POSITION, CASES, LENGTHS, VALUES
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
+REFUSED = {
+    "too long": (2, ["the longest row of field ['ids'] has 11", "the largest size in pad_to is 8"]),
+    "no value": (0, ["field ['labels']", "pad_values has nothing for it", "global rank 0: int64[3]"]),
+    "no such field": (0, ["pad_values names ['id']", "delivered are ['ids', 'labels', 'mask', 'weights']"]),
+    "no number": (0, ["dtype int64, as field ['ids'] has them, cannot hold 0.5"]),
+    "local": (0, ["pad_values has a value for field ['ids'], but dense_tensor_idx leaves it local"]),
+    "none on a rank": (2, ["the rows of field ['weights'] differ between ranks", "global rank 1: it has none"]),
+    "texts on a rank": (2, ["the rows of field ['weights'] differ between ranks", "global rank 1: it has none"]),
+    "replicas differ": (0, ["field ['ids'] differ between ranks, which share a data rank"]),
+    "not padded": (0, ["pad_to='longest'", "pad_values=", ".batch(B).map(collate_fn)"]),
+}
+"""Case -> (steps that are delivered before it is refused, what the error says)."""
 
 
 def num_ranks(case):
@@ -74,7 +86,7 @@ def joined(parts, mesh, split, balanced):
     return np.concatenate(rows)
 
 
-GOOD = [name for name in CASES if name not in ("too long", "no value", "no such field", "not padded")]
+GOOD = [case for case in CASES if case not in REFUSED]
 
 
 @pytest.mark.parametrize("case", GOOD)
@@ -99,16 +111,9 @@ def test_global_batches_are_those_of_one_process(of_ranks, case):
             assert not valid[real:].any()
 
 
-@pytest.mark.parametrize(
-    ("case", "steps", "texts"),
-    [
-        ("too long", 2, ["the longest row of field ['ids'] has 11", "the largest size in pad_to is 8"]),
-        ("no value", 0, ["field ['labels']", "pad_values has nothing for it", "global rank 0: int64[3]"]),
-        ("no such field", 0, ["pad_values names ['id']", "fields are ['ids', 'labels', 'mask', 'weights']"]),
-        ("not padded", 0, ["pad_to='longest'", "pad_values=", ".batch(B).map(collate_fn)"]),
-    ],
-)
-def test_what_cannot_be_padded_is_said_on_all_ranks_at_the_same_step(of_ranks, case, steps, texts):
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_padded_is_said_on_all_ranks_at_the_same_step(of_ranks, case):
+    steps, texts = REFUSED[case]
     for report in of_ranks(case):
         *delivered, failure = report["straight"]
         assert len(delivered) == steps

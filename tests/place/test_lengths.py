@@ -8,7 +8,8 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, BatchStructureError
-from paddle_shard.place.lengths import PadTo
+from paddle_shard.place.lengths import PadTo, check_fill
+from paddle_shard.testing.simulated import simulated_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
 DP2 = dist.ProcessMesh([0, 1], dim_names=["dp"])
@@ -90,7 +91,7 @@ def test_ranks_that_do_not_agree_cannot_know_the_longest():
 
 
 def test_a_value_for_a_field_that_is_not_there_is_refused():
-    with pytest.raises(BatchStructureError, match=r"pad_values names \[1, 'x'\], but the batch's fields are \[0\]"):
+    with pytest.raises(BatchStructureError, match=r"pad_values names \[1, 'x'\], but the fields .* are \[0\]"):
         next(iter(sharded(pad_to=8, pad_values={0: 0, 1: 0, "x": 0})))
 
 
@@ -103,3 +104,76 @@ def test_tensors_of_any_dtype_are_evened(dtype):
     assert [batch["x"][0].shape for batch in found] == [[2, 5], [1, 5]]
     assert found[0]["x"][0].dtype == short.dtype
     assert found[0]["x"][0].astype("float32").numpy().tolist() == [[1, 1, 1, 0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        *(("uint8", fill) for fill in (-1, 256, 0.5, float("nan"))),
+        *(("int8", fill) for fill in (-129, 300, float("inf"))),
+        *(("int64", fill) for fill in (2**63, 0.5, 1e30)),
+        *(("bool", fill) for fill in (2, -1, 0.5)),
+        *(("float16", fill) for fill in (1e6, -65505)),
+        ("float32", 1e39),
+    ],
+)
+def test_a_value_that_the_field_cannot_hold_is_refused(dtype, fill):
+    with pytest.raises(BatchStructureError, match=f"dtype {dtype}, as field x has them, cannot hold"):
+        check_fill(fill, dtype, "x")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [("uint8", 255), ("int64", -(2**63)), ("int64", 3.0), ("bool", True), ("float16", -65504), ("float32", -np.inf)],
+)
+def test_a_value_that_the_field_holds_is_taken(dtype, fill):
+    check_fill(fill, dtype, "x")
+
+
+@pytest.mark.parametrize("value", [10**400, "0", None, [0]])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(ArgumentError, match="needs pad_values: for each field"):
+        sharded(pad_to="longest", pad_values={0: value})
+
+
+def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypatch):
+    monkeypatch.setattr("paddle_shard.loader.facts.num_ranks", lambda: 3)
+    with simulated_rank(2, 3), pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"):
+        sharded(DP2, pad_to="longest", pad_values={0: 0})
+
+
+def test_sizes_may_be_an_array():
+    assert [batch.shape[1] for batch in sharded(pad_to=np.array([8, 4]), pad_values={0: -7})] == [4, 8, 4]
+
+
+class OneOdd(paddle.io.IterableDataset):
+    """Rows of different lengths, one of them of another structure."""
+
+    odd = None
+
+    def __iter__(self):
+        for number in range(16):
+            yield self.odd if number == 6 else np.full([1 + number % 4], number)
+
+
+def at_least_1d(samples):
+    if any(sample is None for sample in samples):
+        raise ValueError("a sample is None")
+    longest = max(sample.shape[0] for sample in samples)
+    return np.stack([np.pad(sample, [(0, longest - len(sample)), *[(0, 0)] * (sample.ndim - 1)]) for sample in samples])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("odd", [None, np.zeros([2, 1])], ids=["none", "another number of dims"])
+def test_a_sample_of_another_structure_is_skipped_where_lengths_vary(workers, odd):
+    data = OneOdd()
+    data.odd = odd
+    given = paddle.io.DataLoader(data, batch_size=4, collate_fn=at_least_1d, num_workers=workers)
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", on_error="skip", pad_to="longest", pad_values={0: 0}
+    )
+    batches, real = iter(loader), []
+    for batch in batches:
+        real += batch.numpy()[batches.valid.numpy()][:, 0].tolist()
+
+    assert sorted(real) == [number for number in range(16) if number != 6]
