@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.partition import Rows
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.stages.opening import Opening
 from paddle_shard.tree import is_sequence, leaves, rebuild
 
@@ -63,7 +64,7 @@ class ChunkRequest:
     """Whether what is read for it is compared with what other readers of the same stream read."""
     dispatched: Dispatched | bytes | None = None
     """The samples, pickled or not, where the main process has read them; else the reader does."""
-    failure: Any = None
+    failure: ReadFailure | None = None
     """Of reading them."""
 
     @property

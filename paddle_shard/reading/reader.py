@@ -175,7 +175,8 @@ class BatchReader:
             with kept(self._generators):
                 samples = spread_over(self.dataset, self._seed_all)
                 self._usual = usual_of(samples, self._collate_of(request), self._collate_fn, request)
-        return self._usual
+        found: Usual | None = self._usual
+        return found
 
     def _whole_batch(
         self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None], usual: Usual | None = None

@@ -109,7 +109,8 @@ class UserPass(Pass):
     """
 
     def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
-        self._cores = cores = []  # type: list[Any]
+        self._cores: list[Pass] = []
+        cores = self._cores
         self._name = name = f"{type(loader.dataloader).__name__}.__iter__"
         self._taken = taken = deque[Any]()  # by the user's code, and not yielded yet
         self._over = False

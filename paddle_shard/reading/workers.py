@@ -89,9 +89,9 @@ class WorkerPool:
                 shown a single worker then, so that it leaves the data set whole.
         """
         self.persistent = bool(settings._persistent_workers)
-        self.num_workers = num_workers or settings.num_workers
+        self.num_workers: int = num_workers or settings.num_workers
         self._reader, self._reads_all = reader, reads_all
-        self._init_fn, self._ahead = settings.worker_init_fn, settings.prefetch_factor
+        self._init_fn, self._ahead = settings.worker_init_fn, int(settings.prefetch_factor)
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []

@@ -217,10 +217,9 @@ def _make_current(ranks: tuple[int, ...]) -> None:
     from paddle.distributed.auto_parallel.api import dtensor_from_local
     from paddle.distributed.auto_parallel.static.utils import dygraph_guard
 
-    @dygraph_guard
     def reshard() -> None:
         mesh = paddle.distributed.ProcessMesh(list(ranks), dim_names=["group"])
         partial = dtensor_from_local(paddle.zeros([1], dtype="float32"), mesh, [paddle.distributed.Partial()])
         paddle.distributed.reshard(partial, mesh, [paddle.distributed.Replicate()])
 
-    reshard()
+    dygraph_guard(reshard)()
