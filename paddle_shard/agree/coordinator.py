@@ -122,11 +122,11 @@ class Coordinator:
         with self.changed:
             if self._closed:
                 raise ArgumentError("this coordinator is closed: create a new one with a new group.")
-            patience = self.timeout if timeout is None else timeout
+            limit = self.timeout if timeout is None else timeout
             several = self.group.size > 1
             same, apart = same_data and several, ends_apart if same_data and several else None
             agreement = Agreement(
-                self, self._opened, prefetch, ends_must_agree, label, name, patience, same, apart, first_step
+                self, self._opened, prefetch, ends_must_agree, label, name, limit, same, apart, first_step
             )
             agreement.exit_when_lost = exit_when_lost
             if self.group.size > 1:

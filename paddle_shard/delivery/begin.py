@@ -107,7 +107,7 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
 
 
 def _draws_for_all(source: Source) -> bool:
-    """Return whether each rank draws the global batches from a sampler of the user's own."""
+    """Return whether each rank draws the global batches from the user's own sampler."""
     return isinstance(source.batches, UserBatches) and not source.split
 
 
@@ -194,7 +194,7 @@ class _StreamSteps:
         self._rows = None if plan is None else setup.rows.of_stream()
         self._begun = False
         self._first: Any = None
-        """Of a rank that has batches of its own."""
+        """First batch of a rank that has batches of its own."""
 
     def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
         if found.batch is None and not (self._pads and found.empty):  # only where the end was known
@@ -211,7 +211,7 @@ class _StreamSteps:
         except DataReadError:
             if self._start.samples == 0:
                 raise
-            return None  # gone on from behind the end, most likely, where there is nothing to deliver
+            return None  # most likely resumed past the end, where there is nothing to deliver
         made = StreamBatch(
             num_rows=self._size or 0,
             micro_size=self._micro_size,

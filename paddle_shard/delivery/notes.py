@@ -17,7 +17,7 @@ from paddle_shard.reading.reader import RAGGED
 
 
 class StepNotes:
-    """What one rank says, and hears, of the steps of a pass.
+    """The notes that a rank sends and receives on the steps of a pass.
 
     The dtype and shape of a row, when they change: rows that differ between ranks only would make a global batch that
     is ragged, which no rank could see; with `pad_to`, all pad theirs to the longest. And the rows that it could not
@@ -29,7 +29,7 @@ class StepNotes:
         """Begin a pass.
 
         Args:
-            holds_rows: Whether what this rank reads is of the global batch, and not rows of its own that nobody uses.
+            holds_rows: True if what this rank reads is of the global batch, and not rows of its own that nobody uses.
             split_check: Compares the first batches, where the data is said to be split.
             pad_to: What rows are padded to; their batches have yet to be placed then.
         """

@@ -15,32 +15,32 @@ from paddle_shard.samplers import IndexBatch
 
 @dataclass(slots=True)
 class Pending:
-    """What was requested for a step."""
+    """A step from its request to its delivery."""
 
     batch: IndexBatch
     rows: BatchRows | None
-    """Which rows are read; None: known when they are."""
+    """Rows to read; None until they are read."""
     local: bool
     """The batch's rows are this rank's only."""
     indices: list[Any] | npt.NDArray[np.int64]
     num_bytes: int = 0
-    """Of the rows that were read."""
+    """Size in bytes of the rows that were read."""
     layout: FieldLayout | None = None
-    """Of the batch's last field."""
+    """Layout of the batch's last field."""
     row_shapes: Any = ()
     """(dtype, *shape of a row) of each tensor; with `pad_to`, those that have yet to be placed, by path."""
     digest: int = 0
-    """Of the batches that a sampler of the user's own has drawn so far."""
+    """Digest of the batches that a user's sampler has drawn so far."""
     is_first: bool = False
-    """Of its pass."""
+    """True for the first step of its pass."""
     first: dict[str, Any] | None = None
-    """What the ranks compare of the first batch, where each has rows of its own."""
+    """Summary of the first batch that ranks compare if each has rows of its own."""
     skipped: npt.NDArray[np.bool_] | None = None
-    """Of the rows that are read, those whose sample could not be; None: there are none."""
+    """Mask of the rows whose sample could not be read; None: there are none."""
 
     @property
     def all_real(self) -> bool:
-        """Whether every row is; False also where that is not known."""
+        """True if every row is; False also where that is not known."""
         return self.skipped is None and self.batch.all_real
 
     def valid(self) -> Any:

@@ -18,7 +18,7 @@ from paddle_shard.reading.pace import Pace
 from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
-"""How long a read that cannot be interrupted is waited for when a pass is closed; then its thread ends by itself."""
+"""Seconds to wait, when a pass is closed, for a read that cannot be interrupted; later its thread ends by itself."""
 
 _open: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
@@ -36,7 +36,7 @@ class Ahead:
         Args:
             work: Does one step and returns whether that is done; raises StopIteration where there is none. It is told
                 whether the caller may be at work, too; then it may find that the caller has to do it.
-            runs_free: Whether it can be done then, as far as is known.
+            runs_free: True if it can be done then, as far as is known.
             pace: Of the steps that the caller's thread does: the other is started when they are known not to be quick,
                 since it costs some 50 us a step. None: it is started at once.
         """
@@ -50,7 +50,7 @@ class Ahead:
         self._place = _current_expected_place()
 
     def start(self) -> bool:
-        """Start the thread, if it is worth its while; return whether it goes on while the caller does other things."""
+        """Start the thread if it pays off; return True if it works while the caller does other things."""
         pace = self._pace
         if self._thread is None and pace is not None and (not pace.reads_known or pace.reads_quickly):
             return False
@@ -67,7 +67,7 @@ class Ahead:
         return self._thread is not None and self._runs_free()
 
     def need(self, count: int, limit: int) -> None:
-        """Have `count` steps done, if there are so many; the thread goes on to `limit` meanwhile."""
+        """Do `count` steps, if there are so many; meanwhile the thread continues to `limit`."""
         if self._thread is None:
             while self._done < count and not self._over:
                 self._do_here()

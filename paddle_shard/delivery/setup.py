@@ -28,10 +28,10 @@ class PassSetup:
     dataloader: paddle.io.DataLoader
     """The user's; read only."""
     name: str
-    """What the loader is, for `repr`."""
+    """Description of the loader, for `repr`."""
     placer: BatchPlacer
     own_layout: FieldLayout
-    """That of the field whose rows this rank reads."""
+    """Layout of the field whose rows this rank reads."""
     rows: LoaderRows
     reading: Any
     """A `UserLoader`, or a `StreamLoader` for streams."""
@@ -42,7 +42,7 @@ class PassSetup:
     pad_to: PadTo | None
     agreeing_ranks: tuple[int, ...]
     facts: Mapping[str, Any]
-    """What must be the same on all ranks."""
+    """Settings that must be the same on all ranks."""
     split_check: SplitCheck | None
     prefetch: int
     if_worth_it: bool

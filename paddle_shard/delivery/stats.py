@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True)
 class Counts:
-    """What was delivered to this rank over some time, and where the time went."""
+    """Counts of what was delivered to this rank over some time, and where the time went."""
 
     batches: int = 0
     samples: int = 0
@@ -18,7 +18,7 @@ class Counts:
     skipped: int = 0
     """Rows of samples that could not be read (`on_error="skip"`); their ids are in the log."""
     bytes: int = 0
-    """Of the rows that this rank reads."""
+    """Size in bytes of the rows that this rank reads."""
     wait_seconds: float = 0.0
     """Spent in the loader: reading, if there are no workers, placing, and waiting for what is not there yet."""
     step_seconds: float = 0.0
@@ -32,7 +32,7 @@ class Counts:
 
 
 class LoaderStats:
-    """What a loader has delivered to this rank: over the run, and in the newest pass.
+    """Counts of what a loader has delivered to this rank: over the run, and in the newest pass.
 
     Examples:
         >>> stats = LoaderStats()

@@ -22,7 +22,7 @@ from paddle_shard.reading.worker_guards import in_use
 
 
 class Readiness(Enum):
-    """What can be done with what was read for a step."""
+    """Whether the data that was read for a step can be delivered."""
 
     OK = "deliver it"
     EXHAUSTED = "deliver it, but it holds nothing new, and nothing new will come"
@@ -86,11 +86,11 @@ class StepPass:
         """Each step is read when it is asked for, and there is nothing to be said of it."""
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
-        """What can be delivered."""
+        """Steps that can be delivered."""
         self._burst = 0
         """Steps that are to be read at once."""
         self._several: deque[Any] = deque()
-        """What was, and has yet to be prepared."""
+        """Steps that were read at once, and have yet to be prepared."""
         self._unsaid = 0
         """Steps that are ready, and have yet to be announced."""
         self._announced = self._delivered = 0
@@ -296,7 +296,7 @@ def stream_readiness(tail: Tail, num_steps: int | None) -> Callable[[Slice], Rea
 
     Args:
         tail: Where the stream's parts end at different times.
-        num_steps: Whether the end is known; then all before it is.
+        num_steps: Number of steps if the end is known; then all steps before it can be delivered.
     """
 
     def readiness(found: Slice) -> Readiness:

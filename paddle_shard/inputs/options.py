@@ -66,7 +66,7 @@ class LoaderOptions:
 
     @property
     def skip_errors(self) -> bool:
-        """Whether a sample that cannot be read is an invalid row, and no error."""
+        """True if a sample that cannot be read is an invalid row, and no error."""
         return self.on_error == "skip"
 
     def padding(self) -> PadTo | None:
@@ -122,8 +122,8 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) 
 
     Args:
         options: Of the loader.
-        stream: Whether its data is a stream.
-        dispatched: Whether this process reads it for its workers.
+        stream: True if its data is a stream.
+        dispatched: True if this process reads it for its workers.
 
     Raises:
         ArgumentError: It is no number, or the DataLoader cannot be read in another thread.

@@ -13,7 +13,7 @@ _STREAMS = {"DataLoader", "WebLoader", "IterableDataset"}
 
 
 def is_iterable_dataset(given: object) -> bool:
-    """Whether something is only iterated, though it may have a `__getitem__` that raises, as torch's do."""
+    """True if something is only iterated, though it may have a `__getitem__` that raises, as torch's do."""
     return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
 
 

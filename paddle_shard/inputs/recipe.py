@@ -59,7 +59,7 @@ class Recipe:
 
     @property
     def whole(self) -> Stage:
-        """What opens the stream uncut."""
+        """The stage that opens the stream uncut."""
         stage = self.source
         for step in self.steps:
             stage = step(stage)
@@ -67,12 +67,12 @@ class Recipe:
 
     @property
     def stage(self) -> Stage:
-        """What opens the stream's parts."""
+        """The stage that opens the stream's parts."""
         return self.cut().whole
 
     @property
     def is_cut(self) -> bool:
-        """Whether a stage can open a part by itself."""
+        """True if a stage can open a part by itself."""
         return any(stage.cuts for stage in self.whole.line())
 
     @property
@@ -88,10 +88,10 @@ class Recipe:
 
     @property
     def is_read_whole(self) -> bool:
-        """Whether every reader reads the whole stream, to keep its own parts of it."""
+        """True if every reader reads the whole stream, to keep its own parts of it."""
         return not self.source.cuts
 
     @property
     def is_dispatched(self) -> bool:
-        """Whether one reader of each data rank dispatches to its workers."""
+        """True if one reader of each data rank dispatches to its workers."""
         return RoundRobin in self.steps

@@ -43,7 +43,7 @@ class Source:
     custom_sampler: Any = None
     """The user's batch sampler, where it decides on the order."""
     stream: StreamSetup | None = None
-    """How a stream is read, where the data has no index."""
+    """The way a stream is read, for data without an index."""
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:
@@ -108,7 +108,7 @@ def _check_kind(dataloader: Any) -> None:
 
 
 def _is_plain(batch_sampler: Any) -> bool:
-    """Whether a batch sampler is what `DataLoader(batch_size=, shuffle=)` makes, with nothing of the user's."""
+    """True if a batch sampler is what `DataLoader(batch_size=, shuffle=)` makes, with nothing of the user's."""
     if type(batch_sampler) is not paddle.io.BatchSampler:
         return False
     sampler = batch_sampler.sampler

@@ -27,12 +27,12 @@ class StreamBatch:
     num_real: int
     """Positions of the parts that it serves, rows that are missing at a part's end among them."""
     real: npt.NDArray[np.bool_]
-    """Of the rows that this rank reads; a single one for all where items are whole batches."""
+    """Mask of real rows, of those that this rank reads; a single one for all if items are whole batches."""
     sampler_state: Any = None
 
     @property
     def all_real(self) -> bool:
-        """Whether no row that this rank reads is padding."""
+        """True if no row that this rank reads is padding."""
         return bool(self.real.all())
 
     def take(self, rows: Rows | range) -> list[Any]:
@@ -62,12 +62,12 @@ class StreamBatches:
 
     @property
     def repeats(self) -> bool:
-        """Whether a part that ends is read again."""
+        """True if a part that ends is read again."""
         return self.tail.repeats or self.num_batches is not None
 
     @property
     def knows_length(self) -> bool:
-        """Whether the steps are known before the end."""
+        """True if the steps are known before the end."""
         return self._num_steps() is not None
 
     def untouched(self) -> StreamBatches:

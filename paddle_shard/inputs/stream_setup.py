@@ -25,33 +25,33 @@ _numbers = count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSetup:
-    """Which parts of a stream this rank reads, with which workers."""
+    """The parts of a stream that this rank reads, and the number of its workers."""
 
     batches: StreamBatches
     """The stream's order."""
     parts: tuple[int, ...]
-    """That this rank holds; (0,) where items are whole batches."""
+    """Parts that this rank holds; (0,) if items are whole batches."""
     num_workers: int
     """Readers beside the main process; 0: it reads itself."""
     several: bool
-    """Whether other ranks read other rows."""
+    """True if other ranks read other rows."""
     skip_errors: bool = False
-    """Whether a sample that the user's code fails on is a row that is not valid."""
+    """True if a sample that the user's code fails on is a row that is not valid."""
     dispatched: bool = False
-    """Whether the main process reads samples for its workers."""
+    """True if the main process reads samples for its workers."""
     foreign: bool = False
-    """Whether another library reads, which is told the data rank."""
+    """True if another library reads, which is told the data rank."""
     pads: bool = False
-    """Whether rows may be as long as their neighbours, since they are padded when they are placed."""
+    """True if rows may be as long as their neighbours, since they are padded when they are placed."""
 
     @property
     def stage(self) -> Stage:
-        """What opens the parts."""
+        """The stage that opens the parts."""
         return self.batches.stage
 
     @property
     def read_by_all(self) -> bool:
-        """Whether each reader reads the whole stream, and keeps its own samples of it."""
+        """True if each reader reads the whole stream, and keeps its own samples of it."""
         striped = any(isinstance(stage, Stripe) for stage in self.stage.line())
         return striped and not self.dispatched and self.batches.split_over is None
 
@@ -86,7 +86,7 @@ class StreamSetup:
 
         Args:
             start: Where the pass begins.
-            compared: Whether there are other readers, on any rank, with whom this one's reading can be compared.
+            compared: True if there are other readers, on any rank, with whom this one's reading can be compared.
         """
         number = next(_numbers)
         return (

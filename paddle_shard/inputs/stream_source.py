@@ -34,7 +34,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
 
     Args:
         given: What the user gave.
-        split: Whether it holds a data rank's own rows.
+        split: True if it holds a data rank's own rows.
 
     Raises:
         ArgumentTypeError: Neither a DataLoader nor anything that yields batches.
@@ -66,7 +66,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
 
 
 def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
-    """Whether a subclass has an `__iter__` that does not go on to Paddle's, as PaddleNLP's DistDataLoader."""
+    """True if a subclass has an `__iter__` that does not call Paddle's, as PaddleNLP's DistDataLoader."""
     iterates: Any = type(dataloader).__iter__
     if iterates is paddle.io.DataLoader.__iter__ or not hasattr(iterates, "__code__"):
         return False

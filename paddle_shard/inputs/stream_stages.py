@@ -84,7 +84,7 @@ class StreamStages(paddle.io.IterableDataset):
         """Return the stream with the samples of each part permuted in windows, anew in each epoch.
 
         A window is read, and its samples are yielded in an order that follows from the loader's seed, the epoch and the
-        part; so the order does not depend on who reads, and is gone on with anywhere.
+        part; so the order does not depend on the reader, and can be resumed anywhere.
 
         Args:
             window: Samples that are held, of each part.

@@ -43,79 +43,85 @@ def shard_dataloader(
     on_lost: str = "raise",
     progress: bool = False,
 ) -> ShardDataloader:
-    """Split a DataLoader's batches along axes of the mesh and yield them as distributed tensors.
+    """Split the batches of a DataLoader along axes of the mesh and yield them as distributed tensors.
 
-    The signature is that of `paddle.distributed.shard_dataloader`, which this replaces; what only this
-    library has is keyword-only. The given DataLoader is not changed.
+    The signature is that of `paddle.distributed.shard_dataloader`, which this function replaces. All further options
+    are keyword-only. The given DataLoader is not changed.
 
     Args:
-        dataloader: A `paddle.io.DataLoader`, or a subclass. Its `batch_size` is the global batch, as in
-            Paddle: what one step consumes over all data ranks. Its data set may be a stream: a `Stream`, or any
-            `IterableDataset`, which every reader reads whole and keeps its samples of. Also a `Stream` itself, or
-            an iterable of global batches: a list, a generator, or a function that returns one.
-        meshes: A `ProcessMesh` for all fields; or a list with one for each field, by position or by
-            `input_keys`, where a field that is a list may have a list of meshes.
-        input_keys: Where batches are dicts: the keys that are delivered, in this order, each on its mesh of `meshes`
-            or all on the only one; which others are left out is logged. None: all keys.
-        shard_dims: The axes that split the rows: a name or an index for all meshes, or a list with an entry
-            for each mesh. With one mesh, a list is several axes that act as one; with several, a tuple inside
-            the list is. None: not split, every rank gets the whole global batch.
-        is_dataset_splitted: The loader of each data rank has rows of its own already.
-        dense_tensor_idx: For each field, the items that stay local tensors; a field that is a tensor stays
-            local where its entry is not empty. Such a tensor need not have a row for each sample (image patches):
-            then it is what `collate_fn` has made of this rank's samples. One worker reads a batch of a stream then.
-        shuffle: None: as the DataLoader says. True or False for one without a sampler of the user's own;
-            "blocks" for data on disk, where a full shuffle would open a block (a chunk, a page, a row group) for
-            every sample: each block is opened by one data rank. Its size is the data set's `block_size` if it
-            has one, else that of `Blocks()`; `Blocks(size=, window=)` says it here. "paddle" for the order of
-            Paddle's `DistributedBatchSampler`, for runs that migrate.
-        seed: Of the order and of the samples' random numbers.
-        tail: Where the data does not fill the last global batch. "pad": fill it up to the padding unit with
-            the first samples of the same epoch's order, marked in the iterator's `valid`; "fill": up to a
-            full batch; "drop": do not serve it; "error": refuse. None: "drop" if the loader has `drop_last`,
-            else "pad". A batch sampler of your own that has `drop_last` drops batches itself: all that it yields is
-            served. For streams, whose parts end at different times: "pad", "drop", "error", or "repeat": a
-            part that has ended is read again until the longest has.
-        num_batches: For streams: exactly so many steps in an epoch; parts that end are read again.
-        num_parts: For streams: P, the number of parts that the stream is cut into, and that is part of its order.
-            It divides the rows of a micro-batch, and the data ranks divide it. None: the largest divisor of the
-            rows up to 64, and for files that are not counted up to their number, or to what their sizes let be even.
-        placements: For single fields, by key or position, the tensor dim that each axis splits, such as
-            `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention. "as read" for a field
-            whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` has made of
-            its own samples, and all must have as many rows.
-        pad_to: For a `collate_fn` that pads to the longest row of what it is given, which on each rank is another:
-            "longest": rows are padded on to the longest of the global batch, in each dim but the first; a list of
-            lengths, such as [128, 256, 512]: dim 1 to the least of them that holds the longest. The ranks tell each
-            other their lengths ahead, with the agreement on the step. None: rows that differ are an error.
-        pad_values: For each field to be padded, by key or position (0 for a bare tensor), the number that stands
-            behind the end of its rows, such as `{"input_ids": 0, "labels": -100}`.
-        seed_paddle: Seed Paddle's random generator before each sample too, not only numpy's and Python's
-            (about 6 us a sample), for data sets and transforms that draw from it.
-        agree: Let all ranks fail at the same step, when a read fails on one, and name a rank that is lost. For it
-            the ranks of the meshes must iterate alike: a rank that iterates alone waits for the others, up to
-            `timeout`. A stream whose end is not known needs it; it is asked for ahead, in the background.
+        dataloader: A `paddle.io.DataLoader` or a subclass. Its `batch_size` is the global batch, as in Paddle: what one
+            step consumes over all data ranks. Its data set may be a `Stream` or any `IterableDataset`; every reader
+            then reads it whole and keeps its own samples. Also a `Stream` itself, or an iterable of global batches:
+            a list, a generator, or a function that returns one.
+        meshes: A `ProcessMesh` for all fields, or a list with one for each field, by position or by `input_keys`. A
+            field that is a list may have a list of meshes.
+        input_keys: For batches that are dicts: the keys to deliver, in this order. Each is delivered on its mesh of
+            `meshes`, or all on the only one. The keys that are left out are logged. None: all keys.
+        shard_dims: The axes that split the rows: a name or an index for all meshes, or a list with an entry for each
+            mesh. With one mesh, a list means several axes that act as one; with several meshes, use a tuple inside
+            the list. None: nothing is split, and every rank gets the whole global batch.
+        is_dataset_splitted: True if the loader of each data rank already has rows of its own.
+        dense_tensor_idx: For each field, the numbers of the items that stay local tensors. A field that is a tensor
+            stays local if its entry is not empty. A local tensor need not have a row for each sample (for example
+            image patches): it is what `collate_fn` made of this rank's samples. One worker then reads a batch of a
+            stream.
+        shuffle: None: as the DataLoader says. True or False, if the DataLoader has no sampler of your own. "blocks"
+            for data on disk, where a full shuffle would open a block (a chunk, a page, a row group) for every
+            sample: each block is opened by one data rank. The block size is the data set's `block_size` if it has
+            one, or else that of `Blocks()`; `Blocks(size=, window=)` sets it here. "paddle": the order of Paddle's
+            `DistributedBatchSampler`, for runs that migrate.
+        seed: Seed of the order and of the random numbers of samples.
+        tail: What to do if the data does not fill the last global batch. "pad": pad it up to the padding unit with the
+            first samples of the same epoch, marked in the iterator's `valid`. "fill": pad it to a full batch. "drop":
+            do not serve it. "error": refuse. None: "drop" if the DataLoader has `drop_last`, or else "pad". A batch
+            sampler of your own with `drop_last` drops batches itself, and all that it yields is served. Streams, whose
+            parts end at different times, can have "pad", "drop", "error", or "repeat": a part that has ended is read
+            again until the longest part has ended.
+        num_batches: For streams: the number of steps of an epoch. Parts that end are read again.
+        num_parts: For streams: P, the number of parts of the stream, which is part of its order. It divides the rows of
+            a micro-batch, and the number of data ranks divides it. None: the largest divisor of the rows up to 64; for
+            files that are not counted, at most their number, or what their sizes allow to be balanced.
+        placements: For single fields, by key or position: the tensor dim that each axis splits, such as
+            `{"input_ids": {"dp": 0, "sep": 1}}`. `Balanced(dim=1)` splits for causal attention. "as read" is for a
+            field whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` made
+            of its own samples, and all must have the same number of rows.
+        pad_to: For a `collate_fn` that pads to the longest row that it is given, which differs from rank to rank.
+            "longest": rows are padded further, to the longest of the global batch, in each dim but the first. A list
+            of lengths, such as [128, 256, 512]: dim 1 is padded to the smallest that holds the longest row. Ranks tell
+            each other their lengths ahead, with the agreement on the step. None: rows that differ are an error.
+        pad_values: For each field to be padded, by key or position (0 for a bare tensor): the number that follows the
+            end of its rows, such as `{"input_ids": 0, "labels": -100}`.
+        seed_paddle: If True, Paddle's random generator is seeded before each sample, too, for data sets and transforms
+            that draw from it. This takes about 6 us a sample.
+        agree: If True, all ranks fail at the same step when a read fails on one, and a lost rank is named. All ranks of
+            the meshes must then iterate alike: a rank that iterates alone waits for the others, up to `timeout`. A
+            stream whose end is not known needs it. The agreement runs ahead, in the background.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it.
-        prefetch: Batches that a thread of its own keeps ready, placed, while the model computes. Without workers a
-            data set is read beside the training thread only if it draws nothing from numpy's and Python's global
-            generators, and a stream is not. None: two, if that takes a millisecond or more, the DataLoader has
-            its `use_buffer_reader`, and there are no workers, which read ahead anyway, or batches go to a device; if
-            that takes less, small batches are read three at a time. 0: no thread. Where ranks agree on quick steps,
-            more are held, up to 1 MB of them, or 8 MB on several hosts.
+        prefetch: Number of batches that a thread of its own keeps ready and placed while the model computes. 0: no
+            thread. None: two batches, if reading one takes 1 ms or more, the DataLoader has `use_buffer_reader`, and
+            there are no workers (which prefetch anyway) or batches go to a device. Small batches that are read
+            more quickly are read three at a time. Without workers, a thread reads a data set only if it draws nothing
+            from numpy's and Python's global generators, and never a stream. Ranks that agree on quick steps hold
+            more batches: up to 1 MB of them, or 8 MB on several hosts.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": it becomes an
-            invalid row (see the iterator's `valid`), which holds another sample's data; it is logged and counted in
-            `stats`. So does one whose row does not fit to those of most samples, which eight samples tell, spread over
-            the data set or at the beginning of each part of a stream.
-        on_lost: When another rank is gone. "raise": the loop raises `PeerLostError`; a training thread that is stuck in
-            a collective cannot be woken, so the log says it, too. "exit": this process ends 10 s later, if its
-            training thread has not raised it by then.
-        progress: Show a bar (tqdm) on the first rank.
+            invalid row (see the iterator's `valid`) that holds another sample's data; it is logged and counted in
+            `stats`. So does a sample whose row does not fit those of most samples. What most samples are like is
+            found out from eight samples spread over the data set, or from the beginning of some parts of a stream.
+        on_lost: What to do when another rank is lost. "raise": the loop raises `PeerLostError`. A training thread that
+            is stuck in a collective cannot be woken, so the log says it, too. "exit": the process also ends after
+            10 s if its training thread has not raised the error by then.
+        progress: If True, show a progress bar (tqdm) on the first rank.
 
     Returns:
-        A `ShardDataloader`, which `dist.to_static` takes too.
+        A `ShardDataloader`, which `dist.to_static` accepts, too.
 
     Raises:
-        ArgumentError: An argument cannot be honoured; on every rank, before any batch.
+        ArgumentError: An argument cannot be honoured; raised on every rank, before any batch.
+
+    Examples:
+        >>> loader = shard_dataloader(DataLoader(data, batch_size=64), mesh, shard_dims="dp")  # doctest: +SKIP
+        >>> for inputs, labels in loader:  # doctest: +SKIP
+        ...     loss = model(inputs, labels)
     """
     return ShardDataloader(LoaderOptions(**locals()))  # the arguments, each by its name
 

@@ -1,4 +1,4 @@
-"""How does one pass over the data go on, batch by batch?"""
+"""How does a user iterate over one pass, batch by batch?"""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from paddle_shard.reading.chunk import NO_STAND_IN
 
 
 class ShardIterator:
-    """One pass over one epoch; any number of them are independent of each other.
+    """One pass over one epoch. Any number of passes are independent of each other.
 
     Attributes:
         epoch: The epoch, fixed when the iterator is made.
-        start: Where in it the pass began.
+        start: The position in the epoch at which the pass began.
     """
 
     def __init__(self, setup: PassSetup, *, look: bool = False) -> None:
@@ -39,7 +39,7 @@ class ShardIterator:
 
         Args:
             setup: Of the loader whose epoch it is.
-            look: Only to see the first batch; a sampler of the user's own is left as it is.
+            look: If True, only the first batch is looked at, and the user's own sampler is left as it is.
         """
         self._setup = setup
         self.start = start = setup.run.start()
@@ -58,7 +58,7 @@ class ShardIterator:
 
     @property
     def step(self) -> int:
-        """Batches of the epoch that were delivered so far, before a resume too."""
+        """Number of batches of the epoch that were delivered so far, including those before a resume."""
         return self._progress.steps
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class ShardIterator:
         Raises:
             DataReadError: A sample could not be read, transformed or collated; of a stream, by any rank.
             BatchStructureError: The batch does not fit the meshes.
-            PeerLostError: Another rank of a stream's readers died, is silent, or has left its loop.
+            PeerLostError: Another rank died, is silent, or has left its loop.
         """
         if self._closed:
             raise StopIteration
@@ -102,7 +102,7 @@ class ShardIterator:
         with RecordEvent("paddle_shard: next batch"):
             found = next(self._pass)
         if found is None:
-            raise DataReadError(NO_STAND_IN.format("it was gone on from behind the end of its parts"))
+            raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
         placed, pending = found
         if self._look:  # nothing is delivered
             return placed
@@ -127,9 +127,9 @@ class ShardIterator:
 
     @property
     def valid(self) -> Any:
-        """bool[rows] for the batch that was delivered last: True where a row is real, False where padding.
+        """bool[rows] for the batch that was delivered last: True for a real row, False for padding.
 
-        Placed as the rows of the batch's last field, so that `(metric * valid).sum() / valid.sum()` is exact.
+        It is placed like the rows of the batch's last field, so `(metric * valid).sum() / valid.sum()` is exact.
         """
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
@@ -138,7 +138,7 @@ class ShardIterator:
         return self._setup.placer.valid(self._current.valid(), self._current.rows, self._current.layout)
 
     def close(self) -> None:
-        """End its workers and threads; safe to call again. Abandoning the iterator does it too."""
+        """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
         self._closed = self._progress.closed = True
         if self._bar is not None:
             self._bar.close()

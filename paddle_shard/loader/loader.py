@@ -38,25 +38,25 @@ mend_process_mesh()
 
 
 class _OwnNext:
-    """What `loader()` does not share with the loader."""
+    """The one attribute that `loader()` has for itself."""
 
     __slots__ = ("_next_of",)
     _next_of: ShardIterator | None
 
 
 class ShardDataloader(_OwnNext, PaddleShardDataloader):
-    """Batches of a DataLoader as distributed tensors; make one with `shard_dataloader`.
+    """Batches of a DataLoader as distributed tensors. Make one with `shard_dataloader`.
 
-    Iterating makes a new, independent `ShardIterator` over the current epoch; when one has come to its end,
-    the loader moves to the next epoch. `loader()` works too, and `next(loader())` takes a first batch.
+    `iter(loader)` makes a new, independent `ShardIterator` over the current epoch. When an iterator reaches its end,
+    the loader moves to the next epoch. `loader()` works, too, and `next(loader())` takes a first batch.
 
     Attributes:
-        batch_size: Samples that a data rank reads at a step, before gradient accumulation; None where the
-            batches differ in size.
+        batch_size: Number of samples that a data rank reads in a step, before gradient accumulation; None if batches
+            differ in size.
         batch_sampler: This rank's batches of indices, with `set_epoch`.
-        seed: Of the order and of the samples' random numbers.
+        seed: Seed of the order and of the random numbers of samples.
         timeout: Seconds for which another rank may be silent.
-        stats: What was delivered to this rank, and where the time went; see `LoaderStats`.
+        stats: Counts of what was delivered to this rank, and where the time went; see `LoaderStats`.
     """
 
     def __init__(self, options: LoaderOptions) -> None:
@@ -93,7 +93,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         members, me = ranks_of(layouts), dist.get_rank()
         self._agreeing_ranks = members if options.agree and me in members else (me,)
         self._facts = facts_of(self._source, layouts, dataloader.dataset, options.compared())
-        """What must be the same on all ranks."""
+        """Settings that must be the same on all ranks."""
         self._given = dataloader
         self._run = Run(self._source, own, members, self.timeout)
         compared = hasattr(self._source.custom_sampler, "nranks") or auto_dp
@@ -141,20 +141,20 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
 
     @property
     def is_dataset_splitted(self) -> bool:
-        """Whether each data rank reads rows of its own."""
+        """True if each data rank reads rows of its own."""
         return self._source.split
 
     def reads(self, dataloader: Any) -> bool:
-        """Return whether this is the DataLoader that it was made from.
+        """Return True if the loader was made from this DataLoader.
 
         Args:
-            dataloader: What was given to `shard_dataloader`, or not.
+            dataloader: Any object.
         """
         return self._original is dataloader
 
     @property
     def plan(self) -> ShardPlan | None:
-        """The order of the run, pure and without the data; None where a sampler of the user's decides it."""
+        """The order of the run, without the data; None if a sampler of your own decides it."""
         return self._run.plan
 
     def __repr__(self) -> str:
@@ -178,63 +178,64 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         return self._run.epoch
 
     def set_epoch(self, epoch: int, **others: Any) -> None:
-        """Choose the epoch of the iterators made from now on.
+        """Choose the epoch of the iterators that are made from now on.
 
         Args:
-            epoch: 0 or more; the order is a function of it and the seed.
-            others: For the `set_epoch` of a sampler of the user's own.
+            epoch: 0 or more. The order is a function of the epoch and the seed.
+            others: Further arguments for the `set_epoch` of a sampler of your own.
         """
         self._run.set_epoch(epoch, others)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands: a small dict for JSON, `paddle.save` or a checkpoint.
+        """Return the position of the run: a small dict for JSON, `paddle.save` or a checkpoint.
 
-        It counts what was delivered by the newest iterator that has delivered anything, not what was read
-        ahead. It is local: no rank waits for another. After the last batch of an epoch it stands at the epoch's
-        end; after the `StopIteration`, at the beginning of the next. Save it beside the model, and give it to
-        `load_state_dict` of a loader on any mesh, with any number of workers or batch size.
+        It counts the batches that the newest iterator has delivered, not those that were prefetched. It is local: no
+        rank waits for another. After the last batch of an epoch it is the end of that epoch; after the
+        `StopIteration` it is the beginning of the next. Save it beside the model, and give it to `load_state_dict` of
+        a loader on any mesh, with any number of workers and any batch size.
         """
         return self._run.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
-        """Go on from a saved position: iterators of its epoch begin with the next sample.
+        """Resume from a saved position: iterators of its epoch begin with the next sample.
 
-        The position serves until one of them has come to its end; later ones over the same epoch serve all of it.
-        Iterators that were made before do not move the run any more.
+        The position is used until one of them reaches its end. Later iterators over the same epoch serve all of it.
+        Iterators that were made before the load no longer move the run.
 
         Args:
-            state: What `state_dict` returned, in this run or another.
+            state: A result of `state_dict`, of this run or another.
             override: Names of fields of the state's fingerprint that may differ from this loader's.
 
         Raises:
-            StateError: It is damaged, of another version, or of a run with another order.
+            StateError: The state is damaged, of another version, or of a run with another order.
         """
         self._run.go_on_from(state, override)
 
     def where(self, *, sample: int, epoch: int | None = None) -> Where | None:
-        """Return where a sample is delivered; see `ShardPlan.where`. Of the current epoch if None is given.
+        """Return where a sample is delivered; see `ShardPlan.where`.
 
         Args:
-            sample: Its index in the data set.
-            epoch: Which; None: the current one.
+            sample: Index of the sample in the data set.
+            epoch: The epoch; None: the current one.
         """
         return self._run.where(sample, epoch)
 
     def certificate(self) -> Certificate:
-        """Return what the run has delivered of the epoch of its last batch; of the loaded one right after a load.
+        """Return a proof of which samples the run has delivered in the epoch of its last batch.
 
-        `set_epoch` does not change that: the epoch is another one when a batch of it is delivered.
+        Right after a load, that is the epoch of the loaded state. `set_epoch` does not change it until a batch of the
+        new epoch is delivered. In the middle of an epoch, the certificate lists what is still missing.
 
-        Collective: every rank calls it, at the same step. What counts is every batch of the epoch that any iterator
-        of this loader has delivered since it was made or has loaded a state, and what that state holds of the epoch:
-        what was delivered before the stop, on another mesh, with another batch size, too. So an epoch that was left
-        and begun again, two iterators over it at once, or a `next(iter(loader))` to see a batch, have delivered
-        samples again, and it is not exact. Call it before each `state_dict` that may be loaded by other ranks, so that
-        the state holds what all of them have delivered.
+        The call is collective: every rank calls it, at the same step. It counts every batch of the epoch that any
+        iterator of this loader has delivered since the loader was made or has loaded a state, and what that state
+        says of the epoch: samples that were delivered before the stop, also on another mesh or with another batch
+        size. An epoch that was left and begun again, two iterators over it at once, or a `next(iter(loader))` to see a
+        batch have delivered samples twice, so the certificate is not exact. Call it before each `state_dict` that
+        other ranks may load, so that the state knows what all ranks have delivered.
 
-        With a sampler of your own it proves that, up to the sampler's end, which was seen, each sample that it drew
-        was delivered as often as it was drawn, to one data rank each time, and that all ranks drew alike. What the
-        sampler should have drawn, and what the tail dropped, it cannot know.
+        With a sampler of your own, it proves that each sample was delivered as often as the sampler drew it, to one
+        data rank each time, up to the end of the sampler, and that all ranks drew alike. It cannot know what the
+        sampler should have drawn, nor what the tail dropped.
 
         Raises:
             ArgumentError: Of streams, of data sets of whole batches, and where a sampler of your own splits the data,
@@ -297,7 +298,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         return other
 
     def __next__(self) -> Any:
-        """Return the next batch of a pass that goes on from `next` to `next`; after its end, of a fresh one."""
+        """Return the next batch of a pass that continues from `next` to `next`; after its end, of a fresh pass."""
         if asked_by_to_static():
             self._warn_if_batches_differ()
             return describe(self._first_batch)

@@ -20,7 +20,7 @@ FILE = "paddle_shard.json"
 
 
 class TrainerCallback:
-    """Saves where the training data stands with each checkpoint of a trainer, and goes on from there.
+    """Saves the position of the training data with each checkpoint of a trainer, and resumes from it.
 
     For the trainers of PaddleNLP and PaddleFormers, which read the first steps of an epoch again to get to where they
     stopped, always in the order of epoch 0. Give it to the trainer, which then skips nothing, and let it see the
@@ -38,7 +38,7 @@ class TrainerCallback:
         """Watch nothing yet.
 
         Args:
-            checkpoint: The folder from which the trainer goes on. None: `args.resume_from_checkpoint` where that is a
+            checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` where that is a
                 path, else the one in `args.output_dir` that has the trainer's global step.
         """
         self._checkpoint = checkpoint
@@ -58,7 +58,7 @@ class TrainerCallback:
         args.ignore_data_skip = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Read the position of the checkpoint from which the trainer goes on.
+        """Read the position of the checkpoint from which the trainer resumes.
 
         Raises:
             StateError: The checkpoint holds none.
@@ -126,7 +126,7 @@ class TrainerCallback:
                 return found
         raise StateError(
             f"{folder} holds no {FILE}, so it is not known where the data stood at global step {global_step}. Give "
-            "TrainerCallback(checkpoint=...) the folder from which the trainer goes on; or leave the callback out, if "
+            "TrainerCallback(checkpoint=...) the folder from which the trainer resumes; or leave the callback out, if "
             "that was made without it: the trainer then reads the data again up to there."
         )
 

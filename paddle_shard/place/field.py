@@ -44,7 +44,7 @@ class FieldLayout:
 
     @cached_property
     def on_mesh(self) -> bool:
-        """Whether this process holds any of the field's data."""
+        """True if this process holds any of the field's data."""
         return self.global_rank in self.layout.process_ids
 
     @cached_property
@@ -54,7 +54,7 @@ class FieldLayout:
 
     @cached_property
     def num_data_ranks(self) -> int:
-        """How many slices the rows are cut into."""
+        """Number of slices that the rows are cut into."""
         return self.layout.num_data_ranks(self.data_axes)
 
     @cached_property

@@ -34,11 +34,11 @@ class Unplaced:
     own_rows: bool
     """Its rows are not the samples; all ranks must have as many."""
     fill: float | None
-    """What stands behind the end of its rows; None: they are to be of one length."""
+    """Number that follows the end of its rows; None: its rows must have one length."""
 
     @property
     def row(self) -> Row:
-        """What a row is like."""
+        """Kind and shape of a row."""
         kind = str(self.local.dtype).rsplit(".", 1)[-1]
         return [f"{kind}, {self.local.shape[0]} rows of " if self.own_rows else kind, *self.local.shape[1:]]
 
@@ -54,7 +54,7 @@ class PadTo:
     """Rows are padded to the longest of their global batch, or to the least of some sizes that holds it."""
 
     sizes: tuple[int, ...]
-    """Of dim 1, rising; empty: the longest, of each dim but the first."""
+    """Allowed sizes of dim 1, ascending; empty: the longest size, for each dim but the first."""
     values: Mapping[Any, float]
     """A field's key or position -> what stands behind the end of its rows."""
 
@@ -249,7 +249,7 @@ def _same(fill: float | None, _: Any) -> float | None:
 
 
 def _holds_more(value: Any) -> bool:
-    """Whether a sequence has fields, and is not a row a sample of strings or numbers."""
+    """True if a sequence has fields, and is not a row a sample of strings or numbers."""
     return is_sequence(value) and any(
         isinstance(item, Unplaced | paddle.Tensor | Mapping | list | tuple) for item in value
     )

@@ -110,7 +110,7 @@ def _end(queue: Any, reader: Any, process: int) -> None:
 
 
 def _in_host_memory(leaf: Any) -> bool:
-    """Whether a leaf has to be moved to a device, as Paddle's reader moves what a collate_fn returns."""
+    """True if a leaf has to be moved to a device, as Paddle's reader moves what a collate_fn returns."""
     if isinstance(leaf, paddle.Tensor):
         return is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place()
     return isinstance(leaf, np.ndarray)

@@ -56,7 +56,7 @@ class BatchRows:
         return found
 
     def cuts(self, layout: FieldLayout) -> bool:
-        """Whether a field takes only some of the rows that were read."""
+        """True if a field takes only some of the rows that were read."""
         return len(self.positions(layout)) < len(self.read)
 
 
@@ -258,7 +258,7 @@ def tensors(value: Any) -> Iterator[Any]:
 
 
 def _is_row_like(value: Any) -> bool:
-    """Whether a leaf that is no tensor may have an item for each row, as strings collate: not a list of numbers."""
+    """True if a leaf that is no tensor may have an item for each row, as strings collate: not a list of numbers."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     if not isinstance(value, list) or not value or any(True for _ in tensors(value)):

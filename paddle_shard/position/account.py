@@ -76,7 +76,7 @@ class Delivered:
         return tuple(folded([*known, *own]))
 
     def end(self, epoch: int) -> int | None:
-        """Return the position at which a sampler of the user's own has ended; None: nobody has seen it."""
+        """Return the position at which the user's own sampler has ended; None if no pass has seen it."""
         return self._epochs.get(epoch, _Epoch()).seen_end()
 
     def replace(self, epoch: int, known: list[Leg]) -> None:

@@ -14,7 +14,7 @@ import paddle
 from paddle_shard.errors import ArgumentTypeError, StateError
 
 VERSION = 1
-"""Of the layout of the tensor."""
+"""Version of the layout of the tensor."""
 NUM_BYTES = 4096
 """Length of the tensor: the same for every state, so that any can be read into the place of another."""
 
@@ -29,7 +29,7 @@ def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
     """Put a loader's state into a tensor, for `paddle.distributed.save_state_dict`.
 
     Such a checkpoint keeps one rank's copy of a tensor that is not distributed. So call
-    `loader.certificate()` on all ranks before, if the certificate is to go on too: after it all ranks' states
+    `loader.certificate()` on all ranks before, if the certificate is to continue, too: after it all ranks' states
     are equal. The state of a fresh loader makes the tensor that is loaded into::
 
         dist.save_state_dict({**model.state_dict(), "data": state_to_tensor(loader.state_dict())}, path)

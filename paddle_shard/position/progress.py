@@ -15,7 +15,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tally import Tally, Total, plus
 
 numbers = count()
-"""Of passes and of what divides them, in the order in which they are made."""
+"""Numbers of passes, and of events between them, in the order in which they occur."""
 
 Mark = tuple[int, Total, Total]
 """A position of a pass: the sample, what this process had delivered, what had been drawn."""
@@ -47,7 +47,7 @@ class PassProgress:
         self.number = next(numbers)
         self.num_steps = num_steps
         self.counted = self.closed = False
-        """Whether what it delivers is counted by the run, and whether it delivers no more."""
+        """True if the run counts what it delivers; true if it delivers no more."""
         self._place = place
         # In one value, so that a signal handler that saves the state finds all of a batch or nothing.
         self._at = (start.samples, start.steps, start.ended, start.sampler, Tally(), Tally())
@@ -64,7 +64,7 @@ class PassProgress:
 
     @property
     def ended(self) -> bool:
-        """Whether the last of them was the epoch's last."""
+        """True if the last of them was the epoch's last."""
         return self._at[2]
 
     def deliver(
@@ -80,9 +80,9 @@ class PassProgress:
         Args:
             num_real: Samples of the global batch.
             ids: The samples of this process's slice of it, padding left out.
-            sampler_state: Of a sampler of the user's own, after this batch.
-            last: Whether it was seen that the epoch ends with it; None: its steps are known.
-            drawn: The samples of the global batch that a sampler of the user's own drew.
+            sampler_state: State of the user's own sampler after this batch.
+            last: True if it was seen that the epoch ends with it; None: its steps are known.
+            drawn: The samples of the global batch that the user's own sampler drew.
         """
         samples, steps, _, _, tally, of_all = self._at
         ended = steps + 1 == self.num_steps if last is None else last

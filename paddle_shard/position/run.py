@@ -31,7 +31,7 @@ class Run:
     """The epoch and the position of a loader's passes, and its saved state."""
 
     def __init__(self, source: Source, layout: FieldLayout, ranks: tuple[int, ...], timeout: float) -> None:
-        """Begin at epoch 0, or at that of a sampler of the user's own.
+        """Begin at epoch 0, or at the epoch of the user's own sampler.
 
         Args:
             source: What the passes read.
@@ -48,7 +48,7 @@ class Run:
         self._first_pass = 0
         """Number of the first pass since a state was loaded: earlier ones are not of this run any more."""
         self._newest: PassProgress | None = None
-        """Where the run stands; None: where a pass that is made now begins."""
+        """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
         self._latest: PassProgress | None = None
         """The pass that was delivered from last, or came to its end."""
         indexed = source.stream is None and not source.item_is_batch
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def plan(self) -> ShardPlan | None:
-        """The order, where no sampler of the user's own decides it."""
+        """The order, unless the user's own sampler decides it."""
         batches = self._source.batches
         return batches.plan if isinstance(batches, PlanBatches) and not self._source.item_is_batch else None
 
@@ -133,7 +133,7 @@ class Run:
         if left is not None and left.closed and left.epoch == start.epoch and left.steps > start.steps:
             say_once(
                 "a loop over this loader was left before its end, and the next one begins the same epoch again. Call "
-                "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to go on with it."
+                "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to continue it."
             )
 
     def begin(self, start: LoaderState) -> PassProgress:

@@ -18,11 +18,11 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.parcel import pickled, unpickled
 
 _HEAD = struct.Struct("<BxHIIQ")
-"""What it is, how many messages, their pieces, their slot, their bytes."""
+"""Kind of the message, number of messages, their pieces, their slot, their bytes."""
 _FILE = struct.Struct("i")
 _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
 _INLINE, _SHARED, _MEMORY = range(3)
-"""What is sent stands behind the head; it lies in shared memory; here is shared memory for the next."""
+"""The payload follows the head; the payload is in shared memory; the message brings shared memory for the next."""
 _SMALL = 16 << 10
 """Bytes up to which it goes through the socket."""
 _ALIGNMENT = 64
@@ -51,7 +51,7 @@ class Channel:
         self._ours: _Slots | None = None
         self._num_sent = 0
         self.num_bytes = 0
-        """Of what was received last."""
+        """Size in bytes of what was received last."""
         self._poll = select.poll()  # not select: file numbers above 1023 are common in a training process
         self._poll.register(connection, select.POLLIN)
 

@@ -16,7 +16,7 @@ from paddle_shard.tree import is_sequence, leaves, rebuild
 
 
 class Dispatched(NamedTuple):
-    """What the main process has read for a reader."""
+    """Samples that the main process has read for a reader."""
 
     samples: Mapping[int, Sequence[tuple[int, Any]]]
     """For each part (round, sample)."""
@@ -30,14 +30,14 @@ class Dispatched(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRequest:
-    """What one reader delivers of a step: some rows of each part that it holds."""
+    """A reader's share of a step: some rows of each part that it holds."""
 
     number: int
-    """Of the pass; a reader of another pass's chunks begins anew."""
+    """Number of the pass. A reader that is asked for another pass begins anew."""
     opening: Opening
     """The parts, and where the pass begins in them."""
     step: int
-    """Of the epoch."""
+    """Step of the epoch."""
     first_step: int
     """The first that this reader serves in the pass."""
     stride: int = 1
@@ -47,29 +47,29 @@ class ChunkRequest:
     accumulation: int = 1
     """Micro-batches in the step."""
     pad: bool = False
-    """Whether missing rows are made up for."""
+    """True if missing rows are made up for."""
     repeat: bool = False
-    """Whether a part that has ended is opened again."""
+    """True if a part that has ended is opened again."""
     whole_items: bool = False
-    """Whether a sample is a whole batch, which is not collated."""
+    """True if a sample is a whole batch, which is not collated."""
     local_rows: int | None = None
-    """Where a sample is a rank's own batch: the rows of each, 0 if the first one tells. None: it is a global one."""
+    """If a sample is a rank's own batch: the rows of each, or 0 if the first one tells. None: it is a global batch."""
     skip_errors: bool = False
-    """Whether a sample that the user's code fails on is a row that is not valid."""
+    """True if a sample that the user's code fails on is a row that is not valid."""
     rows_are_split: bool = False
-    """Whether other rows of the global batch are collated elsewhere."""
+    """True if other rows of the global batch are collated elsewhere."""
     lengths_vary: bool = False
     """True if rows may differ in length, but in nothing else, since they are padded when they are placed."""
     compared: bool = False
-    """Whether what is read for it is compared with what other readers of the same stream read."""
+    """True if what is read for it is compared with what other readers of the same stream read."""
     dispatched: Dispatched | bytes | None = None
     """The samples, pickled or not, where the main process has read them; else the reader does."""
     failure: ReadFailure | None = None
-    """Of reading them."""
+    """Failure to read the samples."""
 
     @property
     def epoch(self) -> int:
-        """Of the pass."""
+        """Epoch of the pass."""
         return self.opening.epoch
 
     @property
@@ -96,15 +96,15 @@ class Chunk(NamedTuple):
     real: bytes
     """One a row: 1 if it is real, 0 if it was made up."""
     fresh: bool
-    """Whether a row is of its part's first round."""
+    """True if a row is of its part's first round."""
     state: Any = None
-    """What the pass can be gone on with behind this step, where the source has a state of its own."""
+    """State to resume the pass with after this step, if the source has a state of its own."""
     skipped: Sequence[tuple[int, str]] = ()
     """(row, why) of samples that could not be read; the row holds another sample's data."""
     why: str = ""
     """Why missing rows could not be made up."""
     digest: int = 0
-    """Of what all readers of the stream have read up to here; 0 where each reads other data."""
+    """Digest of what all readers of the stream have read up to here; 0 if each reads other data."""
 
 
 class Slice(NamedTuple):
@@ -115,7 +115,7 @@ class Slice(NamedTuple):
     fresh: bool
     state: Any = None
     skipped: npt.NDArray[np.bool_] | None = None
-    """Which rows are of samples that could not be read; None: there are none."""
+    """Mask of the rows whose sample could not be read; None: there are none."""
     why: str = ""
     """Why missing rows could not be made up."""
     digest: int = 0
@@ -123,12 +123,12 @@ class Slice(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether no row is missing."""
+        """True if no row is missing."""
         return bool(self.real.all())
 
     @property
     def empty(self) -> bool:
-        """Whether every row is missing."""
+        """True if every row is missing."""
         return not self.real.any()
 
 

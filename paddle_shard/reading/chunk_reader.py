@@ -274,6 +274,6 @@ def _taken(queue: deque[Any]) -> Iterator[Any]:
 
 
 def _splits_behind_the_cut(stage: Stage) -> bool:
-    """Whether samples are made of parts of one: how far a reader must have read does not follow from a position."""
+    """True if samples are made of parts of one: how far a reader must have read does not follow from a position."""
     behind = takewhile(lambda one: not isinstance(one, Stripe), stage.line())
     return any(isinstance(one, Unbatch) for one in behind)

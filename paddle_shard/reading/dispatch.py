@@ -30,8 +30,8 @@ def dispatch(
     Args:
         requests: Without an end.
         stage: What stands before the dispatch; all parts of this rank are opened at once.
-        generators: Global generators to seed before each piece of the user's code; they are put back.
-        to_workers: Whether the samples go to other processes. They are pickled here then: what cannot be would be
+        generators: Global generators to seed before each piece of the user's code; their state is restored.
+        to_workers: True if the samples go to other processes. They are pickled here then: what cannot be would be
             lost in the queue's thread.
     """
 

@@ -40,7 +40,7 @@ class ReadFailure:
     """A failed read as a value: picklable, small, complete."""
 
     what: str
-    """What was being done, such as "reading sample 7"."""
+    """The action that failed, such as "reading sample 7"."""
     index: Any
     """The sample at fault; None where it is no single one's."""
     cause_type: str

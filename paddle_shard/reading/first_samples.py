@@ -58,7 +58,7 @@ def first_of_dispatched(stage: Stage, opening: Opening, dispatched: Dispatched) 
 
 
 def _repeats(stage: Stage) -> bool:
-    """Whether it is opened again by itself; for all parts at once, so that those that nobody reads would be kept."""
+    """True if it is opened again by itself; for all parts at once, so that those that nobody reads would be kept."""
     return any(isinstance(one, Repeat) for one in stage.line())
 
 

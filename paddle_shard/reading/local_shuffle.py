@@ -89,7 +89,7 @@ class MixedPass(Pass):
         return next(self._reading)
 
     def _is_end(self, found: Slice) -> bool:
-        """Whether this batch is one behind the end, if that is not known; those stay as they are."""
+        """True if this batch is one behind the end, if that is not known; those stay as they are."""
         return found.batch is None or found.empty or (self._left < 0 and not found.fresh)
 
     def _fill(self) -> None:

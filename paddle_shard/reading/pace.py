@@ -60,17 +60,17 @@ class Pace:
 
     @property
     def quick(self) -> bool:
-        """Whether steps follow each other quickly."""
+        """True if steps follow each other quickly."""
         return self.seconds < QUICK
 
     @property
     def reads_known(self) -> bool:
-        """Whether enough was read to tell how long reading takes."""
+        """True if enough was read to tell how long reading takes."""
         return self._reads >= _TRIALS
 
     @property
     def reads_quickly(self) -> bool:
-        """Whether a step is read so quickly that a thread for it would cost more than it saves."""
+        """True if a step is read so quickly that a thread for it would cost more than it saves."""
         return self.reads_known and self.quickest_read < QUICK
 
     def stays_cached(self, count: int) -> bool:
@@ -92,7 +92,7 @@ class Pace:
 
         Args:
             least: At least so many, but for quick steps on a table.
-            on_table: Whether no rounds are needed.
+            on_table: True if no rounds are needed.
         """
         return steps_ahead(least, self.seconds, self.num_bytes, on_table=on_table)
 

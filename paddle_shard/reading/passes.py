@@ -37,12 +37,12 @@ class Pass(Iterator[Any]):
 
     @property
     def num_ahead(self) -> int:
-        """How many requests may be drawn before their batches are asked for."""
+        """Number of requests that may be drawn before their batches are asked for."""
         return 0
 
     @property
     def runs_free(self) -> bool:
-        """Whether it can be read beside the training thread: reading draws nothing in this process."""
+        """True if it can be read beside the training thread: reading draws nothing in this process."""
         return True
 
     def next_free(self) -> Any:
@@ -50,11 +50,11 @@ class Pass(Iterator[Any]):
         return next(self)
 
     def at_hand(self, count: int = 1) -> bool:
-        """Whether the next `count` batches need not be waited for."""
+        """True if the next `count` batches need not be waited for."""
         return True
 
     def several(self, count: int) -> Sequence[Any]:
-        """Return at most `count` batches, read with less ado; fewer, or none, where `next` has to look into it."""
+        """Return at most `count` batches, read in one go; fewer, or none, if `next` has to handle them."""
         return ()
 
     def interrupt(self) -> None:
@@ -117,7 +117,7 @@ class DirectPass(Pass):
 
     @property
     def runs_free(self) -> bool:
-        """Whether the data set is known to draw nothing."""
+        """True if the data set is known to draw nothing."""
         return getattr(self._reader, "draws", True) is False
 
     def next_free(self) -> Any:

@@ -57,12 +57,12 @@ class BatchReader:
         self._generators = generators
         self._read_many = getattr(dataset, "__getitems__", None)
         self.draws: bool | None = None
-        """Whether reading draws from the generators, as far as is known; None: a batch must be watched."""
+        """True if reading draws from the generators, as far as is known; None: a batch must be watched."""
         self._alarms = 0
         self._usual: Any = _UNKNOWN
         stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
         self.makes_arrays = collate_fn is None and stacks and not items_are_batches
-        """Whether the arrays of a batch of samples are nobody else's: they were stacked or gathered here."""
+        """True if the arrays of a batch of samples are nobody else's: they were stacked or gathered here."""
 
     def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
         """Return the batch of a request, or its failure.
@@ -116,7 +116,7 @@ class BatchReader:
 
         Args:
             requests: They are read up to one that fails.
-            take: Is given each batch before the next is read, and returns whether to go on. If anything was drawn after
+            take: Is given each batch before the next is read, and returns True to continue. If anything was drawn after
                 all, none is good.
         """
         num_good, at, before = 0, dict[str, Any](), self._marks()
@@ -251,7 +251,7 @@ RAGGED = (
     "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
     ".batch(B).map(collate_fn) of a Stream, or items that are batches."
 )
-"""What helps where rows are as long as their neighbours."""
+"""The ways out if rows are padded to the longest of their neighbours."""
 
 
 def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None, *, rows_are_split: bool) -> Any:

@@ -12,7 +12,7 @@ from paddle_shard.plan.seeding import derive_seed, mix
 
 
 class Request(Protocol):
-    """What a reader is asked for, and what an error says of it."""
+    """A request to a reader, with the words that an error uses for it."""
 
     @property
     def epoch(self) -> int:
@@ -31,7 +31,7 @@ class Reader(Protocol):
     """Serves requests, in a worker or in the main process."""
 
     dataset: Any
-    """What the user's functions see as their data set."""
+    """The data set as the user's functions see it."""
 
     def read(self, request: Any, worker: int | None) -> Any:
         """Return what was asked for, or a `ReadFailure`."""
@@ -43,7 +43,7 @@ class ReadRequest(NamedTuple):
     epoch: int
     step: int
     indices: list[Any] | npt.NDArray[np.int64]
-    """What the data set is indexed with, one a row; a single one where an item is a whole batch."""
+    """Indices into the data set, one for each row; a single one if an item is a whole batch."""
     item_is_batch: bool
     """True where the data set serves whole batches (`batch_size=None`)."""
     key: int

@@ -35,13 +35,13 @@ class Patched(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What most samples are like. It does not depend on who reads, so that all readers find the same samples odd."""
+    """A description of most samples. It does not depend on the reader, so all readers find the same samples odd."""
 
     sample: Any
     form: tuple[Any, ...] = ()
-    """What its row of a batch is like, where all rows must be like that; empty: they may differ."""
+    """Structure of its row of a batch, if all rows must have it; empty if they may differ."""
     of_one_size: bool = False
-    """Whether three in four have rows of its shape, and not only of its structure; data in buckets have not."""
+    """True if three in four have rows of its shape, and not only of its structure; data in buckets have not."""
 
     @classmethod
     def of(cls, samples: Sequence[Any], collate: Collate, *, alike: bool, lengths_vary: bool = False) -> Usual | None:
@@ -50,7 +50,7 @@ class Usual:
         Args:
             samples: The same whoever reads.
             collate: Makes a batch of samples.
-            alike: Whether the rows of a batch must be like each other.
+            alike: True if the rows of a batch must be like each other.
             lengths_vary: True if they need not have one shape.
         """
         found = [(sample, _form_of(sample, collate)) for sample in samples]

@@ -55,7 +55,7 @@ class UserLoader:
             generators: Global generators that are seeded for each sample.
             copied: Makes tensors of arrays, on the loader's place.
             zero_copy: The same for arrays that are nobody else's.
-            skip_errors: Whether a sample that cannot be read is another's row, not a failure.
+            skip_errors: True if a sample that cannot be read is another's row, not a failure.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
@@ -137,7 +137,7 @@ class UserPass(Pass):
             raise
         if not self._taken:
             raise BatchStructureError(
-                f"{self._name} yields more batches than it was asked for: it must go on to super().__iter__() once, "
+                f"{self._name} yields more batches than it was asked for: it must call super().__iter__() once, "
                 "and yield one batch for each of that."
             )
         if len(self._taken) > 1:

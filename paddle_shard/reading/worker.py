@@ -27,16 +27,16 @@ MOST_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What the workers of a pool have in common."""
+    """Settings that all workers of a pool share."""
 
     reader: Reader
     num_workers: int
     init_fn: Callable[[int], None] | None
     """The user's `worker_init_fn`."""
     reads_all: bool
-    """Whether `init_fn` is shown a single worker."""
+    """True if `init_fn` is shown a single worker."""
     seed: int
-    """What the workers' random generators begin with."""
+    """Seed of the workers' random generators."""
     num_ahead: int
     """Messages with requests that a worker is given ahead."""
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _PARENT_SECONDS = 1.0
-"""How often a worker looks whether its parent is there."""
+"""Seconds between two checks of a worker that its parent is alive."""
 
 
 def end_with_the_parent() -> None:

@@ -29,11 +29,11 @@ from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_us
 from paddle_shard.samplers.randomness import NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
-"""How long a worker may finish its sample when its pass is closed, before it is killed."""
+"""Seconds that a worker has to finish its sample when its pass is closed; then it is killed."""
 _LOOK_SECONDS = 1.0
-"""How often it is looked for workers that were killed, where nothing comes."""
+"""Seconds between two checks for killed workers while no answer comes."""
 _OTHERS_SECONDS = 5.0
-"""How long one worker is waited for where another was killed, which may have held a lock."""
+"""Seconds to wait for a worker after another was killed, which may have held a lock."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
@@ -97,16 +97,16 @@ class WorkerPool:
         self._channels: list[Channel] = []
         self._requests: Iterator[Request] = iter(())
         self.pending: deque[Request] = deque()
-        """What was asked, and has not come."""
+        """Requests that were sent and not answered."""
         self.unsent: deque[tuple[int, list[Request]]] = deque()
         """Messages that are in `pending`, too, and the workers that they are for."""
         self._under_way: list[deque[int]] = []
         """For each worker and message: how many of its requests it has not answered."""
         self.error: Exception | None = None
-        """What is raised behind the last of `pending`."""
+        """The error that is raised after the last of `pending`."""
         self._num_asked = self._num_taken = 0
         self._pace, self._looked, self._at_once = Pace(), 0, 1
-        """Of the batches; how many had come at the last look at the clock; requests a message."""
+        """Pace of the batches; number of batches at the last look at the clock; requests per message."""
         self.interrupted = False
         self.process = os.getpid()
         """Whose workers they are."""

@@ -48,7 +48,7 @@ class ArrayDataset:
             raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
         self._columns, self._named, self._alone = columns, bool(named), len(arrays) == 1
         self.gathers = all(isinstance(array, np.ndarray | list | tuple) for array in columns.values())
-        """Whether a batch's arrays are nobody else's: a slice of another kind of array may be a view."""
+        """True if a batch's arrays are nobody else's: a slice of another kind of array may be a view."""
         self._length = next(iter(lengths.values()))
         chunks = getattr(next(iter(columns.values())), "chunks", None)
         found = block_size if block_size is not None else chunks[0] if chunks else None

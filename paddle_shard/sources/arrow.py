@@ -24,7 +24,7 @@ def samples_of(batch: Any, columns: Sequence[str] | None, allow_nulls: bool) -> 
     Args:
         batch: Its column names are distinct.
         columns: The keys of the dicts, in order; None: all columns.
-        allow_nulls: Whether a null is None, or an error.
+        allow_nulls: If True, a null becomes None; otherwise it is an error.
 
     Raises:
         NullFound: Before the first row, at one in any of them.
@@ -48,10 +48,10 @@ def _values(array: Any, allow_nulls: bool, column: str, rows: npt.NDArray[np.int
 
     Args:
         array: A `pyarrow.Array`.
-        allow_nulls: Whether a null is None.
+        allow_nulls: If True, a null becomes None.
         column: The top-level column that it comes from.
         rows: For each value, the row of the batch that it comes from.
-        inside: Whether it is what lists hold.
+        inside: True if it is what lists hold.
     """
     import pyarrow as pa  # type: ignore[import-untyped]
 

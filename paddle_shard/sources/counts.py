@@ -129,7 +129,7 @@ def _kept(kind: str, names: Sequence[str]) -> Iterator[_Kept]:
 
 
 class _Kept:
-    """What a file of the cache says of a list of files."""
+    """The content of a cache file: the counts of a list of files."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._changed = path, False

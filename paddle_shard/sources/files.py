@@ -46,7 +46,7 @@ class Connection:
     size: int | None
     """Bytes of the whole file; None where the server does not say."""
     tag: str | None = None
-    """What changes when the file does: an ETag."""
+    """A value that changes when the file does: an ETag."""
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:

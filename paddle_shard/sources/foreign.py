@@ -15,18 +15,18 @@ from paddle_shard.stages.stage import Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What another library must know to read its part of the data, in place of a rank and a world size."""
+    """The part of the data that another library reads, in place of a rank and a world size."""
 
     shard: int
     """The data rank: replicas have the same."""
     num_shards: int
-    """How many data ranks there are."""
+    """Number of data ranks."""
     seed: int
-    """Of the run; the same on every rank."""
+    """Seed of the run, the same on every rank."""
     epoch: int
     """The epoch; with "repeat", a further one for each time that the data is read again."""
     state: Any = None
-    """What `save` returned behind the last batch that was delivered; None to begin at the beginning."""
+    """Result of `save` after the last batch that was delivered; None to begin at the beginning."""
 
 
 class Foreign:

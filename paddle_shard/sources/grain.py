@@ -83,7 +83,7 @@ class GrainDataset:
 def grain_loader(build: Callable[[Share], Any]) -> Foreign:
     """Return a loader of a `grain.IterDataset` of batches, which each process builds for its share.
 
-    It goes on exactly where it stood, by Grain's own state.
+    It resumes exactly, by Grain's own state.
 
     Args:
         build: Given the share, returns an IterDataset of this data rank's own batches. It must read `share.shard`

@@ -49,7 +49,7 @@ class HuggingFaceSource(Stage):
         if dataset._starting_state_dict is not None:
             raise ArgumentError(
                 "dataset has a state (load_state_dict), which would be lost. Give a fresh one; the loader's own "
-                "state_dict says where the run goes on."
+                "state_dict says where the run resumes."
             )
         self._generators = [_state(generator) for generator in _generators(dataset._ex_iterable)]
         self._dataset = dataset

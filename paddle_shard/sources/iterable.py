@@ -54,7 +54,7 @@ class IterableSource(Stage):
 
     @property
     def once(self) -> bool:
-        """Whether it is an iterator."""
+        """True if it is an iterator."""
         return self._one_shot
 
     def fingerprint(self) -> list[Any]:

@@ -17,7 +17,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name is a URL of another kind than `file:`, or a command, which only reading refuses.
+    """True if a name is a URL of another kind than `file:`, or a command, which only reading refuses.
 
     Examples:
         >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")

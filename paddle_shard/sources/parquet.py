@@ -34,7 +34,7 @@ def parquet_source(
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
 
     The footers are read now, so parts are cut evenly, in the middle of a row group where need be, and their
-    lengths are known. Resuming opens no row group before the one where it goes on, of which what was delivered
+    lengths are known. Resuming opens no row group before the one where it resumes, of which what was delivered
     is decoded and dropped. Only the columns that are asked for are fetched.
 
     A row holds, by the column's type: a numpy scalar for ints, floats, bools, dates, timestamps (in UTC, without
@@ -101,7 +101,7 @@ class _Group(NamedTuple):
 
 class _Footer(NamedTuple):
     rows: list[int]
-    """Of each row group."""
+    """Number of rows of each row group."""
     types: dict[str, Any]
     """Arrow type of each top-level column."""
 

@@ -19,14 +19,14 @@ from paddle_shard.sources.tars import TarHeaders, TarSamples
 
 VERSION = 1
 EVERY = 64
-"""Of so many samples, the byte of the first is kept."""
+"""Number of samples for which one byte offset is kept."""
 MOST = 128
 """Bytes that are kept of a file that is counted without an index; more samples lie between two of a longer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """What is known of a shard."""
+    """The index entry of a shard."""
 
     samples: int
     size: int

@@ -108,7 +108,7 @@ class ShardSource(Stage):
 
     @property
     def endless(self) -> bool:
-        """Whether the parts have no end, because shards are drawn with replacement."""
+        """True if the parts have no end, because shards are drawn with replacement."""
         return self._resample
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:

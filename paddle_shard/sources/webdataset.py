@@ -32,7 +32,7 @@ def webdataset_source(
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
 
     A tar that is cut off or damaged is an error, never an early end. An HTTP connection that drops is taken up
-    where it stood; what fails for good raises a `ShardReadError` that names the shard and the sample.
+    where it stood; a permanent failure raises a `ShardReadError` that names the shard and the sample.
 
     Args:
         urls: Paths, `http(s)://` URLs, or anything that fsspec opens (`s3://`, ...), packed or not. Braces are

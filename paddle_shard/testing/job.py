@@ -30,7 +30,7 @@ class RanksFailed(AssertionError):
 
 
 class Job:
-    """Ranks that `start_ranks` has started; those that remain go on when one ends."""
+    """Ranks that `start_ranks` has started; the others continue when one ends."""
 
     def __init__(self, forks: Forks, pids: Sequence[int], directory: Path) -> None:
         self._forks, self.pids, self._directory = forks, tuple(pids), directory
@@ -92,7 +92,7 @@ def start_ranks(
     """Start a script on several processes of this host, as `paddle.distributed.launch` does on the CPU.
 
     They are forked from a process that has imported Paddle, once for all jobs, so that a job starts in a second.
-    Unlike under the launcher, the others go on when a rank ends. One job at a time; at the end of the `with` block
+    Unlike under the launcher, the others continue when a rank ends. One job at a time; at the end of the `with` block
     every process that it started, DataLoader workers included, is killed.
 
     Args:

@@ -434,7 +434,7 @@ class Doubled(paddle.io.IterableDataset):
 
 @pytest.mark.parametrize(
     ("workers", "stream", "room", "every"),
-    [(0, False, "", 7), (0, True, "", 61), (2, False, "", 151), (2, True, "", 211), (0, False, "position", 1)],
+    [(0, False, "", 17), (0, True, "", 61), (2, False, "", 151), (2, True, "", 211), (0, False, "position", 1)],
 )
 def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_all_as_it_should_be(
     workers, stream, room, every

@@ -9,7 +9,7 @@ import pytest
 
 from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
-from tests.sources.laws import INSTALLED, TOTAL, files, ids_of, joined, make, steps_of
+from tests.sources.laws import ON_RANKS, TOTAL, files, ids_of, joined, make, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
 
 pytestmark = pytest.mark.multiprocess
@@ -23,9 +23,9 @@ def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_r
     content = files()
     for name, data in content.items():
         (local / name).write_bytes(data)
-    cases = [(source, str(local), STOPS) for source in INSTALLED]
+    cases = [(source, str(local), STOPS) for source in ON_RANKS]
     s3 = all(map(find_spec, ("s3fs", "moto", "flask")))
-    cases += [("webdataset", f"s3://{BUCKET}", [])] * (s3 and "webdataset" in INSTALLED)
+    cases += [("webdataset", f"s3://{BUCKET}", [])] * (s3 and "webdataset" in ON_RANKS)
 
     with serving_s3(content) if s3 else nullcontext({}) as environment:
         args = [json.dumps(cases)]

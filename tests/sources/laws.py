@@ -170,6 +170,9 @@ SOURCES = {
 INSTALLED = [name for name in SOURCES if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)]
 """Those whose library is installed; each needs an extra."""
 
+ON_RANKS = [name for name in INSTALLED if name != "csv" and not name.startswith("counted")]
+"""Those that real ranks try; simulated ones try all."""
+
 
 def make(source, folder, workers, ids=(0,), axes=("dp",), seed=3):
     """A loader over a source, on a mesh."""

@@ -15,7 +15,7 @@ from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.foreign import Share
 
 VERSION = 1
-"""Of the states that adapters save."""
+"""Version of the states that adapters save."""
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def stacked(samples: Sequence[Any]) -> Any:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while, and put back what was there."""
+    """Set environment variables for a while, and restore the old ones."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -27,7 +27,7 @@ def dali_pipeline(
 
     A pass has a pipeline of its own, with a seed of its own for each epoch and data rank, and stops when the
     reader has read its shard: `pad_last_batch` and `stick_to_shard` may be as one likes, and what `shuffle_after_epoch`
-    asks for never happens (use `random_shuffle`). A resumed pass goes on by DALI's checkpoint. Outputs on the
+    asks for never happens (use `random_shuffle`). A pass resumes by DALI's checkpoint. Outputs on the
     CPU come as arrays that view DALI's memory; those on a GPU stay there and go over by DLPack, all but the short
     last batch, which goes through the CPU.
 

@@ -53,7 +53,7 @@ def mds_stream(
     Each process has a StreamingDataset of its own, which takes itself for the only one of its host: none waits
     for another, and `torch.distributed` is not started. The order is the library's own, with one canonical node
     for each data rank, so that a data rank reads its own shards. The samples that the library repeats to make
-    ranks equal are left out. A resumed pass goes on by the library's own state.
+    ranks equal are left out. A pass resumes by the library's own state.
 
     Args:
         local: Directory of the data; where there is a `remote`, of the cache, in which each process has a

@@ -29,7 +29,7 @@ NAME = "torchdata"
 def torchdata_loader(build: Callable[[Share], Any]) -> Foreign:
     """Return a loader that `build` makes in each process: nodes, or a `StatefulDataLoader`.
 
-    It goes on exactly where it stood, by the library's own state. torch's generator is seeded for each batch
+    It resumes exactly, by the library's own state. torch's generator is seeded for each batch
     that this process makes and put back behind it, so that replicas agree; what torch's workers draw is seeded
     when they start, and their generators do not stand in the library's state.
 
@@ -121,7 +121,7 @@ class _Pass:
         Args:
             built: What the user's function returned.
             share: Which it was built for.
-            same: What must be as it was, for a state to be gone on from.
+            same: Values that must be unchanged for a state to be resumed.
         """
         from torchdata.nodes import BaseNode, Loader
         from torchdata.stateful_dataloader import StatefulDataLoader
