@@ -11,7 +11,7 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.text import csv_source, lines_source
+from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -52,7 +52,7 @@ def test_every_stage_of_a_stream_is_shown_by_an_example():
 
 
 def test_options_are_spelled_out():
-    for source in (Stream.csv, Stream.lines, Stream.webdataset, Stream.parquet, Stream.decode):
+    for source in (Stream.csv, Stream.lines, Stream.jsonl, Stream.webdataset, Stream.parquet, Stream.decode):
         assert "options" not in inspect.signature(source).parameters
     with pytest.raises(TypeError, match="count"):
         Stream.lines(["a"], count=True)
@@ -62,6 +62,7 @@ def test_options_are_spelled_out():
     ("method", "source"),
     [
         (Stream.csv, csv_source),
+        (Stream.jsonl, jsonl_source),
         (Stream.lines, lines_source),
         (Stream.webdataset, webdataset_source),
         (Stream.parquet, parquet_source),
@@ -75,7 +76,7 @@ def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
     public = {name for name in dir(Stream) if not name.startswith("_")} - set(dir(paddle.io.IterableDataset))
 
     assert public == {
-        *("of", "csv", "lines", "parquet", "webdataset", "huggingface"),
+        *("of", "csv", "jsonl", "lines", "parquet", "webdataset", "huggingface"),
         *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat"),
         *("sharding_filter", "round_robin", "local_shuffle"),
     }

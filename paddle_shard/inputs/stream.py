@@ -17,7 +17,7 @@ from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.names import Paths
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.text import csv_source, lines_source
+from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
 from paddle_shard.stages.opening import Opening
 from paddle_shard.stages.stage import Stage
@@ -122,6 +122,29 @@ class Stream(StreamStages):
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
         return cls(lines_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+
+    @classmethod
+    def jsonl(
+        cls, paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
+    ) -> Stream:
+        """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are no samples.
+
+        Args:
+            paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, patterns such as
+                `data/*.jsonl`, or URLs that fsspec opens.
+            counts: If True, the lines are counted now, so that parts are equal and their lengths known. None: if all
+                files are local and none is packed, and the stream has an end.
+            shuffle_shards: If True, files are permuted, in each epoch in another order.
+            resample: If True, each part is an endless stream of files, sampled with replacement; set `num_batches=`.
+
+        Raises:
+            ArgumentError: There is no file, or none that matches a pattern.
+            ShardReadError: A file cannot be read to count it.
+
+        Examples:
+            >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
+        """
+        return cls(jsonl_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def webdataset(

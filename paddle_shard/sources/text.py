@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -70,13 +71,39 @@ def csv_source(
     return _source(paths, kind, samples, counts, shuffle_shards, resample)
 
 
-def _source(
-    paths: Paths, kind: str, samples: _SamplesOf, counts: bool | None, shuffle_shards: bool, resample: bool
+def jsonl_source(
+    paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
 ) -> ShardSource:
+    """Return the source of the values of JSON Lines files: one JSON value per line. Blank lines are no samples.
+
+    Args:
+        paths: The same as for `lines_source`.
+        counts: The same as for `lines_source`. Counting does not parse the lines.
+        shuffle_shards: Permute the files, in each epoch in another order.
+        resample: Make each part an endless stream of files, sampled with replacement.
+
+    Raises:
+        ArgumentTypeError: A path is no path.
+        ArgumentError: There is no file, or none that matches a pattern.
+        ShardReadError: A file cannot be read to count it.
+    """
+    return _source(paths, "JSON lines", _values, counts, shuffle_shards, resample, starts=_not_blank)
+
+
+def _source(
+    paths: Paths,
+    kind: str,
+    samples: _SamplesOf,
+    counts: bool | None,
+    shuffle_shards: bool,
+    resample: bool,
+    starts: _SamplesOf | None = None,
+) -> ShardSource:
+    """Return the source of files of text; `starts` finds where samples begin, if that takes less than reading them."""
     names = matched(paths)
     if resample and counts is None:
         counts = False
-    entries = count_files(names, kind, lambda name: _count(name, samples), counts)
+    entries = count_files(names, kind, lambda name: _count(name, starts or samples), counts)
     return ShardSource(
         names,
         _Reader(samples, entries),
@@ -169,6 +196,19 @@ _SamplesOf = Callable[[_Text], Iterator[tuple[int, Any]]]
 def _lines(text: _Text) -> Iterator[tuple[int, str]]:
     for at, line in text:
         yield at, line.removesuffix("\n").removesuffix("\r")
+
+
+def _not_blank(text: _Text) -> Iterator[tuple[int, str]]:
+    return ((at, line) for at, line in text if line.strip())
+
+
+def _values(text: _Text) -> Iterator[tuple[int, Any]]:
+    for at, line in _not_blank(text):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {text.number()} is not JSON: {error.msg} at column {error.colno}") from error
+        yield at, value
 
 
 def _dicts(text: _Text) -> Iterator[tuple[int, dict[str, str]]]:

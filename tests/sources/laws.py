@@ -56,6 +56,10 @@ def csv_bytes(ids):
     return "".join(f"{line}\r\n" for line in ("id,text", *(f'{i},"text, {i}"' for i in ids))).encode()
 
 
+def jsonl_bytes(ids):
+    return "\n\n".join(json.dumps({"id": i, "text": f"ü {i}"}) for i in ids).encode()
+
+
 @dataclass(frozen=True)
 class FileKind:
     """A kind of files, and a stream of their samples."""
@@ -85,6 +89,8 @@ FILE_KINDS = {
     "counted lines": FileKind("txt", text_bytes, Stream.lines, int),
     "csv": FileKind("csv", csv_bytes, lambda paths: Stream.csv(paths, counts=False), of_row),
     "counted csv": FileKind("csv", csv_bytes, Stream.csv, of_row),
+    "jsonl": FileKind("jsonl", jsonl_bytes, lambda paths: Stream.jsonl(paths, counts=False), of_row),
+    "counted jsonl": FileKind("jsonl", jsonl_bytes, Stream.jsonl, of_row),
     "webdataset": FileKind("tar", tar_bytes, lambda urls: Stream.webdataset(urls, index=False), of_tar, "webdataset"),
     "counted webdataset": FileKind("tar", tar_bytes, Stream.webdataset, of_tar, "webdataset"),
     "parquet": FileKind("parquet", parquet_bytes, lambda p: Stream.parquet(p, columns=["id"]), of_row, "pyarrow"),
@@ -170,7 +176,7 @@ SOURCES = {
 INSTALLED = [name for name in SOURCES if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)]
 """Those whose library is installed; each needs an extra."""
 
-ON_RANKS = [name for name in INSTALLED if name != "csv" and not name.startswith("counted")]
+ON_RANKS = [name for name in INSTALLED if name not in ("csv", "jsonl") and not name.startswith("counted")]
 """Those that real ranks try; simulated ones try all."""
 
 

@@ -1,0 +1,42 @@
+"""JSON Lines: what a line is, and what a damaged one says. The laws are those of all sources (`test_laws.py`)."""
+
+import gzip
+
+import pytest
+
+from paddle_shard import Stream
+from paddle_shard.errors import ShardReadError
+
+
+def written(path, content):
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize(
+    ("content", "values"),
+    [
+        (b"", []),
+        (b"\n \n\t\n", []),
+        (b'{"a": 1}\n\n[2, null]\r\n"three"', [{"a": 1}, [2, None], "three"]),
+        (b"\xef\xbb\xbf1\n2\n", [1, 2]),  # a byte order mark
+        ('"\u00fc"\n4.5'.encode(), ["\u00fc", 4.5]),
+    ],
+)
+def test_each_line_that_is_not_blank_is_a_value(content, values, counts, tmp_path):
+    assert list(Stream.jsonl(written(tmp_path / "a.jsonl", content), counts=counts)) == values
+
+
+def test_packed_files_are_read(tmp_path):
+    assert list(Stream.jsonl(written(tmp_path / "a.jsonl.gz", gzip.compress(b"1\n2\n")))) == [1, 2]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_damaged_line_is_named_with_its_file(counts, tmp_path):
+    path = written(tmp_path / "a.jsonl", b'{"a": 1}\n\n{"a": \n{"a": 3}\n')
+    values = iter(Stream.jsonl(path, counts=counts))
+
+    assert next(values) == {"a": 1}
+    with pytest.raises(ShardReadError, match=r"a\.jsonl.*line 3 is not JSON: Expecting value at column"):
+        next(values)
