@@ -14,19 +14,19 @@ class Counts:
     samples: int = 0
     """Real rows of this rank's slices."""
     padding: int = 0
-    """Rows of this rank's slices that make up a batch where the data, or a part of a stream, has ended."""
+    """Rows of padding in this rank's slices, after the data or a part of a stream has ended."""
     skipped: int = 0
     """Rows of samples that could not be read (`on_error="skip"`); their ids are in the log."""
     bytes: int = 0
     """Size in bytes of the rows that this rank reads."""
     wait_seconds: float = 0.0
-    """Spent in the loader: reading, if there are no workers, placing, and waiting for what is not there yet."""
+    """Seconds spent in the loader: reading (without workers), placing, and waiting for data."""
     step_seconds: float = 0.0
-    """Spent by the user between two batches."""
+    """Seconds that the user's code spent between two batches."""
 
     @property
     def starved(self) -> float:
-        """The share of the time that was spent in the loader, from 0 to 1; 0.1 is a lot."""
+        """Share of the time that was spent in the loader, from 0 to 1; 0.1 is a lot."""
         total = self.wait_seconds + self.step_seconds
         return self.wait_seconds / total if total else 0.0
 

@@ -29,9 +29,9 @@ class Stream(StreamStages):
     Each method returns a new stream. Give it to a `paddle.io.DataLoader` with the global batch size and the
     workers, and that to `shard_dataloader`. The stages run in the workers.
 
-    The stream is cut into parts, each of which is read by one worker of one data rank: at the source where that
-    can open a part by itself (files), else at `sharding_filter()`, else behind the source. What stands before
-    the cut is done by every reader for the whole stream; what stands behind it, only for its own parts.
+    A stream is cut into parts, and one worker of one data rank reads each part. The cut is at the source if it can open
+    a part by itself (files), or else at `sharding_filter()`, or else right after the source. Stages before the cut run
+    in every reader for the whole stream. Stages after it run in a reader only for its own parts.
 
     Examples:
         >>> stream = Stream.of(range(10)).map(lambda x: x * x).filter(lambda x: x % 2 == 0)
@@ -43,10 +43,10 @@ class Stream(StreamStages):
         """Set up the stream.
 
         Args:
-            source: What opens it; anything else is taken as `of` does.
+            source: A source stage, or anything that `of` accepts.
 
         Raises:
-            ArgumentTypeError: It cannot be iterated, or is a path, or a stream already.
+            ArgumentTypeError: The source cannot be iterated, or is a path, or is a stream already.
         """
         super().__init__()
         self._recipe = Recipe(source if isinstance(source, Stage) else _source_of(source))
@@ -57,11 +57,11 @@ class Stream(StreamStages):
 
         Args:
             iterable: A list, a data set, or a function that returns a generator.
-            splits_itself: It yields other samples for each `paddle.io.get_worker_info()`; then it is shown
-                "worker p of P" for part p, and each sample is read once. Otherwise every reader reads all of it.
+            splits_itself: If True, the iterable yields other samples for each `paddle.io.get_worker_info()`. It is
+                shown "worker p of P" for part p, and each sample is read once. If False, every reader reads all of it.
 
         Raises:
-            ArgumentTypeError: It cannot be iterated, or is a path.
+            ArgumentTypeError: The iterable cannot be iterated, or is a path.
 
         Examples:
             >>> list(Stream.of([3, 4]))
@@ -84,11 +84,11 @@ class Stream(StreamStages):
         """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict); empty lines are no rows.
 
         Args:
-            paths: As of `lines`.
+            paths: The same as for `lines`.
             header: The first row of each file names the fields: samples are dicts. False: samples are lists.
-            counts: As of `lines`.
-            shuffle_shards: As of `lines`.
-            resample: As of `lines`.
+            counts: The same as for `lines`.
+            shuffle_shards: The same as for `lines`.
+            resample: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -112,7 +112,7 @@ class Stream(StreamStages):
                 None: if all files are local and none is packed, and the stream has an end. What was counted is kept
                 in the user's cache directory for other ranks and later runs.
             shuffle_shards: Permute the files, in each epoch in another order.
-            resample: Make each part an endless stream of files, drawn with replacement; give `num_batches=`.
+            resample: Make each part an endless stream of files, sampled with replacement; set `num_batches=`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -164,7 +164,7 @@ class Stream(StreamStages):
                 local files are expanded.
             shuffle_shards: Permute the tars, in each epoch in another order. Samples keep their order in one: put a
                 `shuffle` behind it.
-            resample: Make each part an endless stream of tars, drawn with replacement; give `num_batches=`.
+            resample: Make each part an endless stream of tars, sampled with replacement; set `num_batches=`.
             index: An index file, which `python -m paddle_shard.cli.index_shards` makes; True: `index.json` beside the
                 first tar. With it parts are equal, their lengths known, resuming cheap. None: tars that are all local
                 and not packed are counted by their headers now. False: nothing is counted.

@@ -30,8 +30,8 @@ class StreamStages(paddle.io.IterableDataset):
 
         Args:
             handlers: Names of WebDataset's image decoders ("pil", "rgb8", ...), or functions of (file ending with a
-                leading dot, bytes) that return None for what they leave to the next. Behind them its decoders for
-                txt, cls, json, npy, ... are tried; what none takes stays bytes.
+                leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
+                decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
             only: File endings that are decoded; None: all.
 
         Raises:
@@ -48,10 +48,10 @@ class StreamStages(paddle.io.IterableDataset):
         """Return the stream with a function applied to each sample.
 
         Args:
-            function: Of a sample; runs in the workers. numpy's and Python's generators are seeded for each sample.
+            function: Called with a sample, in the workers. numpy's and Python's generators are seeded for each sample.
 
         Raises:
-            ArgumentTypeError: It cannot be called.
+            ArgumentTypeError: The function cannot be called.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -64,13 +64,13 @@ class StreamStages(paddle.io.IterableDataset):
     def filter(self, predicate: Callable[[Any], bool]) -> Self:
         """Return the stream of the samples for which a function is true.
 
-        Behind the cut it may leave more of some parts than of others: see `tail=` of `shard_dataloader`.
+        After the cut, it may leave more samples in some parts than in others: see `tail=` of `shard_dataloader`.
 
         Args:
-            predicate: Of a sample.
+            predicate: Called with a sample; True keeps it.
 
         Raises:
-            ArgumentTypeError: It cannot be called.
+            ArgumentTypeError: The function cannot be called.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -81,16 +81,16 @@ class StreamStages(paddle.io.IterableDataset):
         return self._made(self._recipe.then(lambda stage: Filter(stage, predicate)))
 
     def shuffle(self, window: int = 1000) -> Self:
-        """Return the stream with the samples of each part permuted in windows, anew in each epoch.
+        """Return the stream with the samples of each part permuted in windows, in another order each epoch.
 
-        A window is read, and its samples are yielded in an order that follows from the loader's seed, the epoch and the
-        part; so the order does not depend on the reader, and can be resumed anywhere.
+        A window is read, and its samples are yielded in an order that is a function of the loader's seed, the epoch and
+        the part. So the order does not depend on the reader, and can be resumed anywhere.
 
         Args:
-            window: Samples that are held, of each part.
+            window: Number of samples of each part that are held.
 
         Raises:
-            ArgumentError: It is less than 1.
+            ArgumentError: The window is less than 1.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -103,11 +103,11 @@ class StreamStages(paddle.io.IterableDataset):
         """Return the stream of lists of samples.
 
         Args:
-            size: Samples of a list; the last of a part may be shorter. As the last stage of a stream that is given
-                to `shard_dataloader` itself, it is the global batch.
+            size: Number of samples in a list; the last list of a part may be shorter. If this is the last stage of a
+                stream that is given to `shard_dataloader` itself, it is the global batch size.
 
         Raises:
-            ArgumentError: It is less than 1.
+            ArgumentError: The size is less than 1.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -127,13 +127,13 @@ class StreamStages(paddle.io.IterableDataset):
         return self._made(self._recipe.then(Unbatch))
 
     def repeat(self, times: int | None = None) -> Self:
-        """Return the stream read several times within an epoch, in another order each time where it is shuffled.
+        """Return the stream read several times within an epoch, in another order each time if it is shuffled.
 
         Args:
-            times: How often; None: without an end, for `num_batches=`.
+            times: Number of times; None: forever, for use with `num_batches=`.
 
         Raises:
-            ArgumentError: It is less than 1.
+            ArgumentError: The number is less than 1.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -143,10 +143,10 @@ class StreamStages(paddle.io.IterableDataset):
         return self._made(self._recipe.then(lambda stage: Repeat(stage, times)))
 
     def sharding_filter(self) -> Self:
-        """Return the stream cut into parts here, by turns; one that is cut already, as files are, is left as it is.
+        """Return the stream cut into parts here, by turns. A stream that is cut already, as files are, does not change.
 
-        What stands before it is done by every reader for the whole stream; what stands behind it, only for its own
-        parts. So put it behind what is cheap and must see all, and in front of what is dear.
+        Stages before the cut run in every reader for the whole stream. Stages after it run in a reader only for its own
+        parts. So put it after cheap stages that must see all samples, and before expensive ones.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -161,10 +161,10 @@ class StreamStages(paddle.io.IterableDataset):
         return self._made(self._recipe.then(Stripe))
 
     def round_robin(self) -> Self:
-        """Return the stream read by the main process of each data rank alone, which dispatches it to its workers.
+        """Return the stream read by the main process of each data rank, which dispatches samples to its workers.
 
-        For what cannot be opened by every worker, or is too dear to be. What stands before it runs in the main
-        process; only `map` may follow, and runs in the workers.
+        Use it for data that cannot be opened by every worker, or only at a high cost. Stages before it run in the main
+        process. Only `map` may follow, and runs in the workers.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -175,17 +175,17 @@ class StreamStages(paddle.io.IterableDataset):
         return self._made(self._recipe.cut().then(RoundRobin))
 
     def local_shuffle(self, batches: int) -> Self:
-        """Return the stream with the rows of each so many batches mixed, by each rank among its own.
+        """Return the stream with the rows of several batches mixed; each rank mixes its own rows.
 
-        In the main process, behind the batching, so it reaches over the parts that a rank holds, which a
-        `shuffle` does not. The batches depend on the number of data ranks then: a run is bound to it, and to its
-        batch size, which its saved state says. It is the last stage.
+        Rows are mixed in the main process after batching, over all parts that a rank holds, while `shuffle` stays inside
+        a part. The batches then depend on the number of data ranks and the batch size, so a saved state is bound to
+        both. It must be the last stage.
 
         Args:
-            batches: How many are mixed, and held.
+            batches: Number of batches that are held and mixed.
 
         Raises:
-            ArgumentError: It is less than 1.
+            ArgumentError: The number is less than 1.
 
         Examples:
             >>> from paddle_shard import Stream

@@ -24,8 +24,7 @@ def gather_valid(values: Any, valid: Any) -> Any:
         A local tensor [real rows, ...], the same on every rank of the mesh, in the order of the data ranks.
 
     Raises:
-        ArgumentError: They do not fit together; or `valid` is not the iterator's, and it is not known which rows are
-            whose.
+        ArgumentError: The shapes do not fit together, or `valid` is a local tensor.
 
     Examples:
         >>> batches = iter(loader)  # doctest: +SKIP

@@ -22,9 +22,9 @@ FILE = "paddle_shard.json"
 class TrainerCallback:
     """Saves the position of the training data with each checkpoint of a trainer, and resumes from it.
 
-    For the trainers of PaddleNLP and PaddleFormers, which read the first steps of an epoch again to get to where they
-    stopped, always in the order of epoch 0. Give it to the trainer, which then skips nothing, and let it see the
-    loaders that the trainer makes.
+    It is for the trainers of PaddleNLP and PaddleFormers. By themselves, they read the first steps of an epoch again to
+    get to the step where they stopped, always in the order of epoch 0. With this callback they skip nothing. Give it to
+    the trainer, and let it see the loaders that the trainer makes.
 
     Examples:
         >>> position = paddle_shard.TrainerCallback()  # doctest: +SKIP
@@ -38,8 +38,8 @@ class TrainerCallback:
         """Watch nothing yet.
 
         Args:
-            checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` where that is a
-                path, else the one in `args.output_dir` that has the trainer's global step.
+            checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` if that is a
+                path, or else the folder in `args.output_dir` that has the trainer's global step.
         """
         self._checkpoint = checkpoint
         self._loaders: list[ShardDataloader] = []
@@ -49,7 +49,7 @@ class TrainerCallback:
         """Take note of a loader that a trainer has made; for `patch_paddle(on_loader=...)`.
 
         Args:
-            loader: What `shard_dataloader` has returned to it.
+            loader: A loader that `shard_dataloader` has returned to the trainer.
         """
         self._loaders.append(loader)
 

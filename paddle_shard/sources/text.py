@@ -33,7 +33,7 @@ def lines_source(
             None: if all files are local and none is packed, and the stream has an end. What was counted in local files
             is kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and later runs.
         shuffle_shards: Permute the files, in each epoch in another order.
-        resample: Make each part an endless stream of files, drawn with replacement.
+        resample: Make each part an endless stream of files, sampled with replacement.
 
     Raises:
         ArgumentTypeError: That is no path.
@@ -56,11 +56,11 @@ def csv_source(
     A row with more or fewer fields than the file's first is an error.
 
     Args:
-        paths: As of `lines_source`.
+        paths: The same as for `lines_source`.
         header: The first row of each file names the fields: samples are dicts. False: samples are lists.
-        counts: As of `lines_source`.
+        counts: The same as for `lines_source`.
         shuffle_shards: Permute the files, in each epoch in another order.
-        resample: Make each part an endless stream of files, drawn with replacement.
+        resample: Make each part an endless stream of files, sampled with replacement.
 
     Raises:
         ArgumentTypeError: That is no path.
