@@ -177,8 +177,8 @@ class StreamStages(paddle.io.IterableDataset):
     def local_shuffle(self, batches: int) -> Self:
         """Return the stream with the rows of several batches mixed; each rank mixes its own rows.
 
-        Rows are mixed in the main process after batching, over all parts that a rank holds, while `shuffle` stays inside
-        a part. The batches then depend on the number of data ranks and the batch size, so a saved state is bound to
+        Rows are mixed in the main process after batching, over all parts that a rank holds; `shuffle` stays inside a
+        part. The batches then depend on the number of data ranks and the batch size, so a saved state is bound to
         both. It must be the last stage.
 
         Args:
