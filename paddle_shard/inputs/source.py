@@ -200,7 +200,7 @@ def _custom(
     if length is not None and nominal is not None:
         # The sampler yields single indices, so its length tells whether the last batch is short.
         full, rest = divmod(length, nominal)
-        num_steps = full + (rest > 0 and not tail.drops)
+        num_steps = full + (rest > 0 and tail.num_rows(rest, nominal, num_data_ranks * accumulation) > 0)
         if length == 0:
             raise ArgumentError(
                 f"the loader's {type(sampler.sampler).__name__} has no samples: there is nothing to serve. Check the "

@@ -130,7 +130,7 @@ class ShardPlan:
         full, rest = divmod(left, self.batch_size)
         object.__setattr__(self, "_start", (step, position))
         object.__setattr__(self, "_rest", rest)
-        object.__setattr__(self, "_num_steps", step + full + (rest > 0 and not self.ending.drops))
+        object.__setattr__(self, "_num_steps", step + full + (self._rows_for(rest) > 0))
 
     @property
     def padding_unit(self) -> int:
@@ -196,8 +196,12 @@ class ShardPlan:
         rest = self.num_positions - self.first_position(step=step)
         if rest >= self.batch_size:
             return self.batch_size
+        return self._rows_for(rest)
+
+    def _rows_for(self, rest: int) -> int:
+        """Return with how many rows a last batch of `rest` samples is served; 0 if it is dropped."""
         unit = self.num_data_ranks if self.ordering.pads_first else self.padding_unit
-        return self.ending.num_rows(rest, self.batch_size, unit)
+        return self.ending.num_rows(rest, self.batch_size, unit) if rest else 0
 
     def micro_size(self, *, step: int) -> int:
         """Return the rows of a micro-batch of the global batch at `step`; the last one may have fewer.

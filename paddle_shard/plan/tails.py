@@ -22,7 +22,7 @@ class Tail(str):
     pads = False
     """True if it adds rows that are not valid."""
     drops = False
-    """True if a short last batch is not served."""
+    """True if it may leave a short last batch out."""
     refuses = False
     """True if data that does not fill its last batch is an error."""
     repeats = False

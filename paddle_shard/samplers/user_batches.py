@@ -323,7 +323,8 @@ class UserBatches:
             raise type(error)(text) from None
 
     def _last(self, batch: list[Any], head: list[Any], step: int, noted: dict[str, Any]) -> Iterator[UserBatch]:
-        if self.tail.drops:
+        num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
+        if num_rows == 0:
             if not self._drops_itself:
                 return
             self._check_size(batch, step)
@@ -332,7 +333,7 @@ class UserBatches:
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        padding = max(0, self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit) - len(batch))
+        padding = max(0, num_rows - len(batch))
         order = head + batch
         indices = batch + [order[i % len(order)] for i in range(padding)]
         yield UserBatch(indices=indices, micro_size=len(indices) // self.accumulation, padding=padding, **noted)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.tails import INDEX_TAILS
+from paddle_shard.plan.tails import INDEX_TAILS, find_tail
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from paddle_shard.testing.strategies import layouts_with_data_axes
 from tests.orders_and_tails import BLOCKS, OF_ANY_MESH
@@ -116,11 +116,12 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
             assert padding < num_data_ranks * accumulation
         elif tail == "fill":
             assert len(valid) == step_size
-        else:
-            assert padding == 0
-        assert padding == 0 or step == num_steps - 1
-    dropped = length % step_size if tail == "drop" else 0
-    assert len(set(delivered)) == len(delivered) == length - dropped, "exact coverage"
+        assert padding == 0 or (find_tail(tail).pads and step == num_steps - 1)
+        assert len(valid) % (num_data_ranks * accumulation) == 0
+    dropped = length - len(delivered)
+    assert dropped in ((0, length % step_size) if find_tail(tail).drops else (0,)), "exact coverage"
+    assert dropped == length % step_size or tail != "drop"
+    assert len(set(delivered)) == len(delivered)
 
 
 def in_row_order(slices, accumulation):
