@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paddle_shard import ShardPlan
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.order import Ordering
-from paddle_shard.plan.orders import find_ordering
+from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.shuffle import permutation
 from paddle_shard.plan.state import LoaderState
 from tests.orders_and_tails import ALL, UNNAMED
@@ -41,6 +41,13 @@ def test_an_order_is_a_bijection_that_is_read_by_position_by_stretch_and_backwar
     assert order.inverse(samples).tolist() == positions.tolist()
     assert order.between(start, stop).tolist() == samples[start:stop].tolist()
     assert ordering.shuffles or samples.tolist() == positions.tolist()
+
+
+@pytest.mark.parametrize("ordering", EVERY, ids=repr)
+def test_an_order_of_every_short_length_is_a_bijection(ordering):
+    for length in range(1, 130):
+        samples = ordering.order(length, 3, 1, 4)(np.arange(length))
+        assert np.array_equal(np.sort(samples), np.arange(length)), length
 
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
@@ -117,5 +124,6 @@ def test_an_order_whose_state_forgets_what_it_depends_on_is_found():
 
 @pytest.mark.parametrize("shuffle", ["yes", "paddle unshuffled", None, 2, 1.0, [1]])
 def test_what_is_no_order_is_refused_with_those_there_are(shuffle):
-    with pytest.raises(ArgumentError, match="shuffle must be one of False, True, 'blocks', 'paddle', or a .*Blocks"):
+    names = ", ".join(map(repr, ORDERINGS))
+    with pytest.raises(ArgumentError, match=f"shuffle must be one of {names}, or a paddle_shard.Blocks, got"):
         find_ordering(shuffle)
