@@ -142,7 +142,7 @@ def _planned(
     )
     if plan.num_steps == 0:
         raise ArgumentError(
-            f"tail='drop' leaves no batch: the data set has {plan.num_samples} samples and the global batch "
+            f"tail={str(tail)!r} leaves no batch: the data set has {plan.num_samples} samples and the global batch "
             f"{plan.batch_size}. Use a smaller batch, or tail='pad' or 'fill'."
         )
     advice = plan.ordering.advice(plan.num_samples, num_data_ranks, plan.width)
@@ -208,7 +208,7 @@ def _custom(
             )
         if num_steps == 0:
             raise ArgumentError(
-                f"tail='drop' leaves no batch: the loader's {type(sampler.sampler).__name__} has {length} samples and "
+                f"tail={str(tail)!r} leaves no batch: the loader's {type(sampler.sampler).__name__} has {length} samples and "
                 f"the global batch {nominal}. Use a smaller batch, or drop_last=False."
             )
         if rest and tail.refuses:

@@ -71,7 +71,7 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
     num_data_ranks = len(set(coordinates.values()))
     batch_size = num_data_ranks * multiple
     mesh, step_size = process_mesh(layout), batch_size * accumulation
-    if tail == "drop" and length < step_size:
+    if find_tail(tail).drops and length < step_size:
         length += step_size
     if tail == "error":
         length = math.ceil(length / step_size) * step_size
