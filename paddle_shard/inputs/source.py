@@ -208,8 +208,8 @@ def _custom(
             )
         if num_steps == 0:
             raise ArgumentError(
-                f"tail={str(tail)!r} leaves no batch: the loader's {type(sampler.sampler).__name__} has {length} samples "
-                f"and the global batch {nominal}. Use a smaller batch, or drop_last=False."
+                f"tail={str(tail)!r} leaves no batch: the loader's {type(sampler.sampler).__name__} has {length} "
+                f"samples and the global batch {nominal}. Use a smaller batch, or drop_last=False."
             )
         if rest and tail.refuses:
             raise ArgumentError(
