@@ -573,12 +573,12 @@ def test_a_thread_stays_whose_caller_has_done_a_quick_step(monkeypatch):
     done, free = [], True
 
     def work(beside):
-        time.sleep(0.0 if len(done) >= 3 else 0.004)
+        time.sleep(0.0 if len(done) >= 3 else 0.4)
         done.append(beside)
         return True
 
     of_caller = Pace()
-    monkeypatch.setattr("paddle_shard.reading.pace.QUICK", 0.002)
+    monkeypatch.setattr("paddle_shard.reading.pace.QUICK", 0.2)
     ahead = Ahead(work, lambda: free, of_caller)
     try:
         for count in range(1, 4):
