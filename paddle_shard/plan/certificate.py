@@ -298,7 +298,7 @@ def expected_of_plan(plan: ShardPlan, epoch: int) -> Expected:
 
     @cache
     def expected(first: int, end: int) -> Total:
-        if first == 0 and end == plan.num_positions:  # every sample: their order does not matter
+        if first == 0 and end == plan.num_positions and not plan.ordering.own_ids:  # their order does not matter
             chunks: Iterable[npt.NDArray[np.int64]] = (
                 np.arange(start, min(start + _CHUNK, plan.num_samples)) for start in range(0, plan.num_samples, _CHUNK)
             )

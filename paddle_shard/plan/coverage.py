@@ -74,13 +74,14 @@ class Plan(Protocol):
 def coverage(plan: Plan, epoch: int) -> Coverage:
     """Return how often all data ranks of a plan together deliver each sample."""
     if plan.num_positions <= EXACT_MAX:
-        seen, padding = np.zeros(plan.num_samples, np.int64), 0
+        served, padding = [np.empty(0, np.int64)], 0
         for step in range(plan.num_steps):
             for indices, real in _deliveries(plan, epoch, step):
-                np.add.at(seen, indices[real], 1)
+                served.append(indices[real])
                 padding += int((~real).sum())
-        delivered = int(seen.sum())
-        missed, repeated = int((seen == 0).sum()), int(np.maximum(seen - 1, 0).sum())
+        delivered = sum(map(len, served))
+        different = len(np.unique(np.concatenate(served)))
+        missed, repeated = plan.num_samples - different, delivered - different
         return Coverage(
             num_samples=plan.num_samples,
             delivered=delivered,

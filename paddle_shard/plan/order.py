@@ -53,6 +53,8 @@ class Ordering:
     """True if each epoch has its own order."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""
+    own_ids: ClassVar[bool] = False
+    """True if the entries of an order are not the numbers below its length, but ids that the data set understands."""
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """Return the order of an epoch.

@@ -291,7 +291,7 @@ class ShardPlan:
             end: The position after the last.
         """
         found = self.order(epoch=epoch).between(first, end)
-        return found[found < self.num_samples]
+        return found[found < self.num_samples] if self.ordering.pads_first else found
 
     @property
     def num_served(self) -> int:

@@ -51,9 +51,8 @@ class Permutation:
         if num_samples <= TABLE_MAX:
             self._table = self._draw_table()
             self._inverse_table = np.argsort(self._table, kind="stable").astype(np.int64)
-        self._a = math.isqrt(num_samples - 1) + 1
-        self._b = -(-num_samples // self._a)
-        self._block_start, self._block = -1, np.empty(0, np.int64)
+        self._sizes = network_sizes(num_samples)
+        self._blocks = Blockwise(self, num_samples)
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
@@ -69,27 +68,15 @@ class Permutation:
 
     def between(self, start: int, stop: int) -> Indices:
         """Return the samples at positions [start, stop); a few samples come from a cached block."""
-        if self._table is not None or stop - start >= BLOCK:
+        if self._table is not None:
             return self(np.arange(start, stop, dtype=np.int64))
-        parts = []
-        while start < stop:
-            block_start = start - start % BLOCK
-            if block_start != self._block_start:
-                end = min(block_start + BLOCK, self.num_samples)
-                block = self(np.arange(block_start, end, dtype=np.int64))
-                self._block_start, self._block = block_start, block
-            upto = min(stop, block_start + BLOCK)
-            parts.append(self._block[start - block_start : upto - block_start])
-            start = upto
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return self._blocks(start, stop)
 
     def _draw_table(self) -> Indices:
         # Sorting by independent 64-bit hashes gives every order the same chance.
         hashes, scratch = np.arange(self.num_samples, dtype=np.uint64), np.empty(self.num_samples, np.uint64)
         for key in self._keys[:3]:
-            _hash(hashes, key, hashes, scratch)
+            hash_into(hashes, key, hashes, scratch)
         return np.argsort(hashes, kind="stable").astype(np.int64)
 
     def _walk(self, values: Indices, step: Callable[[Words], None]) -> Indices:
@@ -108,34 +95,86 @@ class Permutation:
 
     def _forward(self, x: Words) -> None:
         """Replace the numbers of [0, a * b) in x by their images."""
-        self._network(x, [*enumerate(self._keys[:ROUNDS])], backward=False)
+        network(x, self._sizes, [*enumerate(self._keys[:ROUNDS])], backward=False)
 
     def _backward(self, x: Words) -> None:
         """Undo `_forward`."""
-        self._network(x, [*enumerate(self._keys[:ROUNDS])][::-1], backward=True)
-
-    def _network(self, x: Words, rounds: list[tuple[int, np.uint64]], *, backward: bool) -> None:
-        sizes = np.uint64(self._a), np.uint64(self._b)
-        left = x // sizes[1]
-        right = x - left * sizes[1]
-        added, scratch = np.empty_like(x), np.empty_like(x)
-        for number, key in rounds:
-            half, other, size = (left, right, sizes[0]) if number % 2 == 0 else (right, left, sizes[1])
-            _hash(other, key, added, scratch)
-            # Into [0, size), size <= 2^32, by the high half of a product (Lemire 2019).
-            added >>= _HALF
-            added *= size
-            added >>= _HALF
-            if backward:
-                np.subtract(size, added, out=added)
-            half += added
-            np.subtract(half, size, out=scratch)  # wraps round to a huge number if half < size
-            np.minimum(half, scratch, out=half)
-        np.multiply(left, sizes[1], out=x)
-        x += right
+        network(x, self._sizes, [*enumerate(self._keys[:ROUNDS])][::-1], backward=True)
 
 
-def _hash(x: Words, key: np.uint64, out: Words, scratch: Words) -> None:
+class Blockwise:
+    """Short stretches of an order, cut from the newest block of 4096 positions that was computed."""
+
+    def __init__(self, order: Callable[[Indices], Indices], length: int) -> None:
+        """Compute nothing yet.
+
+        Args:
+            order: Returns the sample at each position.
+            length: Number of positions.
+        """
+        self._order, self._length = order, length
+        self._start, self._block = -1, np.empty(0, np.int64)
+
+    def __call__(self, start: int, stop: int) -> Indices:
+        """Return the samples at positions [start, stop)."""
+        if stop - start >= BLOCK:
+            return self._order(np.arange(start, stop, dtype=np.int64))
+        parts = []
+        while start < stop:
+            block_start = start - start % BLOCK
+            if block_start != self._start:
+                end = min(block_start + BLOCK, self._length)
+                self._block = self._order(np.arange(block_start, end, dtype=np.int64))
+                self._start = block_start
+            upto = min(stop, block_start + BLOCK)
+            parts.append(self._block[start - block_start : upto - block_start])
+            start = upto
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def network_sizes(num_samples: int) -> tuple[np.uint64, np.uint64]:
+    """Return a and b of the network for so many samples: a = ceil(sqrt(n)), b = ceil(n / a)."""
+    a = math.isqrt(num_samples - 1) + 1
+    return np.uint64(a), np.uint64(-(-num_samples // a))
+
+
+def network(
+    x: Words,
+    sizes: tuple[np.uint64 | Words, np.uint64 | Words],
+    rounds: list[tuple[int, np.uint64 | Words]],
+    *,
+    backward: bool,
+) -> None:
+    """Replace each number of [0, a * b) in `x` by its image in a Feistel network on Z_a x Z_b.
+
+    Args:
+        x: uint64[n], changed in place.
+        sizes: a and b, of all numbers or uint64[n].
+        rounds: (number of the round, its key or uint64[n]), in the order in which they are applied.
+        backward: True to undo the network; the rounds are then given in reverse.
+    """
+    left = x // sizes[1]
+    right = x - left * sizes[1]
+    added, scratch = np.empty_like(x), np.empty_like(x)
+    for number, key in rounds:
+        half, other, size = (left, right, sizes[0]) if number % 2 == 0 else (right, left, sizes[1])
+        hash_into(other, key, added, scratch)
+        # Into [0, size), size <= 2^32, by the high half of a product (Lemire 2019).
+        added >>= _HALF
+        added *= size
+        added >>= _HALF
+        if backward:
+            np.subtract(size, added, out=added)
+        half += added
+        np.subtract(half, size, out=scratch)  # wraps round to a huge number if half < size
+        np.minimum(half, scratch, out=half)
+    np.multiply(left, sizes[1], out=x)
+    x += right
+
+
+def hash_into(x: Words, key: np.uint64 | Words, out: Words, scratch: Words) -> None:
     """Write a 64-bit hash of each number into `out`; its high bits are the well-mixed ones."""
     np.bitwise_xor(x, key, out=out)
     out *= _MULTIPLY

@@ -1,0 +1,397 @@
+"""Which sample of which source is at a position of a mixture?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.chairman import Chairman, chairman
+from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.permutations import Permutations
+from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.shuffle import Blockwise, Indices
+
+MAX_SOURCES = 1 << 12
+"""Most sources of a mixture."""
+MAX_LENGTH = 1 << 40
+"""Most samples of one source."""
+MAX_DRAWS = 1 << 50
+"""Most samples of a run."""
+
+_ROUNDS = 1 << 9
+_MARK = 1 << 61
+
+
+# The id of a sample: a mark, the source's epoch modulo 512, the source, the index in the source.
+
+
+def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
+    """Return the ids of samples: int64, as many as there are sources.
+
+    An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is drawn again in the
+    same epoch of the mixture has another id, and other random numbers.
+    """
+    return _MARK + ((epochs % _ROUNDS) << 52) + (sources << 40) + indices
+
+
+def is_sample_id(index: int) -> bool:
+    """Return whether an index is the id of a source's sample, and not a position of the mixture."""
+    return index >= _MARK
+
+
+def source_and_index(sample: int) -> tuple[int, int]:
+    """Return the number of the source, and the index in it, of a sample's id."""
+    return (sample >> 40) % MAX_SOURCES, sample % MAX_LENGTH
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of the run with the same weights and sources."""
+
+    first: int
+    """Position of the run at which it begins."""
+    parts: tuple[int, ...]
+    """Integer weight of each source; 0: it is not drawn."""
+    lengths: tuple[int, ...]
+    """Number of samples of each source; 0 for a source that is not there."""
+
+
+@dataclass(frozen=True)
+class Mixing(Ordering):
+    """The order of a mixture: which source is drawn at each position, and which of its samples.
+
+    A run is one sequence over all its epochs. Each source has epochs of its own: after as many draws as it has samples,
+    each was drawn once, and the next epoch of the source begins in another order. The sequence of a segment is a
+    `Chairman`, so each source is within 1 - 1/(2n-2) samples of its share of the segment. Over several segments, these
+    bounds add up.
+    """
+
+    name: ClassVar[bool | str] = "mixture"
+    own_ids: ClassVar[bool] = True
+
+    names: tuple[str, ...]
+    """Names of the sources, in a fixed order. The key of a source's order depends on its name."""
+    segments: tuple[Segment, ...]
+    """One or more; the first begins at 0. A source that has grown ends its epoch with the old length."""
+    shuffled: bool = True
+    """True if each source is shuffled; False: each is read from its first sample to its last."""
+
+    # Ordering
+
+    @property
+    def shuffles(self) -> bool:  # type: ignore[override]
+        """True if each source is shuffled."""
+        return self.shuffled
+
+    def order(self, length: int, seed: int, epoch: int, width: int) -> MixtureOrder:
+        """Return the order of an epoch of the mixture.
+
+        Args:
+            length: Samples of an epoch of the mixture.
+            seed: Seed of the run.
+            epoch: The epoch, 0 or more.
+            width: Not used.
+
+        Raises:
+            ArgumentError: The run would have more than 2^50 samples.
+        """
+        if not 0 <= epoch <= MAX_DRAWS // length - 1:
+            raise ArgumentError(
+                f"epoch must be in range({MAX_DRAWS // length}) for a mixture with {length} samples in an epoch, "
+                f"got {epoch}."
+            )
+        key = seed, epoch, length
+        if self._newest.get("key") != key:
+            self._newest.update(key=key, order=MixtureOrder(self, seed, epoch * length, length))
+        order: MixtureOrder = self._newest["order"]
+        return order
+
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+        """Return what the order depends on."""
+        segments = [
+            {"from": segment.first, "weights": list(segment.parts), "lengths": list(segment.lengths)}
+            for segment in self.segments
+        ]
+        return {"mixture": {"sources": list(self.names), "shuffled": self.shuffled, "segments": segments}}
+
+    # The run
+
+    def counts(self, position: int) -> Indices:
+        """Return how often each source is drawn before a position of the run: int64[number of sources]."""
+        number = self.segment_at(position)
+        return self._base(number) + self._chairmen[number].counts(position - self.segments[number].first)
+
+    def segment_at(self, position: int) -> int:
+        """Return the number of the segment that holds a position of the run."""
+        return sum(segment.first <= position for segment in self.segments) - 1
+
+    def draws(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Return, for some positions of the run, the source of each, and how often it was drawn in the run before."""
+        firsts = np.array([segment.first for segment in self.segments], np.int64)
+        if len(firsts) == 1:
+            return self._chairmen[0].at(positions)
+        numbers = np.searchsorted(firsts, positions, side="right") - 1
+        sources, draws = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            found, drawn = self._chairmen[number].at(positions[chosen] - firsts[number])
+            sources[chosen], draws[chosen] = found, drawn + self._base(number)[found]
+        return sources, draws
+
+    def positions(self, sources: Indices, draws: Indices) -> Indices:
+        """Return the position of the run of each draw: int64; -1 if it is never made."""
+        found = np.full(len(sources), -1, np.int64)
+        for number, segment in enumerate(self.segments):
+            base = self._base(number)[sources]
+            last = number + 1 == len(self.segments)
+            end = None if last else self._base(number + 1)[sources]
+            inside = (draws >= base) & (np.array(segment.parts)[sources] > 0)
+            inside &= True if end is None else draws < end
+            places = self._chairmen[number].inverse(sources[inside], (draws - base)[inside])
+            found[inside] = segment.first + places
+        return found
+
+    @cached_property
+    def source_epochs(self) -> SourceEpochs:
+        """Which epoch, and which place in it, each draw of a source is."""
+        return SourceEpochs(self)
+
+    # What was computed once is kept in the value, as its hash takes long with a thousand sources.
+
+    @cached_property
+    def _chairmen(self) -> tuple[Chairman, ...]:
+        return tuple(chairman(segment.parts) for segment in self.segments)
+
+    @cached_property
+    def _newest(self) -> dict[str, Any]:
+        """The order that was asked for last, and its arguments."""
+        return {}
+
+    def permutations(self, seed: int) -> Permutations:
+        """Return the orders of the sources' epochs."""
+        if seed not in self._permutations:
+            names = self.names
+            self._permutations[seed] = Permutations(
+                len(names), lambda source, epoch: derive_key("source", names[source], seed, epoch, size=64)
+            )
+        return self._permutations[seed]
+
+    @cached_property
+    def _permutations(self) -> dict[int, Permutations]:
+        return {}
+
+    @cached_property
+    def _bases(self) -> list[Indices]:
+        return [np.zeros(len(self.names), np.int64)]
+
+    def _base(self, number: int) -> Indices:
+        """Return how often each source was drawn before a segment."""
+        while len(self._bases) <= number:
+            at = len(self._bases) - 1
+            length = self.segments[at + 1].first - self.segments[at].first
+            self._bases.append(self._bases[at] + self._chairmen[at].counts(length))
+        return self._bases[number]
+
+
+class SourceEpochs:
+    """Which epoch of its source a draw belongs to, for sources that may grow during a run.
+
+    The epoch that a source has begun when it grows ends with the old length; the next one has the new length.
+    """
+
+    def __init__(self, mixing: Mixing) -> None:
+        """Set up the layers: the first draw, its epoch and the length of the epochs from there on, for each source."""
+        first, *others = mixing.segments
+        zero = np.zeros(len(mixing.names), np.int64)
+        self._layers = [(zero, zero, np.array(first.lengths, np.int64))]
+        for segment in others:
+            lengths = np.array(segment.lengths, np.int64)
+            start, epoch, before = self._layers[-1]
+            before = np.where(lengths > 0, before, lengths)
+            if (lengths == before).all():
+                continue
+            drawn = mixing.counts(segment.first)
+            old = np.maximum(before, 1)
+            begun = np.where(before > 0, -(-(drawn - start) // old), 0)  # epochs, also those that are not complete
+            changed = (lengths != before) & (lengths > 0)
+            self._layers.append(
+                (
+                    np.where(changed, start + begun * before, start),
+                    np.where(changed, epoch + begun, epoch),
+                    np.where(lengths > 0, lengths, before),
+                )
+            )
+
+    def at(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return, for some draws, the epoch of the source, its length, and the place in it."""
+        start, epoch, length = (values[sources] for values in self._layers[-1])
+        for layer in self._layers[-2::-1]:
+            earlier = draws < start
+            if not earlier.any():
+                break
+            for values, older in zip((start, epoch, length), layer, strict=True):
+                values[earlier] = older[sources[earlier]]
+        rounds, places = np.divmod(draws - start, np.maximum(length, 1))
+        return epoch + rounds, length, places
+
+    def draw(self, source: int, epoch: int, place: int) -> int | None:
+        """Return the number of a draw; None if the epoch has no such place."""
+        for start, first, length in self._layers[::-1]:
+            if epoch >= first[source] and length[source]:
+                if place >= length[source]:
+                    return None
+                return int(start[source] + (epoch - first[source]) * length[source] + place)
+        return None
+
+
+class MixtureOrder:
+    """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
+
+    def __init__(self, mixing: Mixing, seed: int, first: int, length: int) -> None:
+        """Set up the order.
+
+        Args:
+            mixing: The mixture's sources and weights.
+            seed: Seed of the run.
+            first: Position of the run at which the epoch begins.
+            length: Samples of the epoch.
+        """
+        self.mixing, self.first, self.length = mixing, first, length
+        self._seed = seed
+        self._orders = mixing.permutations(seed) if mixing.shuffled else None
+        self._blocks = Blockwise(self, length)
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Return the id of the sample at each position of the epoch: int64, same shape."""
+        flat = positions.reshape(-1)
+        sources, draws = self.mixing.draws(flat + self.first)
+        epochs, lengths, places = self.mixing.source_epochs.at(sources, draws)
+        indices = places if self._orders is None else self._orders(sources, epochs, lengths, places)
+        found: Indices = sample_ids(sources, epochs, indices).reshape(positions.shape)
+        return found
+
+    def between(self, start: int, stop: int) -> Indices:
+        """Return the ids of the samples at positions [start, stop); a few come from a block that is kept."""
+        return self._blocks(start, stop)
+
+    def inverse(self, samples: Indices) -> Indices:
+        """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""
+        flat = samples.reshape(-1)
+        found = [self._found(*source_and_index(sample), (sample >> 52) % _ROUNDS) for sample in flat.tolist()]
+        return np.array([at[0] if at else -1 for at in found], np.int64).reshape(samples.shape)
+
+    def occurrences(self, source: str, index: int) -> list[int]:
+        """Return the positions in the epoch at which a sample of a source is delivered, in ascending order.
+
+        Args:
+            source: Name of the source.
+            index: Index of the sample in it.
+        """
+        return sorted(self._found(self.mixing.names.index(source), index))
+
+    def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
+        """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""
+        mixing, epochs = self.mixing, self.mixing.source_epochs
+        begin, end = (int(mixing.counts(at)[source]) for at in (self.first, self.first + self.length))
+        if begin == end:
+            return []
+        both = np.full(2, source, np.int64)
+        first, last = epochs.at(both, np.array([begin, end - 1], np.int64))[0].tolist()
+        step = 1
+        if rounds is not None:
+            first, step = first + (rounds - first) % _ROUNDS, _ROUNDS
+        draws = []
+        for epoch in range(first, last + 1, step):
+            place = self._place(source, epoch, index)
+            draw = None if place is None else epochs.draw(source, epoch, place)
+            if draw is not None and begin <= draw < end:
+                draws.append(draw)
+        positions = mixing.positions(np.full(len(draws), source), np.array(draws, np.int64))
+        return [position - self.first for position in positions.tolist()]
+
+    def _place(self, source: int, epoch: int, index: int) -> int | None:
+        """Return the place of a sample in an epoch of its source; None if the epoch is shorter."""
+        draw = self.mixing.source_epochs.draw(source, epoch, 0)
+        if draw is None:
+            return None
+        one = np.array([source], np.int64)
+        _, length, _ = self.mixing.source_epochs.at(one, np.array([draw], np.int64))
+        if index >= length[0]:
+            return None
+        if self._orders is None:
+            return index
+        return int(self._orders.inverse(one, np.array([epoch], np.int64), length, np.array([index], np.int64))[0])
+
+
+def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | None:
+    """Return after how many positions a source's share has reached its length; by then it has been read in full.
+
+    Args:
+        segments: The run's segments; the last one has no end.
+        every: True for the last of all sources that are ever drawn, False for the first.
+
+    Returns:
+        The number; None if a source is not drawn any more before it is read in full, and `every` asks for it.
+
+    Examples:
+        >>> num_positions_to_read([Segment(0, (7, 3), (70, 60))], every=False)
+        100
+    """
+    found = [_position_to_read(segments, source) for source in range(len(segments[0].parts))]
+    drawn = [at for at, *parts in zip(found, *(segment.parts for segment in segments), strict=True) if any(parts)]
+    if every:
+        return None if None in drawn else max(at for at in drawn if at is not None)
+    return min((at for at in drawn if at is not None), default=None)
+
+
+def _position_to_read(segments: Sequence[Segment], source: int) -> int | None:
+    ends = [*(segment.first for segment in segments[1:]), None]
+    share = Fraction(0)
+    for segment, end in zip(segments, ends, strict=True):
+        weight, left = Fraction(segment.parts[source], sum(segment.parts)), segment.lengths[source] - share
+        if left <= 0:
+            return segment.first
+        if weight:
+            needed = segment.first + -(-left // weight)
+            if end is None or needed <= end:
+                return int(needed)
+        share += weight * (0 if end is None else end - segment.first)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What a run has drawn of one source."""
+
+    drawn: int
+    """Samples that were drawn, also in earlier epochs of the mixture."""
+    share: float
+    """Share of all samples that were drawn."""
+    weight: float
+    """The share that the present weights ask for."""
+    epochs: int
+    """Epochs of the source that were begun."""
+
+
+def drawn_of(mixing: Mixing, position: int) -> Mapping[str, Drawn]:
+    """Return what was drawn of each source before a position of the run, by name."""
+    counts = mixing.counts(position)
+    segment = mixing.segments[mixing.segment_at(max(0, position - 1))]
+    sources = np.arange(len(counts))
+    epochs, _, _ = mixing.source_epochs.at(sources, np.maximum(counts - 1, 0))
+    period = sum(segment.parts)
+    return {
+        name: Drawn(
+            drawn=int(counts[at]),
+            share=float(counts[at] / position) if position else 0.0,
+            weight=segment.parts[at] / period,
+            epochs=int(epochs[at] + 1) if counts[at] else 0,
+        )
+        for at, name in enumerate(mixing.names)
+    }

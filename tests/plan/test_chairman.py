@@ -1,0 +1,69 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from paddle_shard.plan import chairman as module
+from paddle_shard.plan.chairman import Chairman
+from tests.trials import trials
+
+PARTS = st.lists(
+    st.one_of(st.integers(0, 3), st.integers(1, 60), st.integers(1, 5000)), min_size=1, max_size=40
+).filter(any)
+
+
+def prefixes(parts, length):
+    """How often each source is drawn in every prefix: [length + 1, number of sources]."""
+    sources, draws = Chairman(tuple(parts)).at(np.arange(length))
+    counts = np.zeros((length + 1, len(parts)), np.int64)
+    counts[np.arange(1, length + 1), sources] = 1
+    counts = np.cumsum(counts, axis=0)
+    assert (counts[np.arange(length), sources] == draws).all()
+    return counts
+
+
+@settings(max_examples=trials(300))
+@given(parts=PARTS)
+@example(parts=[1, 1])
+@example(parts=[1, 10**6 - 1])  # one rare source
+@example(parts=[5])
+@example(parts=[0, 3, 0])
+@example(parts=[1] * 39 + [10_000])
+def test_after_every_prefix_each_source_is_within_tijdemans_bound(parts):
+    num, length = sum(part > 0 for part in parts), min(2 * sum(parts) + 3, 20_000)
+    bound = 1 - Fraction(1, 2 * num - 2) if num > 1 else Fraction(0)
+
+    off = np.abs(prefixes(parts, length) * sum(parts) - np.outer(np.arange(length + 1), parts))
+
+    assert Fraction(int(off.max()), sum(parts)) <= bound
+
+
+@settings(max_examples=trials(100))
+@given(parts=PARTS.filter(lambda parts: sum(parts) <= 10_000))
+def test_the_sequence_is_periodic_and_exact_after_each_period(parts):
+    chairman, period = Chairman(tuple(parts)), sum(parts)
+    once, again = chairman.at(np.arange(period))[0], chairman.at(np.arange(period, 2 * period))[0]
+
+    assert (once == again).all()
+    assert np.bincount(once, minlength=len(parts)).tolist() == parts
+
+
+@settings(max_examples=trials(100))
+@given(parts=PARTS, start=st.integers(0, 10**12), chunk=st.integers(1, 3000), data=st.data())
+def test_any_position_is_known_without_those_before_it(parts, start, chunk, data):
+    straight = Chairman(tuple(parts))
+    positions = start + np.array(data.draw(st.lists(st.integers(0, 50_000), max_size=20)), np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK", chunk)
+        asked = Chairman(tuple(parts))
+        found = [asked.at(positions[at : at + 1]) for at in range(len(positions))]
+
+    sources, draws = straight.at(positions)
+    assert [int(s[0]) for s, _ in found] == sources.tolist()
+    assert [int(d[0]) for _, d in found] == draws.tolist()
+    assert (straight.inverse(sources, draws) == positions).all()
+    for position, source, draw in zip(positions.tolist(), sources.tolist(), draws.tolist(), strict=True):
+        assert straight.counts(position)[source] == draw
+        assert straight.counts(position).sum() == position

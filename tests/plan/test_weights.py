@@ -1,0 +1,59 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.weights import MAX_PERIOD, integer_weights
+from tests.trials import trials
+
+
+def parts(**weights):
+    return integer_weights(tuple(weights), weights).parts
+
+
+def test_short_numbers_are_exact():
+    assert parts(web=0.7, code=0.3) == (7, 3)
+    assert parts(web=70, code=30) == (7, 3)
+    assert parts(a=1 / 3, b=2 / 3) == (1, 2)
+    assert parts(a=0.1, b=0.2, c=0.7) == (1, 2, 7)
+    assert parts(a=Fraction(1, 7), b=np.float64(0.5), c=0) == (2, 7, 0)
+    assert parts(a=1e-300, b=1e-300) == (1, 1)
+    assert parts(a=5) == (1,)
+
+
+@settings(max_examples=trials(300))
+@given(weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=60).filter(any))
+def test_others_are_rounded_by_less_than_they_say(weights):
+    names = tuple(map(str, range(len(weights))))
+    found = integer_weights(names, dict(zip(names, weights, strict=True)))
+
+    exact = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    off = max(abs(Fraction(part, found.period) - share) for part, share in zip(found.parts, exact, strict=True))
+    assert found.period <= MAX_PERIOD
+    assert off <= Fraction(found.error) + Fraction(1, 10**12)  # a float is taken as the simplest equal fraction
+    raised = sum(0 < share < Fraction(1, MAX_PERIOD) for share in exact)  # they are drawn once in a period
+    assert off < Fraction(1 + raised, MAX_PERIOD)
+    assert all((part > 0) == (weight > 0) for part, weight in zip(found.parts, weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "says"),
+    [
+        ([1, 2], ArgumentTypeError, "weights must be a dict"),
+        ({"a": 1}, ArgumentError, "missing ['b']"),
+        ({"a": 1, "b": 1, "c": 1}, ArgumentError, "unknown ['c']"),
+        ({"a": 0, "b": 0}, ArgumentError, "at least one"),
+        ({"a": -1, "b": 1}, ArgumentError, "the weight of 'a'"),
+        ({"a": float("nan"), "b": 1}, ArgumentError, "the weight of 'a'"),
+        ({"a": float("inf"), "b": 1}, ArgumentError, "the weight of 'a'"),
+        ({"a": "1", "b": 1}, ArgumentTypeError, "the weight of 'a'"),
+        ({"a": True, "b": 1}, ArgumentTypeError, "the weight of 'a'"),
+    ],
+)
+def test_bad_weights_are_named(weights, error, says):
+    with pytest.raises(error) as caught:
+        integer_weights(("a", "b"), weights)
+    assert says in str(caught.value)
