@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
     from paddle_shard.sources.foreign import Foreign as Foreign
     from paddle_shard.sources.foreign import Share as Share
+    from paddle_shard.sources.mixture import Mixture as Mixture
 
 from paddle_shard.version import VERSION as __version__
 
@@ -32,6 +33,7 @@ _LAZY = {
     "ArrayDataset": "paddle_shard.sources.arrays",
     "Balanced": "paddle_shard.place.field",
     "Foreign": "paddle_shard.sources.foreign",
+    "Mixture": "paddle_shard.sources.mixture",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
     "Share": "paddle_shard.sources.foreign",

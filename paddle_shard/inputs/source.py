@@ -22,6 +22,7 @@ from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
+from paddle_shard.sources.mixture import Mixture
 
 if TYPE_CHECKING:
     from paddle_shard.inputs.stream_setup import StreamSetup
@@ -58,7 +59,7 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     _check_kind(dataloader)
     sampler = dataloader.batch_sampler
     chosen = find_tail(tail, drop_last=bool(getattr(sampler, "drop_last", False)))
-    ordering = None if shuffle is None else find_ordering(shuffle, dataloader.dataset)
+    ordering = _ordering(shuffle, dataloader)
     # PaddleNLP's distributed sampler is not Paddle's, but says what part it reads just the same.
     parts = getattr(sampler, "nranks", 1)
     already_split = isinstance(sampler, paddle.io.DistributedBatchSampler) or (isinstance(parts, int) and parts > 1)
@@ -91,6 +92,15 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
         )
     split = is_dataset_splitted or already_split
     return _custom(sampler, dataloader.dataset, num_data_ranks, accumulation, seed, chosen, split=split)
+
+
+def _ordering(shuffle: Any, dataloader: Any) -> Ordering:
+    """Return the order that the user asks for, or that of a plain DataLoader."""
+    if shuffle is None:
+        sampler = getattr(dataloader.batch_sampler, "sampler", None)
+        shuffle = type(sampler) is paddle.io.RandomSampler
+    ordering = find_ordering(shuffle, dataloader.dataset)
+    return dataloader.dataset.ordering(ordering) if isinstance(dataloader.dataset, Mixture) else ordering
 
 
 def _check_kind(dataloader: Any) -> None:
@@ -126,16 +136,15 @@ def _planned(
     sampler: Any,
     num_data_ranks: int,
     accumulation: int,
-    ordering: Ordering | None,
+    ordering: Ordering,
     seed: int,
     tail: Tail,
 ) -> Source:
-    shuffles = type(sampler.sampler) is paddle.io.RandomSampler
     plan = ShardPlan(
         num_samples=_length(sampler.sampler.data_source),
         batch_size=sampler.batch_size * accumulation,
         num_data_ranks=num_data_ranks,
-        shuffle=shuffles if ordering is None else ordering,
+        shuffle=ordering,
         seed=seed,
         tail=tail,
         accumulation=accumulation,
@@ -171,12 +180,12 @@ def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, ta
     )
 
 
-def _items(dataloader: Any, accumulation: int, ordering: Ordering | None, seed: int, tail: Tail) -> Source:
+def _items(dataloader: Any, accumulation: int, ordering: Ordering, seed: int, tail: Tail) -> Source:
     plan = ShardPlan(
         num_samples=_length(dataloader.dataset),
         batch_size=1,
         num_data_ranks=1,
-        shuffle=False if ordering is None else ordering,
+        shuffle=ordering,
         seed=seed,
     )
     return Source(

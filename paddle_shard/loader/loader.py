@@ -28,6 +28,7 @@ from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
+from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.position.run import Run
 from paddle_shard.reading.passes import shallow_copy
@@ -211,14 +212,50 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         """
         self._run.go_on_from(state, override)
 
-    def where(self, *, sample: int, epoch: int | None = None) -> Where | None:
+    def where(self, *, sample: int | tuple[str, int], epoch: int | None = None) -> Where | list[Where] | None:
         """Return where a sample is delivered; see `ShardPlan.where`.
 
+        Of a `Mixture`, a sample may be delivered several times in an epoch, or not at all: it is a list then.
+
         Args:
-            sample: Index of the sample in the data set.
+            sample: Index of the sample in the data set; of a `Mixture`, (name of the source, index in it).
             epoch: The epoch; None: the current one.
         """
         return self._run.where(sample, epoch)
+
+    def set_weights(self, weights: Mapping[str, float]) -> int:
+        """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
+
+        The call is collective: every rank calls it, at the same step, with the same weights. Steps that were
+        prefetched keep the old weights; a schedule of the `Mixture` ends here. The switch is part of the saved state,
+        so a resumed or replayed run makes it at the same sample.
+
+        Args:
+            weights: Name -> a number >= 0, for every source; see `Mixture`.
+
+        Returns:
+            The sample of the run from which the weights hold.
+
+        Raises:
+            ArgumentError: The data set is no `Mixture`, the weights do not fit it, or the ranks gave others; on every
+                rank.
+
+        Examples:
+            >>> loader.set_weights({"web": 0.5, "code": 0.5})  # doctest: +SKIP
+            1024
+        """
+        return self._run.set_weights(weights)
+
+    def sources(self) -> Mapping[str, Drawn]:
+        """Return what the run has drawn of each source of a `Mixture`, up to the last batch that was delivered.
+
+        Returns:
+            Name -> (drawn, share, weight, epochs), over all ranks and epochs of the run; no rank waits for another.
+
+        Raises:
+            ArgumentError: The data set is no `Mixture`.
+        """
+        return self._run.sources()
 
     def certificate(self) -> Certificate:
         """Return a proof of which samples the run has delivered in the epoch of its last batch.
@@ -267,7 +304,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
             input_keys=self._input_keys,
             pad_to=self._pad_to,
             agreeing_ranks=self._agreeing_ranks,
-            facts=self._facts,
+            facts=self._facts | {"changes of the order": self._run.history},
             split_check=self._split_check,
             prefetch=self._prefetch,
             if_worth_it=self._if_worth_it,

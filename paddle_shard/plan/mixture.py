@@ -81,6 +81,8 @@ class Mixing(Ordering):
     """One or more; the first begins at 0. A source that has grown ends its epoch with the old length."""
     shuffled: bool = True
     """True if each source is shuffled; False: each is read from its first sample to its last."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """(first epoch, samples of an epoch from there on), if epochs of the mixture differ in length."""
 
     # Ordering
 
@@ -108,7 +110,7 @@ class Mixing(Ordering):
             )
         key = seed, epoch, length
         if self._newest.get("key") != key:
-            self._newest.update(key=key, order=MixtureOrder(self, seed, epoch * length, length))
+            self._newest.update(key=key, order=MixtureOrder(self, seed, self.first_position(epoch, length), length))
         order: MixtureOrder = self._newest["order"]
         return order
 
@@ -121,6 +123,20 @@ class Mixing(Ordering):
         return {"mixture": {"sources": list(self.names), "shuffled": self.shuffled, "segments": segments}}
 
     # The run
+
+    def first_position(self, epoch: int, length: int) -> int:
+        """Return the position of the run at which an epoch of the mixture begins.
+
+        Args:
+            epoch: The epoch.
+            length: Samples of every epoch, unless `lengths` says otherwise.
+        """
+        if not self.lengths:
+            return epoch * length
+        ends = [*(first for first, _ in self.lengths[1:]), epoch]
+        return sum(
+            max(0, min(end, epoch) - first) * samples for (first, samples), end in zip(self.lengths, ends, strict=True)
+        )
 
     def counts(self, position: int) -> Indices:
         """Return how often each source is drawn before a position of the run: int64[number of sources]."""
@@ -211,20 +227,18 @@ class SourceEpochs:
         zero = np.zeros(len(mixing.names), np.int64)
         self._layers = [(zero, zero, np.array(first.lengths, np.int64))]
         for segment in others:
-            lengths = np.array(segment.lengths, np.int64)
             start, epoch, before = self._layers[-1]
-            before = np.where(lengths > 0, before, lengths)
-            if (lengths == before).all():
+            lengths = np.array(segment.lengths, np.int64)
+            changed = (lengths != before) & (lengths > 0)  # a source that is gone keeps the length that it had
+            if not changed.any():
                 continue
-            drawn = mixing.counts(segment.first)
-            old = np.maximum(before, 1)
-            begun = np.where(before > 0, -(-(drawn - start) // old), 0)  # epochs, also those that are not complete
-            changed = (lengths != before) & (lengths > 0)
+            drawn = mixing.counts(segment.first) - start
+            begun = np.where(before > 0, -(-drawn // np.maximum(before, 1)), 0)  # epochs, also one that is not over
             self._layers.append(
                 (
                     np.where(changed, start + begun * before, start),
                     np.where(changed, epoch + begun, epoch),
-                    np.where(lengths > 0, lengths, before),
+                    np.where(changed, lengths, before),
                 )
             )
 
@@ -286,14 +300,26 @@ class MixtureOrder:
         found = [self._found(*source_and_index(sample), (sample >> 52) % _ROUNDS) for sample in flat.tolist()]
         return np.array([at[0] if at else -1 for at in found], np.int64).reshape(samples.shape)
 
-    def occurrences(self, source: str, index: int) -> list[int]:
-        """Return the positions in the epoch at which a sample of a source is delivered, in ascending order.
+    def occurrences(self, sample: tuple[str, int]) -> list[int]:
+        """Return the positions in the epoch at which a sample is delivered, in ascending order.
 
         Args:
-            source: Name of the source.
-            index: Index of the sample in it.
+            sample: (name of its source, index in the source).
+
+        Raises:
+            ArgumentError: There is no such sample.
         """
-        return sorted(self._found(self.mixing.names.index(source), index))
+        mixing = self.mixing
+        fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in mixing.names
+        most = mixing.segments[-1].lengths[mixing.names.index(sample[0])] if fine else 0
+        index = sample[1] if fine else None
+        if not isinstance(index, int | np.integer) or not 0 <= index < most:
+            raise ArgumentError(
+                "sample of a mixture must be (name of a source, index in it), such as "
+                f"{(mixing.names[0], 0)}, got {sample!r}; the sources are {list(mixing.names)}."
+            )
+        source = sample[0]
+        return sorted(self._found(mixing.names.index(source), int(index)))
 
     def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
         """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +10,12 @@ import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.coverage import Coverage, coverage
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.order import Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_row, slice_rows
 from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices
+from paddle_shard.plan.stretches import Stretches, check_segments
 from paddle_shard.plan.tails import Tail, find_tail
 
 
@@ -74,10 +75,7 @@ class ShardPlan:
     ordering: Ordering = field(init=False, repr=False)
     """The ordering that `shuffle` names or is."""
     ending: Tail = field(init=False, repr=False, compare=False)
-    _start: tuple[int, int] = field(init=False, repr=False, compare=False)
-    """(step, position) at which the stretch of `batch_size` begins."""
-    _rest: int = field(init=False, repr=False, compare=False)
-    """Samples in the last batch if it is short, else 0."""
+    _stretches: Stretches = field(init=False, repr=False, compare=False)
     _num_steps: int = field(init=False, repr=False, compare=False)
     _num_positions: int = field(init=False, repr=False, compare=False)
 
@@ -95,42 +93,19 @@ class ShardPlan:
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
         positions = self.ordering.num_positions(self.num_samples, self.num_data_ranks)
         object.__setattr__(self, "_num_positions", positions)
-        self._check_segments()
-        self._count_steps()
-        if self.ending.refuses and self._rest:
+        segments = self.segments or ((0, self.batch_size),)
+        check_segments(segments, self.batch_size, positions)
+        end = segments[-1][0] if self.ended else positions
+        stretches = Stretches(segments=segments, end=end)
+        object.__setattr__(self, "_stretches", stretches)
+        object.__setattr__(self, "_num_steps", stretches.num_full + (self._rows_for(stretches.rest) > 0))
+        if self.ending.refuses and stretches.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
                 f"tail='error': {self.num_samples} samples do not fill the last batch of {self.batch_size} "
-                f"({self._rest} are left over). Nearest lengths that do: {' or '.join(map(str, lengths))}; "
+                f"({stretches.rest} are left over). Nearest lengths that do: {' or '.join(map(str, lengths))}; "
                 "or choose tail='pad', 'fill' or 'drop'."
             )
-
-    def _check_segments(self) -> None:
-        starts = [first for first, _ in self.segments]
-        stretches = zip(self.segments, starts[1:], strict=False)
-        if self.segments and (
-            starts[0] != 0
-            or self.segments[-1][1] != self.batch_size
-            or any(
-                size < 1 or end < first or ((end - first) % size and end != self.num_positions)
-                for (first, size), end in stretches
-            )
-        ):
-            raise ArgumentError(
-                f"segments must begin at 0, hold whole batches only, and end with this batch size "
-                f"{self.batch_size}, got {self.segments}."
-            )
-
-    def _count_steps(self) -> None:
-        step = 0
-        for before, first, size, end in self._stretches():
-            step = before + -(-(end - first) // size)
-        position = self.segments[-1][0] if self.segments else 0
-        left = 0 if self.ended else max(0, self.num_positions - position)
-        full, rest = divmod(left, self.batch_size)
-        object.__setattr__(self, "_start", (step, position))
-        object.__setattr__(self, "_rest", rest)
-        object.__setattr__(self, "_num_steps", step + full + (self._rows_for(rest) > 0))
 
     @property
     def padding_unit(self) -> int:
@@ -156,7 +131,7 @@ class ShardPlan:
     @property
     def alike_from(self) -> int:
         """The step from which all batches have the same number of rows, except perhaps the last."""
-        return self._start[0]
+        return self._stretches.last[0]
 
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last step.
@@ -164,25 +139,7 @@ class ShardPlan:
         Args:
             step: Step of the epoch, from 0.
         """
-        start, position = self._start
-        if step >= start:
-            return position + (step - start) * self.batch_size
-        return self._stretch(step)[0]
-
-    def _stretches(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (steps before it, first position, batch size, end) of each stretch before that of `batch_size`."""
-        before = 0
-        for (first, size), (end, _) in zip(self.segments, self.segments[1:], strict=False):
-            yield before, first, size, end
-            before += -(-(end - first) // size)
-
-    def _stretch(self, step: int) -> tuple[int, int]:
-        """Return (first position, batch size) of a step before the last stretch."""
-        for before, first, size, end in self._stretches():
-            position = first + (step - before) * size
-            if position < end:
-                return position, size
-        raise AssertionError(f"step {step} is not before the last stretch")
+        return self._stretches.first_position(step)
 
     def num_rows(self, *, step: int) -> int:
         """Return the rows of the global batch at `step`, padding included.
@@ -191,12 +148,9 @@ class ShardPlan:
             step: Step of the epoch, from 0.
         """
         self._check_step(step)
-        if step < self._start[0]:
-            return self._stretch(step)[1]
-        rest = self.num_positions - self.first_position(step=step)
-        if rest >= self.batch_size:
-            return self.batch_size
-        return self._rows_for(rest)
+        if step < self._stretches.num_full:
+            return self._stretches.batch_size(step)
+        return self._rows_for(self._stretches.rest)
 
     def _rows_for(self, rest: int) -> int:
         """Return with how many rows a last batch of `rest` samples is served; 0 if it is dropped."""
@@ -318,14 +272,32 @@ class ShardPlan:
             epoch: The epoch.
             sample: Its index in the data set.
         """
-        if not 0 <= sample < self.num_samples:
-            raise ArgumentError(f"sample must be in range({self.num_samples}), got {sample}.")
-        position = int(self.order(epoch=epoch).inverse(np.array([sample], np.int64))[0])
-        before, first, size = *self._start, self.batch_size
-        if position < first:
-            earlier = (stretch for stretch in self._stretches() if position < stretch[3])
-            before, first, size, _ = next(earlier)
-        step, row = before + (position - first) // size, (position - first) % size
+        if self.ordering.own_ids:
+            raise ArgumentError("where: a mixture may deliver a sample several times; use everywhere(epoch=, sample=).")
+        if isinstance(sample, bool) or not isinstance(sample, int | np.integer) or not 0 <= sample < self.num_samples:
+            raise ArgumentError(f"sample must be an int in range({self.num_samples}), got {sample!r}.")
+        return self.place_of(position=int(self.order(epoch=epoch).inverse(np.array([sample], np.int64))[0]))
+
+    def everywhere(self, *, epoch: int, sample: tuple[str, int]) -> list[Where]:
+        """Return where a sample of a mixture is delivered, as a real row: each place in an epoch, in their order.
+
+        Args:
+            epoch: The epoch.
+            sample: (name of its source, index in the source).
+        """
+        if not isinstance(self.ordering, Mixing):
+            raise ArgumentError(f"everywhere({sample!r}) is for mixtures; use where(epoch=, sample=).")
+        order = self.ordering.order(self.num_positions, self.seed, epoch, self.width)
+        found = (self.place_of(position=position) for position in order.occurrences(sample))
+        return [place for place in found if place is not None]
+
+    def place_of(self, *, position: int) -> Where | None:
+        """Return where the sample at a position of an epoch is delivered, as a real row; None if the tail drops it.
+
+        Args:
+            position: The position, in `range(num_positions)`.
+        """
+        step, row = self._stretches.step_and_row(position)
         if step >= self.num_steps:
             return None
         rows = self.num_rows(step=step)

@@ -9,8 +9,8 @@ from typing import Any
 from paddle_shard.errors import StateError
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 
-VERSION = 1
-"""Version of the layout of a saved state."""
+VERSION = 2
+"""Version of the layout of a saved state. Version 1 had no history, and is read as well."""
 
 _COUNTS = ("epoch", "samples", "steps")
 
@@ -35,6 +35,8 @@ class LoaderState:
     """Deliveries of the epoch so far, as rows of `plan.certificate.Leg`."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """Values that the order depends on."""
+    history: Mapping[str, Any] | None = None
+    """The changes of the order since the run began; see `plan.history.History`. None: there were none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -48,6 +50,7 @@ class LoaderState:
             "sampler": self.sampler,
             "certificate": [list(leg) for leg in self.certificate],
             "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
+            "history": self.history,
         }
 
     @classmethod
@@ -67,11 +70,13 @@ class LoaderState:
         """
         if not isinstance(saved, Mapping):
             raise StateError(f"state must be what state_dict() returned, got {type(saved).__name__}.")
-        if saved.get("version") != VERSION:
+        if saved.get("version") not in (1, VERSION):
             raise StateError(
-                f"state has version {saved.get('version')!r}, but this paddle_shard reads version {VERSION} only. "
-                "Load it with the version that saved it."
+                f"state has version {saved.get('version')!r}, but this paddle_shard reads the versions 1 and {VERSION} "
+                "only. Load it with the version that saved it."
             )
+        if saved["version"] == 1:
+            saved = {"history": None, **saved}
         wanted = set(cls().to_dict())
         if set(saved) != wanted:
             raise StateError(
@@ -104,6 +109,7 @@ class LoaderState:
             sampler=saved["sampler"],
             certificate=tuple(tuple(leg) for leg in saved["certificate"]),
             fingerprint=dict(fingerprint),
+            history=saved["history"],
         )
 
     def continued(self, batch_size: int) -> tuple[tuple[int, int], ...]:

@@ -13,16 +13,18 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.comm.agreeing import gather_of
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import Account, Certificate, certify, expected_of_plan, merge
+from paddle_shard.plan.history import History, grown
+from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.account import Delivered
+from paddle_shard.position.mixing import agree_on_weights, drawn_at, mixing_of
 from paddle_shard.position.progress import PassProgress, numbers
 from paddle_shard.samplers import IndexBatch, PlanBatches, UserBatches
-from paddle_shard.samplers.plan_batches import resumed_plan
 from paddle_shard.samplers.user_batch import UserBatch
 from paddle_shard.say_once import say_once
 
@@ -57,10 +59,15 @@ class Run:
         self._num_steps: int | None = None
 
     @property
-    def plan(self) -> ShardPlan | None:
-        """The order, unless the user's own sampler decides it."""
+    def _planned(self) -> PlanBatches | None:
+        """The batches of the plan, unless the user's own sampler decides the order."""
         batches = self._source.batches
-        return batches.plan if isinstance(batches, PlanBatches) and not self._source.item_is_batch else None
+        return batches if isinstance(batches, PlanBatches) and not self._source.item_is_batch else None
+
+    @property
+    def plan(self) -> ShardPlan | None:
+        """The order of the present epoch, unless the user's own sampler decides it."""
+        return None if self._planned is None else self._planned.plan_of(self.epoch)
 
     # The epoch
 
@@ -172,7 +179,9 @@ class Run:
         progress.counted = True
 
     def num_steps(self) -> int:
-        """Return the steps of a whole epoch, counted once."""
+        """Return the steps of a whole epoch, counted once; those of the present one if epochs differ."""
+        if self.plan is not None:
+            return self.plan.num_steps
         if self._num_steps is None:
             self._num_steps = len(self._source.batches)
         return self._num_steps
@@ -188,19 +197,31 @@ class Run:
 
     def state(self) -> LoaderState:
         """Return where the run stands."""
-        fingerprint = self._source.batches.fingerprint()
-        if self._newest is not None:
-            return self._newest.state(fingerprint, self._delivered.legs(self._newest.epoch))
-        start = self.start()
-        start = replace(start, fingerprint=fingerprint, certificate=self._delivered.legs(start.epoch))
         batches = self._source.batches
+        fingerprint, history = batches.fingerprint(), self.history
+        if self._newest is not None:
+            state = self._newest.state(fingerprint, self._delivered.legs(self._newest.epoch))
+            return replace(state, history=history)
+        start = self.start()
+        legs = self._delivered.legs(start.epoch)
+        start = replace(start, fingerprint=fingerprint, certificate=legs, history=history)
         if start.sampler is None and isinstance(batches, UserBatches):
             return replace(start, sampler=batches.snapshot())
         return start
 
     def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Stand where a saved state says."""
-        self._resumed = LoaderState.from_dict(state, self._source.batches.fingerprint(), override)
+        fingerprint = self._source.batches.fingerprint()
+        resumed = LoaderState.from_dict(state, fingerprint, override)
+        history = History.from_json(resumed.history)
+        if isinstance(self._source.batches, PlanBatches):
+            saved = state["fingerprint"]
+            if any(saved.get(name) != fingerprint.get(name) for name in ("num_samples", "mixture")):
+                history = grown(saved, history, self._source.batches.plan, resumed.epoch, resumed.samples)
+            self._source.batches.resume(resumed, history)
+        elif resumed.history is not None:
+            raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
+        self._resumed = resumed
         self._delivered = Delivered(self._place, self._resumed)
         self._newest = self._latest = None
         self._first_pass = next(numbers)
@@ -209,13 +230,37 @@ class Run:
     # What is delivered
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
-        plan = self.plan
-        return None if plan is None else resumed_plan(plan, start)
+        return None if self._planned is None else self._planned.plan_of(start.epoch, start)
 
     def _plan_of(self, epoch: int) -> ShardPlan | None:
         """Return the order in which an epoch was, is or would be served, in this order."""
         done = self._newest or (self._latest if epoch != self.epoch else None)
         return done.plan if done is not None and done.epoch == epoch else self._plan_from(self._start_of(epoch))
+
+    @property
+    def history(self) -> dict[str, Any] | None:
+        """The changes of the order since the run began, as JSON values; None if there were none."""
+        batches = self._source.batches
+        return batches.history.to_json() if isinstance(batches, PlanBatches) else None
+
+    def set_weights(self, weights: Any) -> int:
+        """Switch to other weights of a mixture; collective."""
+        if self._planned is None:
+            mixing_of(None, "set_weights()")
+        assert self._planned is not None
+        at = agree_on_weights(self._planned, weights, dist.get_rank(), self._ranks, self._timeout)
+        for progress in {self._newest, self._latest} - {None}:
+            assert progress is not None
+            progress.plan = self._plan_from(progress.start)
+        return at
+
+    def sources(self) -> Mapping[str, Drawn]:
+        """Return what was drawn of each source of a mixture, up to the last batch that was delivered."""
+        last = self._newest or self._latest
+        if last is not None:
+            return drawn_at(last.plan, last.epoch, last.samples)
+        start = self.start()
+        return drawn_at(self._plan_from(start), start.epoch, start.samples)
 
     def _no_index(self) -> str | None:
         """Return why samples have no number of their own that all ranks know; None if they have one."""
@@ -228,13 +273,15 @@ class Run:
             return "data that is split already, of which each rank numbers its own"
         return None
 
-    def where(self, sample: int, epoch: int | None) -> Where | None:
+    def where(self, sample: Any, epoch: int | None) -> Where | list[Where] | None:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
         plan = self._plan_of(epoch)
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
+        if plan.ordering.own_ids:
+            return plan.everywhere(epoch=epoch, sample=sample)
         return plan.where(epoch=epoch, sample=sample)
 
     def certificate(self) -> Certificate:

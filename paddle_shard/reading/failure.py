@@ -48,9 +48,13 @@ class ReadFailure:
     """The exception's text."""
     traceback: str
     worker: int | None
+    indices: tuple[Any, ...] = ()
+    """The names of the samples of the request; empty: they are its indices."""
 
     @classmethod
-    def of(cls, error: BaseException, *, what: str, index: Any, worker: int | None) -> ReadFailure:
+    def of(
+        cls, error: BaseException, *, what: str, index: Any, worker: int | None, indices: tuple[Any, ...] = ()
+    ) -> ReadFailure:
         """Return the failure that an exception stands for."""
         return cls(
             what=what,
@@ -59,12 +63,13 @@ class ReadFailure:
             cause=text_of(error),
             traceback=_guarded(lambda: "".join(traceback.format_exception(error))),
             worker=worker,
+            indices=indices,
         )
 
     def error(self, request: Request) -> DataReadError:
         """Return the exception to raise for a request that failed."""
         where = "in the main process" if self.worker is None else f"in worker {self.worker}"
-        indices = list(map(_plain, request.indices))
+        indices = list(map(_plain, self.indices or request.indices))
         shown = ", ".join(map(repr, indices[:_SHOWN])) + (", ..." * (len(indices) > _SHOWN))
         error = DataReadError(
             f"{self.what} failed {where} (epoch {request.epoch}, step {request.step}): "

@@ -56,6 +56,7 @@ class BatchReader:
         self._collate_fn = collate_fn
         self._generators = generators
         self._read_many = getattr(dataset, "__getitems__", None)
+        self._named: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         self.draws: bool | None = None
         """True if reading draws from the generators, as far as is known; None: a batch must be watched."""
         self._alarms = 0
@@ -89,7 +90,8 @@ class BatchReader:
         except BaseException as error:  # also SystemExit, which would end a worker without a word
             if worker is None and raised_by_a_handler(error):
                 raise
-            return ReadFailure.of(error, worker=worker, **at)
+            indices = () if self._named is _itself else tuple(map(self._named, request.indices))
+            return ReadFailure.of(error, worker=worker, indices=indices, **at)
 
     def read_freely(self, request: ReadRequest) -> Any:
         """Return the same in another thread than the caller's, where reading is known to draw nothing.
@@ -164,7 +166,7 @@ class BatchReader:
 
         at.update(what=f"reading any of {len(request.indices)} samples", index=None)
         indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
-        return read_skipping(indices, read, self._collate_of(request), usual)
+        return read_skipping(indices, read, self._collate_of(request), usual, self._named)
 
     def _collate_of(self, request: ReadRequest) -> Callable[[list[Any]], Any]:
         return lambda samples: collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
@@ -211,7 +213,8 @@ class BatchReader:
             except BaseException:
                 if len(samples) < len(indices):  # else a signal handler has raised after the last
                     index = indices[len(samples)]
-                    at.update(what=f"reading sample {index!r}", index=index)
+                    named = self._named(index)
+                    at.update(what=f"reading sample {named!r}", index=named)
                 raise
         at.update(what=f"collating {len(samples)} samples", index=None)
         if request.item_is_batch:
@@ -220,6 +223,11 @@ class BatchReader:
         if usual is not None and not usual.allows(batch):
             raise ValueError("a row is not like those of most samples")
         return batch
+
+
+def _itself(index: Any) -> Any:
+    """Return the index, the name of a sample of most data sets."""
+    return index
 
 
 def _seed_nothing(index: Any) -> None:

@@ -145,7 +145,13 @@ def _length_of(dataset: Any) -> int:
         return 0
 
 
-def read_skipping(indices: Sequence[Any], read: Callable[[Any], Any], collate: Collate, usual: Usual | None) -> Patched:
+def read_skipping(
+    indices: Sequence[Any],
+    read: Callable[[Any], Any],
+    collate: Collate,
+    usual: Usual | None,
+    named: Callable[[Any], Any],
+) -> Patched:
     """Read samples one by one; in the row of one that fails stands another.
 
     Args:
@@ -153,6 +159,7 @@ def read_skipping(indices: Sequence[Any], read: Callable[[Any], Any], collate: C
         read: Returns a sample.
         collate: Makes a batch of samples.
         usual: What most samples of the data set are like, if any can be read.
+        named: Returns the name of a sample, for messages.
 
     Raises:
         ValueError: No sample can be read.
@@ -170,7 +177,7 @@ def read_skipping(indices: Sequence[Any], read: Callable[[Any], Any], collate: C
     batch = collate_skipping(samples, failed, usual, collate)
     if batch is None:
         raise ValueError(f"{next(iter(failed.values()))}; and no other sample was read that its row could hold")
-    return Patched(batch, [(row, f"sample {indices[row]!r}: {why}") for row, why in sorted(failed.items())])
+    return Patched(batch, [(row, f"sample {named(indices[row])!r}: {why}") for row, why in sorted(failed.items())])
 
 
 def collate_skipping(samples: Sequence[Any], failed: dict[int, str], usual: Usual | None, collate: Collate) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.history import History, switched
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
@@ -39,11 +41,28 @@ class PlanBatch(NamedTuple):
         return self.plan.valid(epoch=self.epoch, step=self.step, rows=rows)
 
 
-@dataclass(frozen=True, slots=True)
 class PlanBatches:
-    """The batches of a plan."""
+    """The batches of a plan, whose mixture may get other weights during a run."""
 
-    plan: ShardPlan
+    def __init__(self, plan: ShardPlan) -> None:
+        """Begin a run.
+
+        Args:
+            plan: The plan of the data set as it is now.
+        """
+        self.plan = plan
+        """The plan without the changes of the run."""
+        self._history, self._changed = History(), plan
+        self._drawn = 0
+
+    @property
+    def history(self) -> History:
+        """The changes of the run."""
+        return self._history
+
+    @history.setter
+    def history(self, history: History) -> None:
+        self._history, self._changed = history, history.plan(self.plan)
 
     @property
     def knows_length(self) -> bool:
@@ -51,33 +70,82 @@ class PlanBatches:
         return True
 
     def untouched(self) -> PlanBatches:
-        """Return itself: an iteration changes nothing."""
-        return self
+        """Return batches of which an iteration changes nothing here."""
+        found = PlanBatches(self.plan)
+        found._history, found._changed = self._history, self._changed
+        return found
 
     def __len__(self) -> int:
         return self.plan.num_steps
 
+    def plan_of(self, epoch: int, resumed: LoaderState | None = None) -> ShardPlan:
+        """Return the plan of an epoch, with all changes of the run.
+
+        Args:
+            epoch: The epoch.
+            resumed: The position in the epoch at which a pass begins, perhaps with another batch size.
+        """
+        plan, length = self._changed, self._history.length(self.plan.num_samples, epoch)
+        if length != plan.num_samples:
+            plan = replace(plan, num_samples=length)
+        return plan if resumed is None else _resumed(plan, resumed)
+
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[PlanBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
-        plan, first = self.plan, 0
+        plan, history, first = self.plan_of(epoch, resumed), self.history, 0
         if resumed is not None:
             if resumed.ended:
                 return
-            plan, first = resumed_plan(plan, resumed), resumed.steps
+            first = resumed.steps
         known, last, sizes = not plan.ordering.pads_first, plan.num_steps - 1, (0, 0)
         for step in range(first, last + 1):
+            if history is not self.history:
+                plan, history = self.plan_of(epoch, resumed), self.history
             if step in (first, last) or step <= plan.alike_from:
                 sizes = plan.num_rows(step=step), plan.micro_size(step=step)
             num_rows, micro_size = sizes
             num_real = min(num_rows, plan.num_positions - plan.first_position(step=step))
+            if isinstance(plan.ordering, Mixing):
+                end = plan.first_position(step=step) + num_real
+                self._drawn = max(self._drawn, plan.ordering.first_position(epoch, plan.num_samples) + end)
             yield PlanBatch(plan, epoch, step, num_rows, micro_size, num_real, known and num_real == num_rows)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on."""
         return self.plan.fingerprint()
 
+    # Mixtures
 
-def resumed_plan(plan: ShardPlan, resumed: LoaderState) -> ShardPlan:
+    @property
+    def drawn(self) -> int:
+        """Position of the run after the last sample that this process has requested."""
+        return self._drawn
+
+    def resume(self, state: LoaderState, history: History) -> None:
+        """Continue a run from a saved position: what was requested before is forgotten.
+
+        Args:
+            state: The position.
+            history: The changes of the run until then.
+        """
+        self.history = history
+        plan = self.plan_of(state.epoch)
+        if isinstance(plan.ordering, Mixing):
+            self._drawn = plan.ordering.first_position(state.epoch, plan.num_samples) + state.samples
+
+    def set_weights(self, at: int, parts: tuple[int, ...]) -> None:
+        """Mix with other weights from a position of the run on.
+
+        Args:
+            at: The position; no sample from there on was requested.
+            parts: Integer weight of each source.
+        """
+        mixing = self._changed.ordering
+        assert isinstance(mixing, Mixing)
+        self.history = replace(self.history, segments=switched(mixing, at, parts))
+
+
+def _resumed(plan: ShardPlan, resumed: LoaderState) -> ShardPlan:
     """Return the plan of an epoch that resumes from a saved position, perhaps with another batch size."""
     segments = resumed.continued(plan.batch_size)
     if len(segments) < 2:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.tails import INDEX_TAILS, find_tail
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from paddle_shard.testing.strategies import layouts_with_data_axes
@@ -20,16 +22,17 @@ from tests.trials import trials
 
 
 class Rows(paddle.io.Dataset):
-    """Sample i is (a row made of i, random numbers, i)."""
+    """Sample i is (a row made of i, random numbers, i), i counted from `first`."""
 
-    def __init__(self, length):
-        self.length = length
+    def __init__(self, length, first=0):
+        self.length, self.first = length, first
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        return np.full(3, index, "float32"), np.random.rand(2), index
+        number = self.first + range(self.length)[index]
+        return np.full(3, number, "float32"), np.random.rand(2), number
 
 
 def process_mesh(layout):
@@ -48,14 +51,21 @@ def one_pass(loader):
 UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks cannot share evenly:UserWarning")
 
 
-def make(length, batch_size, mesh, axes, *, workers=0, accumulation=1, **options):
+def mixture(length):
+    """Three sources with other samples; the smallest is drawn several times."""
+    sources = {"web": Rows(50), "code": Rows(7, 100), "chat": Rows(2, 200)}
+    return paddle_shard.Mixture(sources, {"web": 5, "code": 3, "chat": 1}, num_samples=length)
+
+
+def make(length, batch_size, mesh, axes, *, workers=0, accumulation=1, data=Rows, **options):
     if isinstance(options.get("shuffle"), bool):
         options["shuffle"], in_loader = None, options["shuffle"]
     else:
         in_loader = False
-    sampler = paddle.io.BatchSampler(Rows(length), batch_size=batch_size, shuffle=in_loader)
+    dataset = data(length)
+    sampler = paddle.io.BatchSampler(dataset, batch_size=batch_size, shuffle=in_loader)
     sampler._acc_steps = accumulation
-    loader = paddle.io.DataLoader(Rows(length), batch_sampler=sampler, num_workers=workers)
+    loader = paddle.io.DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims=axes, **options)
 
 
@@ -121,7 +131,28 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
     dropped = length - len(delivered)
     assert dropped in ((0, length % step_size) if find_tail(tail).drops else (0,)), "exact coverage"
     assert dropped == length % step_size or tail != "drop"
-    assert len(set(delivered)) == len(delivered)
+    if options.get("data") is mixture:
+        assert delivered == drawn_by_hand(options.get("shuffle"), options.get("seed", 0))[: len(delivered)]
+    else:
+        assert len(set(delivered)) == len(delivered)
+
+
+def drawn_by_hand(shuffle, seed):
+    """The samples of `mixture`: a source's next one wherever Tijdeman's sequence names it, epoch after epoch."""
+    drawn, streams = [], []
+    for name, length, first in (("web", 50, 0), ("code", 7, 100), ("chat", 2, 200)):
+
+        def stream(name=name, length=length, first=first):
+            for epoch in itertools.count():
+                order = np.arange(length)
+                if shuffle:
+                    order = Permutation(length, derive_key("source", name, seed, epoch, size=64))(order)
+                yield from (first + order).tolist()
+
+        streams.append(stream())
+    for source in itertools.islice(itertools.cycle([0, 1, 0, 1, 0, 0, 2, 0, 1]), 130):
+        drawn.append(next(streams[source]))
+    return drawn
 
 
 def in_row_order(slices, accumulation):
@@ -143,6 +174,20 @@ def in_row_order(slices, accumulation):
 )
 def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, accumulation, shuffle, seed):
     check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed)
+
+
+@settings(max_examples=trials(25))
+@given(
+    mesh=layouts_with_data_axes(),
+    length=st.integers(1, 60),
+    multiple=st.integers(1, 3),
+    tail=st.sampled_from(INDEX_TAILS),
+    accumulation=st.integers(1, 3),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_any_mesh_gets_the_batches_of_a_mixture(mesh, length, multiple, tail, accumulation, shuffle, seed):
+    check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed, data=mixture)
 
 
 @UNSHARED

@@ -14,7 +14,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import TABLE, BlockOrder, num_parts
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.samplers.plan_batches import resumed_plan
+from paddle_shard.samplers.plan_batches import PlanBatches
 from tests.extras import Lazy
 from tests.trials import trials
 
@@ -251,16 +251,15 @@ def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(n, blocks, st
     delivered, state = [], LoaderState()
     for number, (data_ranks, multiple, steps) in enumerate(stretches):
         size = data_ranks * multiple * accumulation
-        plan = resumed_plan(
+        plan = PlanBatches(
             ShardPlan(
                 num_samples=n,
                 batch_size=size,
                 num_data_ranks=data_ranks,
                 shuffle=blocks,
                 accumulation=accumulation,
-            ),
-            state,
-        )
+            )
+        ).plan_of(1, state)
         upto = plan.num_steps if number == len(stretches) - 1 else min(plan.num_steps, state.steps + steps)
         for step in range(state.steps, upto):
             first = plan.first_position(step=step)

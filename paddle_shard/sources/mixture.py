@@ -1,0 +1,189 @@
+"""How are several data sets read as one, each with its weight?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.mixture import (
+    MAX_DRAWS,
+    MAX_LENGTH,
+    MAX_SOURCES,
+    Mixing,
+    Segment,
+    is_sample_id,
+    num_positions_to_read,
+    source_and_index,
+)
+from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.orders import Sequential, Shuffled
+from paddle_shard.plan.weights import Weights, integer_weights
+
+STOPS = ("first", "all")
+
+
+class Mixture:
+    """Several data sets with an index, read as one: each is drawn as often as its weight says, at any moment.
+
+    After every prefix of the run, each of n sources has been drawn within 1 - 1/(2n-2) samples of its share: there is
+    no drift, and no randomness in which source is drawn. (Tijdeman, "The chairman assignment problem", 1980.) Inside a
+    source, each sample is drawn once before any is drawn again. A source that is used up begins its own next epoch, in
+    another order if the loader shuffles. All of it is a function of (seed, position): a run resumes exactly on another
+    mesh, with another batch size or number of workers.
+
+    Give it to a `paddle.io.DataLoader` like any data set. `shuffle=True` shuffles each source; `shuffle=False` reads
+    each in its own order. Index k of the mixture itself is what is at position k of the first epoch, unshuffled.
+
+    Examples:
+        >>> mixture = Mixture({"web": ["w0", "w1", "w2", "w3"], "code": ["c0", "c1"]}, weights={"web": 2, "code": 1})
+        >>> len(mixture), [mixture[k] for k in range(6)]
+        (6, ['w0', 'c0', 'w1', 'w2', 'c1', 'w3'])
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None = None,
+        *,
+        num_samples: int | None = None,
+        stop: str = "first",
+    ) -> None:
+        """Take note of the sources; nothing is read but their lengths.
+
+        Args:
+            sources: Name -> data set with `__len__` and `__getitem__`, at most 4096 of them. None with the weight 0:
+                a source that a resumed run has drawn from, and that is gone.
+            weights: Name -> a number >= 0; they need not sum to 1. A number like 0.7 is taken as 7/10. Shares that need
+                a period of more than 2^20 samples are rounded, by less than 2^-20 each. Weights that change are a list
+                such as `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. None: the
+                lengths of the sources.
+            num_samples: Samples of an epoch. None: `stop` decides. It is not an end: the next epoch of the mixture goes
+                on where the sources are.
+            stop: "first": an epoch ends when the share of the first source has reached its length; that source has
+                been read in full by then. "all": when every source's share has.
+
+        Raises:
+            ArgumentTypeError: A source is not a data set with an index, or an argument has another type.
+            ArgumentError: A source is empty, the weights do not fit the sources, or no epoch ends.
+        """
+        self.sources: dict[str, Any] = dict(_checked(sources))
+        """The data sets, by name."""
+        names, lengths = tuple(self.sources), tuple(_length(name, source) for name, source in self.sources.items())
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer | None):
+            raise ArgumentTypeError(f"Mixture: num_samples must be an int, got {num_samples!r}.")
+        if stop not in STOPS:
+            raise ArgumentError(f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}.")
+        self.schedule: tuple[tuple[int, Weights], ...] = _schedule(names, lengths, weights)
+        """(first sample of the run, integer weights) of each stretch."""
+        for at, name in enumerate(names):
+            if not lengths[at] and any(found.parts[at] for _, found in self.schedule):
+                raise ArgumentError(f"Mixture: source {name!r} is None; it needs the weight 0.")
+        self.segments = tuple(Segment(first, found.parts, lengths) for first, found in self.schedule)
+        """The stretches of the run with the same weights."""
+        found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
+        if found is None:
+            raise ArgumentError(
+                f"Mixture: stop={stop!r} never comes: a source has the weight 0 before it is read in full. Give "
+                "num_samples, the samples of an epoch."
+            )
+        if not 1 <= found <= MAX_DRAWS:
+            raise ArgumentError(f"Mixture: num_samples must be in [1, 2^50], got {found}.")
+        self._num_samples = int(found)
+        self._first_epoch = self.ordering(Sequential()).order(self._num_samples, 0, 0, 1)
+        self._names = names
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{name} {share:.4g}" for name, share in self.schedule[0][1].shares().items())
+        switches = f", {len(self.schedule)} schedules of weights" if len(self.schedule) > 1 else ""
+        return f"Mixture({shares}{switches}; {self._num_samples} samples in an epoch)"
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the sample with an id of the loader's order, or the one at a position of the first epoch."""
+        source, at = self._find(index)
+        return self.sources[self._names[source]][at]
+
+    def sample_name(self, index: int) -> tuple[str, int]:
+        """Return (source, index in the source) of a sample, which errors and logs show."""
+        source, at = self._find(index)
+        return self._names[source], at
+
+    def ordering(self, inner: Ordering) -> Mixing:
+        """Return the order of the mixture; a loader calls it.
+
+        Args:
+            inner: The order of each source.
+
+        Raises:
+            ArgumentError: Sources cannot be in that order.
+        """
+        if not isinstance(inner, Sequential | Shuffled):
+            raise ArgumentError(
+                f"shuffle={inner.name!r}: the sources of a Mixture are shuffled (True) or read in their own order "
+                f"(False), got {inner!r}."
+            )
+        return Mixing(tuple(self.sources), self.segments, inner.shuffles)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        index = int(index)
+        if is_sample_id(index):
+            return source_and_index(index)
+        if not -self._num_samples <= index < self._num_samples:
+            raise IndexError(f"index {index} is out of range for a mixture with {self._num_samples} samples")
+        position = np.array([index % self._num_samples], np.int64)
+        return source_and_index(int(self._first_epoch(position)[0]))
+
+
+def _checked(sources: Any) -> Mapping[str, Any]:
+    if not isinstance(sources, Mapping):
+        raise ArgumentTypeError(
+            f"Mixture: sources must be a dict of named data sets, got {type(sources).__name__}: {sources!r}."
+        )
+    if not 1 <= len(sources) <= MAX_SOURCES:
+        raise ArgumentError(f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}.")
+    for name in sources:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
+    return sources
+
+
+def _length(name: str, source: Any) -> int:
+    if source is None:
+        return 0
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise ArgumentTypeError(
+            f"Mixture: source {name!r} must have a length and an index (__len__, __getitem__), got "
+            f"{type(source).__name__}."
+        )
+    length = len(source)
+    if not 1 <= length <= MAX_LENGTH:
+        raise ArgumentError(
+            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. Leave an empty source out."
+        )
+    return length
+
+
+def _schedule(names: tuple[str, ...], lengths: tuple[int, ...], weights: Any) -> tuple[tuple[int, Weights], ...]:
+    if weights is None:
+        weights = dict(zip(names, lengths, strict=True))
+    if isinstance(weights, Mapping):
+        return ((0, integer_weights(names, weights)),)
+    fine = isinstance(weights, Sequence) and all(
+        isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
+        for entry in weights
+    )
+    if not fine or isinstance(weights, str):
+        raise ArgumentTypeError(
+            "Mixture: weights must be a dict, or a list of (first sample of the run, dict) for weights that change, "
+            f"got {weights!r}."
+        )
+    firsts = [int(first) for first, _ in weights]
+    if not firsts or firsts[0] != 0 or any(one >= other for one, other in pairwise(firsts)):
+        raise ArgumentError(f"Mixture: weights that change must begin at sample 0 and ascend, got {firsts}.")
+    return tuple((first, integer_weights(names, found)) for first, (_, found) in zip(firsts, weights, strict=True))

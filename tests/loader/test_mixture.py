@@ -1,0 +1,399 @@
+"""A mixture given to a loader: resumed anywhere, on other meshes, with other weights; errors that name the source."""
+
+import json
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paddle.io import DataLoader
+
+import paddle_shard
+from paddle_shard import Mixture
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, StateError
+from paddle_shard.testing.simulated import on_each_rank
+from tests.helpers import ONE, Made, mesh, sharded
+from tests.trials import trials
+
+LENGTHS = {"web": 23, "code": 7, "chat": 3}
+
+
+def sources(lengths=LENGTHS):
+    """Sample i of the source at place p is 1000 p + i; a source of no length is gone."""
+    return {
+        name: Made(lambda i, first=1000 * place: np.array(first + i), length) if length else None
+        for place, (name, length) in enumerate(lengths.items())
+    }
+
+
+def make(
+    batch_size=4,
+    at=ONE,
+    *,
+    weights=None,
+    lengths=LENGTHS,
+    num_samples=40,
+    shuffle=True,
+    workers=0,
+    **options,
+):
+    weights = {"web": 5, "code": 3, "chat": 1} if weights is None else weights
+    mixture = Mixture(sources(lengths), weights, num_samples=num_samples)
+    return sharded(DataLoader(mixture, batch_size=batch_size, shuffle=shuffle, num_workers=workers), at, **options)
+
+
+def ids(batches, most=None):
+    """The real rows of this rank, of up to `most` batches."""
+    found = []
+    for batch in batches:
+        found.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+        if most is not None and len(found) == most:
+            break
+    return found
+
+
+def flat(batches):
+    return [row for batch in batches for row in batch]
+
+
+def joined(data_ranks, function):
+    """What all data ranks deliver together at each step, in the order of the global batch's rows."""
+    per_rank = on_each_rank(range(data_ranks), function)
+    steps = {len(found) for found, _ in per_rank.values()}
+    assert len(steps) == 1
+    rows = [[row for rank in range(data_ranks) for row in per_rank[rank][0][step]] for step in range(steps.pop())]
+    states = [state for _, state in per_rank.values()]
+    assert all(state["history"] == states[0]["history"] for state in states)
+    return rows, states[0]
+
+
+@settings(max_examples=trials(30))
+@given(
+    stops=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=5),
+    shuffle=st.booleans(),
+    workers=st.sampled_from([0, 0, 0, 2]),
+    seed=st.integers(0, 2),
+)
+def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(stops, shuffle, workers, seed):
+    straight_loader = make(shuffle=shuffle, seed=seed)
+    straight = flat(flat([ids(iter(straight_loader)) for _ in range(2)]))
+    delivered, state = [], None
+    for number, (data_ranks, multiple, steps) in enumerate(stops):
+
+        def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, first=number == 0):
+            at, counted = mesh(list(range(data_ranks)), "dp"), workers if first else 0
+            loader = make(data_ranks * multiple, at, shuffle=shuffle, seed=seed, workers=counted)
+            if state is not None:
+                loader.load_state_dict(state)
+            with iter(loader) as batches:
+                found = ids(batches, steps)
+            return found, json.loads(json.dumps(loader.state_dict()))
+
+        rows, state = joined(data_ranks, run)
+        delivered += flat(rows)
+
+    assert delivered == straight[: len(delivered)]
+
+
+@settings(max_examples=trials(30))
+@given(
+    switches=st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0, 1, 2, 9])), min_size=1, max_size=4),
+    stop=st.integers(0, 12),
+    workers=st.sampled_from([0, 0, 0, 2]),
+)
+def test_a_switch_of_weights_is_made_again_by_every_resumed_run(switches, stop, workers):
+    """Each switch: (steps before it, weight of "chat")."""
+    loader = make(4, workers=workers)
+    delivered, states, shares = [], [loader.state_dict()], []
+    weights = iter([weight for _, weight in switches])
+    left = [steps for steps, _ in switches]
+    batches = iter(loader)
+    while len(delivered) < 20:
+        if left and left[0] == 0:
+            left.pop(0)
+            shares.append(loader.set_weights({"web": 1, "code": 1, "chat": next(weights)}))
+            states[-1] = loader.state_dict()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            continue
+        delivered.append(batch._local_value().numpy().tolist())
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        if left:
+            left[0] -= 1
+    batches.close()
+    assert shares == sorted(shares)
+
+    again = make(2)
+    again.load_state_dict(states[min(stop, 19)])
+    if stop >= sum(steps for steps, _ in switches):  # all switches are in the state
+        wanted = flat(delivered[stop:])
+        found = []
+        while len(found) < len(wanted):
+            found += flat(ids(iter(again)))
+        assert found[: len(wanted)] == wanted
+    last = make(4)
+    last.load_state_dict(states[-1])
+    last.set_epoch(0)
+    assert flat(ids(iter(last))) == flat(delivered)[:40]
+
+
+def test_weights_may_change_by_schedule_and_the_counts_are_exact():
+    weights = [(0, {"web": 1, "code": 1, "chat": 0}), (20, {"web": 1, "code": 0, "chat": 3})]
+    loader = make(weights=weights)
+    with iter(loader) as batches:
+        rows = flat(ids(batches))
+
+    counts = [[sum(row // 1000 == source for row in part) for source in range(3)] for part in (rows[:20], rows[20:])]
+    assert counts == [[10, 10, 0], [5, 0, 15]]
+    assert {name: drawn.drawn for name, drawn in loader.sources().items()} == {"web": 15, "code": 10, "chat": 15}
+    assert loader.sources()["chat"].epochs == 5
+    assert loader.sources()["chat"].weight == 0.75
+
+
+def test_a_switch_is_after_what_any_rank_has_requested():
+    loader = make(4, workers=2)
+    with iter(loader) as batches:
+        ids(batches, 2)
+        at = loader.set_weights({"web": 0, "code": 1, "chat": 0})
+        rows = flat(ids(batches))
+        assert 8 <= at < 40
+        assert {row // 1000 for row in rows[at - 8 :]} == {1}
+        assert loader.certificate().exact
+
+
+@settings(max_examples=trials(40))
+@given(
+    steps=st.integers(0, 9),
+    grown=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+    gone=st.sampled_from([None, "web", "chat"]),
+    added=st.integers(0, 5),
+    num_samples=st.sampled_from([40, 52]),
+    shuffle=st.booleans(),
+)
+def test_sources_may_be_added_removed_or_grow_from_the_saved_sample_on(steps, grown, gone, added, num_samples, shuffle):
+    old = make(shuffle=shuffle)
+    straight = flat([flat(ids(iter(make(shuffle=shuffle)))) for _ in range(1)])
+    with iter(old) as batches:
+        before = flat(ids(batches, steps)) if steps else []
+    state = json.loads(json.dumps(old.state_dict()))
+
+    lengths = {name: length + more for (name, length), more in zip(LENGTHS.items(), grown, strict=True)}
+    weights = {"web": 2, "code": 2, "chat": 2}
+    if gone is not None:
+        lengths[gone], weights[gone] = 0, 0
+    if added:
+        lengths["new"], weights["new"] = added, 4
+    new = make(lengths=lengths, weights=weights, num_samples=num_samples, shuffle=shuffle)
+    with pytest.raises(StateError, match="mixture: saved"):
+        new.load_state_dict(state)
+    new.load_state_dict(state, override=["mixture", "num_samples"])
+    rest = flat(ids(iter(new)))
+    then = flat([flat(ids(iter(new))) for _ in range(2)])
+
+    assert before == straight[: len(before)]
+    assert len(before + rest) == (40 if steps else num_samples), "the epoch that was begun ends on its old length"
+    assert len(then) == 2 * num_samples
+    drawn = rest + then
+    period = sum(weights.values())
+    counts = [sum(row // 1000 == place for row in drawn[: len(drawn) // period * period]) for place in range(4)]
+    wanted = [weights.get(name, 0) * (len(drawn) // period) for name in ("web", "code", "chat", "new")]
+    assert counts == wanted, "the new weights hold from the saved sample on"
+    for place, (name, length) in enumerate(lengths.items()):  # the source's epoch that was begun, and those after it
+        rows = [row - 1000 * place for row in before + drawn if row // 1000 == place]
+        begun = sum(row // 1000 == place for row in before)
+        first = LENGTHS.get(name, 0)
+        ends = -(-begun // first) * first if first else 0
+        for at in range(0, min(ends, len(rows)), first or 1):
+            assert len(set(rows[at : at + first])) == len(rows[at : at + first])
+            assert set(rows[at : at + first]) <= set(range(first))
+        for at in range(ends, len(rows), length or 1):
+            assert len(set(rows[at : at + length])) == len(rows[at : at + length])
+            assert set(rows[at : at + length]) <= set(range(length))
+    again = make(lengths=lengths, weights=weights, num_samples=num_samples, shuffle=shuffle)
+    again.load_state_dict(json.loads(json.dumps(new.state_dict())))
+    assert flat(ids(iter(again))) == flat(ids(iter(new))), "the next resume needs no override"
+
+
+def test_old_sources_keep_their_order():
+    state = make().state_dict()
+    other = make(lengths={"code": 7, "web": 23, "chat": 3})
+
+    with pytest.raises(StateError, match="Name the old ones first"):
+        other.load_state_dict(state, override=["mixture"])
+
+
+@settings(max_examples=trials(30))
+@given(length=st.integers(1, 30), more=st.integers(1, 20), steps=st.integers(0, 6), shuffle=st.booleans())
+def test_an_epoch_of_data_that_has_grown_ends_on_the_old_length(length, more, steps, shuffle):
+    def loader(length):
+        return sharded(DataLoader(Made(length=length), batch_size=4, shuffle=shuffle), ONE)
+
+    old = loader(length)
+    straight = flat(ids(iter(loader(length))))
+    with iter(old) as batches:
+        before = flat(ids(batches, steps)) if steps else []
+    steps = old.state_dict()["samples"]  # 0 if the loop has moved on to the next epoch
+    new = loader(length + more)
+    new.load_state_dict(old.state_dict(), override=["num_samples"])
+    assert len(new) == -(-(length if steps else length + more) // 4)
+    rest = flat(ids(iter(new)))
+    if not steps:
+        assert sorted(rest) == list(range(length + more))
+        return
+    assert before + rest == straight
+    assert new.certificate().exact
+    assert sorted(flat(ids(iter(new)))) == list(range(length + more))
+    assert new.certificate().exact
+
+
+def test_data_that_has_shrunk_in_mid_epoch_is_refused():
+    old = sharded(DataLoader(Made(length=9), batch_size=4), ONE)
+    next(iter(old))
+    with pytest.raises(StateError, match="Only data that has grown can be continued"):
+        sharded(DataLoader(Made(length=8), batch_size=4), ONE).load_state_dict(
+            old.state_dict(), override=["num_samples"]
+        )
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_where_names_every_place_of_a_sample(shuffle, epoch):
+    def run():
+        loader = make(6, mesh([0, 1], "dp"), shuffle=shuffle)
+        loader.set_epoch(epoch)
+        with iter(loader) as batches:
+            found = ids(batches)
+        return found, loader.where(sample=("chat", 1), epoch=epoch), loader.where(sample=("web", 22), epoch=epoch)
+
+    per_rank = on_each_rank([0, 1], run)
+    rows = {rank: per_rank[rank][0] for rank in per_rank}
+    for places, wanted in ((per_rank[0][1], 2001), (per_rank[0][2], 22)):
+        found = [(place.step, place.data_rank, place.row) for place in places]
+        assert found == [
+            (step, rank, row)
+            for step in range(len(rows[0]))
+            for rank in (0, 1)
+            for row, value in enumerate(rows[rank][step])
+            if value == wanted
+        ]
+    assert len(per_rank[0][1]) >= 1
+
+
+def test_a_sample_that_is_read_again_in_an_epoch_gets_other_random_numbers():
+    def noisy(_):
+        return np.random.rand(2)
+
+    mixture = Mixture({"one": Made(noisy, 1), "two": Made(noisy, 2)}, {"one": 1, "two": 1}, num_samples=24)
+    rows = [batch.numpy().tolist() for batch in sharded(DataLoader(mixture, batch_size=4), ONE)]
+    again = [batch.numpy().tolist() for batch in sharded(DataLoader(mixture, batch_size=4, num_workers=2), ONE)]
+
+    assert rows == again
+    assert len({tuple(row) for row in flat(rows)}) == 24
+
+
+# Errors, and other ways to read it
+
+
+class Broken(paddle.io.Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise OSError("the disk is gone")
+        return np.array(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_the_source_and_the_index_in_it(workers):
+    mixture = Mixture({"good": Made(length=5), "bad": Broken()})
+
+    with pytest.raises(DataReadError, match=r"reading sample \('bad', 3\) failed") as caught:
+        list(sharded(DataLoader(mixture, batch_size=2, num_workers=workers), ONE))
+    assert caught.value.index == ("bad", 3)
+    assert caught.value.indices[caught.value.indices.index(("bad", 3))] == ("bad", 3)
+    loader = sharded(DataLoader(mixture, batch_size=2, num_workers=workers), ONE, on_error="skip")
+    assert sum(map(len, ids(iter(loader)))) == 9
+    assert loader.stats.total.skipped == 1
+
+
+def test_a_plain_loader_and_any_sampler_read_positions_of_the_first_epoch():
+    mixture = Mixture(sources(), {"web": 5, "code": 3, "chat": 1}, num_samples=40)
+    order = flat(ids(iter(make(shuffle=False))))
+
+    assert [int(mixture[at]) for at in range(40)] == order
+    assert int(mixture[-1]) == order[-1]
+    assert flat(batch.numpy().tolist() for batch in DataLoader(mixture, batch_size=5)) == order
+    drawn = paddle.io.BatchSampler(sampler=[3, 39, 0], batch_size=3)
+    (batch,) = sharded(DataLoader(mixture, batch_sampler=drawn), ONE)
+    assert batch.numpy().tolist() == [order[3], order[39], order[0]]
+    with pytest.raises(IndexError):
+        mixture[40]
+
+
+def test_weights_are_by_length_unless_they_are_given():
+    mixture = Mixture(sources())
+
+    assert len(mixture) == 33
+    assert sorted(int(mixture[at]) for at in range(33)) == sorted(
+        1000 * place + at for place, length in enumerate(LENGTHS.values()) for at in range(length)
+    )
+    assert repr(mixture) == "Mixture(web 0.697, code 0.2121, chat 0.09091; 33 samples in an epoch)"
+
+
+@pytest.mark.parametrize(("stop", "length"), [("first", 14), ("all", 46)])
+def test_an_epoch_ends_with_the_first_or_the_last_source(stop, length):
+    assert len(Mixture({"a": Made(length=23), "b": Made(length=7)}, {"a": 1, "b": 1}, stop=stop)) == length
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "says"),
+    [
+        ([1, 2], {}, ArgumentTypeError, "sources must be a dict"),
+        ({}, {}, ArgumentError, "1 to 4096 sources"),
+        ({1: Made()}, {}, ArgumentTypeError, "name of a source must be a str"),
+        ({"a": iter([])}, {}, ArgumentTypeError, "source 'a' must have a length and an index"),
+        ({"a": Made(length=0)}, {}, ArgumentError, "source 'a' must have 1 to 2^40 samples"),
+        ({"a": Made()}, {"stop": "last"}, ArgumentError, "stop must be 'first' or 'all'"),
+        ({"a": Made()}, {"num_samples": 0}, ArgumentError, "num_samples must be in"),
+        ({"a": Made()}, {"num_samples": "9"}, ArgumentTypeError, "num_samples must be an int"),
+        ({"a": Made()}, {"weights": [(1, {"a": 1})]}, ArgumentError, "must begin at sample 0"),
+        ({"a": Made()}, {"weights": [0.5]}, ArgumentTypeError, "weights must be a dict, or a list"),
+        ({"a": Made(), "b": None}, {"weights": {"a": 1, "b": 1}}, ArgumentError, "'b' is None; it needs the weight 0"),
+        (
+            {"a": Made(length=9), "b": Made()},
+            {"weights": [(0, {"a": 1, "b": 1}), (4, {"a": 0, "b": 1})], "stop": "all"},
+            ArgumentError,
+            "stop='all' never comes",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(given, options, error, says):
+    with pytest.raises(error) as caught:
+        Mixture(given, **options)
+    assert says in str(caught.value)
+
+
+def test_what_is_for_mixtures_is_refused_for_other_data():
+    loader = sharded(DataLoader(Made(), batch_size=4), ONE)
+
+    with pytest.raises(ArgumentError, match=r"set_weights\(\) is for a loader over a paddle_shard.Mixture"):
+        loader.set_weights({"web": 1})
+    with pytest.raises(ArgumentError, match=r"sources\(\) is for a loader over a paddle_shard.Mixture"):
+        loader.sources()
+    with pytest.raises(ArgumentError, match="weights must name each source once"):
+        make().set_weights({"web": 1})
+    with pytest.raises(ArgumentError, match=r"sample of a mixture must be \(name of a source, index in it\)"):
+        make().where(sample=3)
+    for shuffle in ("blocks", "paddle"):
+        with pytest.raises(ArgumentError, match="the sources of a Mixture are shuffled"):
+            sharded(DataLoader(Mixture(sources()), batch_size=4), ONE, shuffle=shuffle)
+
+
+def test_all_orders_of_one_process_are_public(tmp_path):
+    assert "Mixture" in paddle_shard.__all__
+    assert dist.get_world_size() == 1
