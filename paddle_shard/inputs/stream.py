@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import paddle.io
 
-from paddle_shard.errors import ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.other_library import is_iterable_dataset
 from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.stream_stages import StreamStages
+from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
+from paddle_shard.sources.foreign import ForeignSource
 from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.names import Paths
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
+from paddle_shard.stages.mix import Mix, check_mixable
 from paddle_shard.stages.opening import Opening
 from paddle_shard.stages.stage import Stage
 
@@ -70,6 +73,34 @@ class Stream(StreamStages):
         if splits_itself:
             return cls(SelfSplit(iterable))
         return iterable if isinstance(iterable, Stream) else cls(iterable)
+
+    @classmethod
+    def mixture(
+        cls, sources: Mapping[str, Stream], weights: Mapping[str, float] | None = None, *, stop: str = "first"
+    ) -> Stream:
+        """Return a stream that draws from several streams, from each as often as its weight says, at any moment.
+
+        Part p of the mixture draws from part p of each source. After every prefix of a part, each of n sources was
+        drawn within 1 - 1/(2n-2) samples of its share. A source that has ended is read again, in its next round; one
+        that is shuffled, in another order.
+
+        Args:
+            sources: Name -> stream. Each is a source with its own stages; `round_robin`, `local_shuffle` and `batch`
+                as a last stage come after the mixture.
+            weights: Name -> a number >= 0; they need not sum to 1. None: all the same.
+            stop: "first": a part ends where it would read the first source again. "all": where it would read the last
+                source again, so each has been read in full.
+
+        Raises:
+            ArgumentTypeError: A source is not a stream.
+            ArgumentError: The weights do not fit, or a source cannot be mixed.
+
+        Examples:
+            >>> streams = {"a": Stream.of([1, 2, 3, 4]), "b": Stream.of([10, 20])}
+            >>> list(Stream.mixture(streams, {"a": 2, "b": 1}))
+            [1, 10, 2, 3, 20, 4]
+        """
+        return cls(_mixed(sources, weights, stop))
 
     @classmethod
     def csv(
@@ -270,6 +301,31 @@ def batches_of(stream: Stream) -> paddle.io.DataLoader:
     if recipe.batched is None:
         return paddle.io.DataLoader(stream, batch_size=None)
     return paddle.io.DataLoader(stream._made(recipe.unbatched()), batch_size=recipe.batched)
+
+
+def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stage:
+    """Return what draws from several streams."""
+    if not isinstance(sources, Mapping) or not all(isinstance(stream, Stream) for stream in sources.values()):
+        raise ArgumentTypeError(
+            "Stream.mixture: sources must be a dict of named Streams; data sets with an index are mixed by "
+            f"paddle_shard.Mixture. Got {sources!r}."
+        )
+    if stop not in ("first", "all"):
+        raise ArgumentError(f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}.")
+    if not sources:
+        raise ArgumentError("Stream.mixture: give at least one source.")
+    names = tuple(sources)
+    stages = {}
+    for name, stream in sources.items():
+        recipe = stream._recipe
+        if recipe.is_dispatched or recipe.mixed is not None or isinstance(recipe.stage, ForeignSource):
+            raise ArgumentError(
+                f"Stream.mixture: source {name!r} cannot be mixed: round_robin and local_shuffle come after the "
+                "mixture, and a library that reads for itself (Foreign) mixes its own sources."
+            )
+        stages[name] = recipe.stage
+        check_mixable(name, recipe.stage)
+    return Mix(stages, integer_weights(names, dict.fromkeys(names, 1) if weights is None else weights), stop)
 
 
 def _source_of(given: Any) -> Stage:

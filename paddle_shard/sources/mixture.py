@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import (
     MAX_DRAWS,
     MAX_LENGTH,
@@ -105,12 +106,20 @@ class Mixture:
         return f"Mixture({shares}{switches}; {self._num_samples} samples in an epoch)"
 
     def __getitem__(self, index: int) -> Any:
-        """Return the sample with an id of the loader's order, or the one at a position of the first epoch."""
+        """Return a sample.
+
+        Args:
+            index: Its id in a loader's order, or a position of the first epoch.
+        """
         source, at = self._find(index)
         return self.sources[self._names[source]][at]
 
     def sample_name(self, index: int) -> tuple[str, int]:
-        """Return (source, index in the source) of a sample, which errors and logs show."""
+        """Return (source, index in the source) of a sample, which errors and logs show.
+
+        Args:
+            index: What `__getitem__` takes.
+        """
         source, at = self._find(index)
         return self._names[source], at
 
@@ -159,9 +168,16 @@ def _length(name: str, source: Any) -> int:
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise ArgumentTypeError(
             f"Mixture: source {name!r} must have a length and an index (__len__, __getitem__), got "
-            f"{type(source).__name__}."
+            f"{type(source).__name__}. Streams are mixed by paddle_shard.Stream.mixture."
         )
-    length = len(source)
+    try:
+        length = len(source)
+    except Exception as error:  # a Stream's says that it has none, and so do Paddle's iterable data sets
+        raise_if_a_handlers(error)
+        raise ArgumentTypeError(
+            f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). Streams are mixed by "
+            "paddle_shard.Stream.mixture."
+        ) from error
     if not 1 <= length <= MAX_LENGTH:
         raise ArgumentError(
             f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. Leave an empty source out."

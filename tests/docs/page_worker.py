@@ -16,11 +16,14 @@ from paddle_shard.testing import report
 
 
 class Rows(paddle.io.Dataset):
+    def __init__(self, length=100):
+        self.length = length
+
     def __getitem__(self, index):
         return np.full(8, index, "float32"), np.int64(index % 4)
 
     def __len__(self):
-        return 100
+        return self.length
 
 
 class Texts(paddle.io.Dataset):
@@ -55,6 +58,8 @@ def write_tars(folder):
 
 
 def taken_for_granted(ranks):
+    text_file = Path(f"lines-{dist.get_rank()}.txt")
+    text_file.write_text("a line\n" * 20)
     mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
     weight = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Replicate()])
     return {
@@ -68,6 +73,9 @@ def taken_for_granted(ranks):
         "model": type("Model", (), {"__call__": lambda self, x: x @ weight, "state_dict": lambda self: {}})(),
         "texts": Texts(),
         "texts_of_8": Sequences(),
+        **{name: Rows(length) for name, length in (("web", 100), ("code", 40), ("chat", 9), ("books", 7))},
+        "more_web": Rows(130),
+        "files": [str(text_file)],
         "images": np.zeros([100, 8], "float32"),
         "classes": np.zeros(100, "int64"),
     }

@@ -89,6 +89,13 @@ def lines(**options):
     return Stream.lines(paths, **options).shuffle(6).map(int).map(noisy)
 
 
+def mixed(*, counts, stop):
+    """Files and numbers, some of which are drawn several times, or not at all."""
+    others = lines(counts=counts).map(lambda sample: (100 + sample[0], sample[1]))
+    numbers = Stream.of(range(45)).shuffle(5).map(noisy)
+    return Stream.mixture({"files": others, "numbers": numbers}, {"files": 2, "numbers": 1}, stop=stop).shuffle(3)
+
+
 def loader_of(stream, workers, size=BATCH):
     return paddle.io.DataLoader(stream, batch_size=size, num_workers=workers)
 
@@ -106,6 +113,8 @@ SOURCES = {
     "files": lambda workers: loader_of(lines(counts=False), workers),
     "counted files": lambda workers: loader_of(lines(counts=True), workers),
     "items": lambda workers: loader_of(Stream.of(whole_batches), workers, None),
+    "mixture of files": lambda workers: loader_of(mixed(counts=False, stop="all"), workers),
+    "mixture of counted files": lambda workers: loader_of(mixed(counts=True, stop="first"), workers),
 }
 """Name -> a DataLoader; each sample is (id, a random number)."""
 if not find_spec("webdataset"):
@@ -119,6 +128,8 @@ SAMPLES = {
     "files": list(range(50)),
     "counted files": list(range(50)),
     "items": list(range(56)),
+    "mixture of files": list(range(45)) + list(range(100, 150)),
+    "mixture of counted files": list(range(45)) + list(range(100, 150)),
 }
 
 

@@ -1,0 +1,160 @@
+"""How are several streams read as one, each with its weight?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.chairman import chairman
+from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.plan.weights import Weights
+from paddle_shard.stages.opening import Opening, leave_sample
+from paddle_shard.stages.repeat import in_rounds
+from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stripe import FAILED_AT
+
+_BLOCK = 4096
+"""Positions of which the sources are computed at once."""
+
+
+class Mix(Stage):
+    """The source of a stream that draws part p from part p of other streams, in the order of a `Chairman`.
+
+    A part of a stream that has ended is opened again, in its next round. With stop="first", a part of the mixture ends
+    where it would open the first stream again; with stop="all", where it would open the last one again.
+    """
+
+    def __init__(self, stages: Mapping[str, Stage], weights: Weights, stop: str) -> None:
+        """Set up the stage.
+
+        Args:
+            stages: The streams, by name; each can open a part, or is cut.
+            weights: Their weights.
+            stop: "first" or "all".
+        """
+        drawn = [at for at, part in enumerate(weights.parts) if part]
+        self._names = [weights.names[at] for at in drawn]
+        self._stages = [stages[name] for name in self._names]
+        self._parts = tuple(weights.parts[at] for at in drawn)
+        self._chairman = chairman(self._parts)
+        self._every = stop == "all"
+        self.depth = 1 + max(stage.depth for stage in self._stages)
+
+    @property
+    def cuts(self) -> bool:
+        """True: each stream can open a part."""
+        return True
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the samples of each part."""
+        counts = self._chairman.counts(opening.skip).tolist()
+        opened = []
+        for at, drawn in enumerate(counts):
+            back = int(drawn > 0)  # the draw before tells whether the source has been opened again by now
+            one = replace(self._opening(opening, at), skip=drawn - back)
+            opened.append((back, in_rounds(self._stages[at], one, None)))
+        return [
+            self._mixed([(back, parts[at]) for back, parts in opened], opening.skip) for at in range(len(opening.parts))
+        ]
+
+    def _opening(self, opening: Opening, at: int) -> Opening:
+        """Return the opening of a source, which has random numbers of its own."""
+        seed = derive_seed("source", self._names[at], opening.seed)
+        return replace(opening, seed=seed, seen=leave_sample, rounds=Counter())
+
+    def _mixed(self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int) -> Iterator[Any]:
+        ended = set()
+        for at, (back, items) in enumerate(sources):
+            if back and next(items)[0]:
+                ended.add(at)
+        items_of = [items for _, items in sources]
+        for first in count(skip, _BLOCK):
+            for at in self._chairman.at(np.arange(first, first + _BLOCK))[0].tolist():
+                try:
+                    number, item = next(items_of[at])
+                except StopIteration:
+                    return
+                except Exception as error:
+                    with contextlib.suppress(AttributeError):  # it counts the samples of the source, not of the mixture
+                        delattr(error, FAILED_AT)
+                    raise
+                if number and at not in ended:
+                    ended.add(at)
+                    if not self._every or len(ended) == len(sources):
+                        return
+                yield item
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the length of each part; None if a length that decides it is not known."""
+        ends = []
+        for at, stage in enumerate(self._stages):
+            if stage.endless:
+                if self._every:
+                    return None
+                continue
+            found = stage.lengths(self._opening(opening, at))
+            if found is None:
+                return None
+            ends.append(self._chairman.inverse(np.full(len(found), at, np.int64), np.array(found, np.int64)))
+        if not ends:
+            return None
+        found = (np.max if self._every else np.min)(np.array(ends), axis=0).tolist()
+        return list(found)
+
+    def origin(self, opening: Opening, part: int, number: int) -> str | None:
+        """Return the source of a sample, and its place in a file if that is known."""
+        sources, draws = self._chairman.at(np.array([number], np.int64))
+        at = int(sources[0])
+        found = self._stages[at].origin(self._opening(opening, at), part, int(draws[0]))
+        return f"source {self._names[at]!r}" + ("" if found is None else f", {found}")
+
+    @property
+    def num_shards(self) -> int | None:
+        """Fewest files of a source, if a part cannot have less than one."""
+        one = Opening(parts=(0,), num_parts=1)
+        found = [stage.num_shards for stage in self._stages if stage.lengths(one) is None]
+        return min((shards for shards in found if shards is not None), default=None)
+
+    @property
+    def most_even_parts(self) -> int | None:
+        """Fewest parts to which the files of a source can be assigned evenly."""
+        found = [stage.most_even_parts for stage in self._stages]
+        return min((parts for parts in found if parts is not None), default=None)
+
+    @property
+    def endless(self) -> bool:
+        """True if no end comes: of any source for stop="first", of every one for "all"."""
+        return (any if self._every else all)(stage.endless for stage in self._stages)
+
+    @property
+    def once(self) -> bool:
+        """True if a source can be opened only once."""
+        return any(stage.once for stage in self._stages)
+
+    def fingerprint(self) -> list[Any]:
+        """Return the names, weights and fingerprints of the sources."""
+        sources = [
+            [name, part, stage.fingerprint()]
+            for name, part, stage in zip(self._names, self._parts, self._stages, strict=True)
+        ]
+        return [["mixture", "all" if self._every else "first", sources]]
+
+
+def check_mixable(name: str, stage: Stage) -> None:
+    """Refuse a stream that cannot be read again.
+
+    Raises:
+        ArgumentError: It can be opened only once, and a mixture opens a source again.
+    """
+    if stage.once:
+        raise ArgumentError(
+            f"mixture: source {name!r} can be opened only once, but a source that has ended is opened again. Give a "
+            "function that returns a new iterator."
+        )
