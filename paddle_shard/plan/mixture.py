@@ -226,6 +226,7 @@ class SourceEpochs:
         first, *others = mixing.segments
         zero = np.zeros(len(mixing.names), np.int64)
         self._layers = [(zero, zero, np.array(first.lengths, np.int64))]
+        self._lengths = np.maximum(self._layers[0][2], 1)  # no division by that of a source that is not there
         for segment in others:
             start, epoch, before = self._layers[-1]
             lengths = np.array(segment.lengths, np.int64)
@@ -244,6 +245,10 @@ class SourceEpochs:
 
     def at(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
         """Return, for some draws, the epoch of the source, its length, and the place in it."""
+        if len(self._layers) == 1:  # each source begins at its first draw
+            length = self._lengths.take(sources)
+            rounds = draws // length
+            return rounds, length, draws - rounds * length
         start, epoch, length = (values[sources] for values in self._layers[-1])
         for layer in self._layers[-2::-1]:
             earlier = draws < start

@@ -62,18 +62,10 @@ class Permutations:
             lengths: int64, the length of that epoch.
             places: int64, the place in it.
         """
-        found = np.empty(len(places), np.int64)
-        for start in range(0, len(places), BLOCK):  # so that all of a step stays in the cache
-            block = slice(start, start + BLOCK)
-            found[block] = self._some(sources[block], epochs[block], lengths[block], places[block])
-        return found
-
-    def _some(self, sources: Indices, epochs: Indices, lengths: Indices, places: Indices) -> Indices:
         slots = self._slots(sources, epochs, lengths)
         small = lengths <= TABLE_MAX
         if small.all():
-            drawn: Indices = self._tables[self._table_at[slots] + places].astype(np.int64)
-            return drawn
+            return self._tables[self._table_at[slots] + places].astype(np.int64, copy=False)
         if not small.any():
             return self._walk(slots, lengths, places)
         found, large = np.empty(len(places), np.int64), ~small
@@ -132,18 +124,22 @@ class Permutations:
 
     def _walk(self, slots: Indices, lengths: Indices, places: Indices) -> Indices:
         """Apply the network of each slot, and again to each result outside the source's length."""
-        limits = lengths.astype(np.uint64)
-        a, b = self._sizes[:, slots]
-        keys = self._keys[:, slots]
-        found = places.astype(np.uint64)
-        network(found, (a, b), list(enumerate(keys)), backward=False)
+        limits, found = lengths.astype(np.uint64), places.astype(np.uint64)
+        for start in range(0, len(places), BLOCK):  # so that all of a step stays in the cache
+            self._apply(found[start : start + BLOCK], slots[start : start + BLOCK])
         outside = np.flatnonzero(found >= limits)
         while outside.size:
             again = found[outside]
-            network(again, (a[outside], b[outside]), list(enumerate(keys[:, outside])), backward=False)
+            self._apply(again, slots[outside])
             found[outside] = again
             outside = outside[again >= limits[outside]]
         return found.view(np.int64)
+
+    def _apply(self, x: Words, slots: Indices) -> None:
+        """Replace each number in `x` by its image in the network of its slot."""
+        a, b = self._sizes[0].take(slots), self._sizes[1].take(slots)
+        rounds = [(number, keys.take(slots)) for number, keys in enumerate(self._keys)]
+        network(x, (a, b), rounds, backward=False)
 
     def inverse(self, sources: Indices, epochs: Indices, lengths: Indices, samples: Indices) -> Indices:
         """Return the place of each sample: int64; the arguments are those of a call."""
