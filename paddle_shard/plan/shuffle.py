@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -143,7 +143,7 @@ def network_sizes(num_samples: int) -> tuple[np.uint64, np.uint64]:
 def network(
     x: Words,
     sizes: tuple[np.uint64 | Words, np.uint64 | Words],
-    rounds: list[tuple[int, np.uint64 | Words]],
+    rounds: Sequence[tuple[int, np.uint64 | Words]],
     *,
     backward: bool,
 ) -> None:
