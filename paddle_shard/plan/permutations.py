@@ -65,7 +65,8 @@ class Permutations:
         slots = self._slots(sources, epochs, lengths)
         small = lengths <= TABLE_MAX
         if small.all():
-            return self._tables[self._table_at[slots] + places].astype(np.int64, copy=False)
+            drawn: Indices = self._tables[self._table_at[slots] + places].astype(np.int64)
+            return drawn
         if not small.any():
             return self._walk(slots, lengths, places)
         found, large = np.empty(len(places), np.int64), ~small
