@@ -42,7 +42,7 @@ from paddle_shard.say_once import say_once
 def _requests(
     setup: PassSetup, start: LoaderState, batches: Iterator[IndexBatch], pending: deque[Pending]
 ) -> Iterator[ReadRequest]:
-    """Yield what this rank reads at each step, and note it."""
+    """Yield the request of this rank for each step, and add the step to `pending`."""
     source = setup.source
     key = derive_seed("sample", setup.options.seed, start.epoch)
     step = start.steps
@@ -66,7 +66,7 @@ def _requests(
 
 
 def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
-    """Start reading data that has an index; yields (placed batch, what was requested)."""
+    """Return a pass over data that has an index; it yields (placed batch, its `Pending`)."""
     pending: deque[Pending] = deque()
     source = setup.source.batches
     batches = (source.untouched() if look else source).epoch(start.epoch, start)
@@ -84,7 +84,7 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
         reading, draw = setup.reading.start(requests), _draw_nothing
     else:
         drawn, given = DrawnAhead(requests), setup.dataloader
-        drawn.draw(given.prefetch_factor * given.num_workers)  # what the workers are asked for at first
+        drawn.draw(given.prefetch_factor * given.num_workers)  # the first requests of the workers
         reading = setup.reading.start(drawn)
 
         def draw(count: int) -> None:
@@ -113,7 +113,7 @@ def _draws_for_all(source: Source) -> bool:
 
 @contextmanager
 def _closed_on_failure(reading: Any) -> Iterator[None]:
-    """Close a reading if a pass over it cannot be made, or a signal's handler raises before it is."""
+    """Close a reading if its pass cannot be made, or if a signal handler raises before it is made."""
     try:
         yield
     except BaseException:
@@ -122,11 +122,11 @@ def _closed_on_failure(reading: Any) -> Iterator[None]:
 
 
 def _draw_nothing(count: int) -> None:
-    """Leave the requests to the reading, which is on the caller's thread."""
+    """Do nothing: the reading itself draws its requests, on the caller's thread."""
 
 
 def stream_pass(setup: PassSetup, start: LoaderState) -> StepPass:
-    """Start reading a stream; yields (placed batch, what it holds)."""
+    """Return a pass over a stream; it yields (placed batch, its `Pending`)."""
     source = setup.source
     assert source.stream is not None
     num_steps = source.stream.batches.steps_left(start)
@@ -156,7 +156,7 @@ def _step_pass(
     digest: Any = None,
     **how: Any,
 ) -> StepPass:
-    """Return a pass that keeps in step with the other ranks, if there are any; `how` it is read is for `StepPass`."""
+    """Return a pass that keeps in step with the other ranks, if there are any. `how` is passed on to `StepPass`."""
     alone = alone or len(setup.agreeing_ranks) == 1
     agreement: Agreement | AloneAgreement = AloneAgreement()
     if not alone:
@@ -181,7 +181,7 @@ def _step_pass(
 
 
 class _StreamSteps:
-    """Makes of a slice what is delivered."""
+    """Turns a slice of a stream into a placed batch."""
 
     def __init__(self, setup: PassSetup, start: LoaderState) -> None:
         source = setup.source
@@ -194,10 +194,10 @@ class _StreamSteps:
         self._rows = None if plan is None else setup.rows.of_stream()
         self._begun = False
         self._first: Any = None
-        """First batch of a rank that has batches of its own."""
+        """The first batch of a rank that has batches of its own."""
 
     def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
-        if found.batch is None and not (self._pads and found.empty):  # only where the end was known
+        if found.batch is None and not (self._pads and found.empty):  # only if the end was known
             raise DataReadError(
                 "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
                 "make rows up. Count the source again (its index may be of older files)."
@@ -211,7 +211,7 @@ class _StreamSteps:
         except DataReadError:
             if self._start.samples == 0:
                 raise
-            return None  # most likely resumed past the end, where there is nothing to deliver
+            return None  # the run was probably resumed past the end, so nothing is delivered
         made = StreamBatch(
             num_rows=self._size or 0,
             micro_size=self._micro_size,
@@ -223,7 +223,7 @@ class _StreamSteps:
         return _placed(self._setup, batch, Pending(made, self._rows, True, [], is_first=first, skipped=found.skipped))
 
     def _own(self, batch: Any) -> Any:
-        """Return a rank's own batch; where its data has ended, its first one of the epoch again."""
+        """Return a rank's own batch. If its data has ended, this is its first batch of the epoch, again."""
         if batch is None:
             if self._first is None:
                 self._first = self._read_first()
@@ -247,7 +247,7 @@ class _StreamSteps:
 
 
 def _placed(setup: PassSetup, batch: Any, pending: Pending) -> tuple[Any, Pending]:
-    """Return a batch placed; with `pad_to`, as far as it can be before the ranks have said how long their rows are."""
+    """Place a batch. With `pad_to`, only what needs no padding is placed: the ranks have not told their lengths yet."""
     if pending.is_first and setup.split_check is not None:
         pending.first = first_batch((leaf.numpy() for leaf in tensors(batch)), setup.run.num_steps_or_none())
     if pending.rows is None:
@@ -278,7 +278,7 @@ def _element_size(dtype: Any) -> int:
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
-    """Return the error for data with an index, whose ranks have not the same number of batches."""
+    """Return the error for ranks whose data with an index has different numbers of batches."""
     if setup.source.stream is not None:
         return error
     where = f"at step {error.step} the data of global ranks {list(error.ended)} has ended and that of "
@@ -294,8 +294,8 @@ def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
 
 
 def _least_ahead(setup: PassSetup) -> int:
-    """Return how many steps are read ahead at least where ranks agree on them."""
-    if setup.prefetch and not setup.if_worth_it:  # as the user has said
+    """Return the least number of steps that ranks that agree on them read ahead."""
+    if setup.prefetch and not setup.if_worth_it:  # the user has set it
         return setup.prefetch
     return PREFETCH if setup.dataloader.num_workers else PREFETCH_ALONE
 
@@ -322,7 +322,7 @@ def _reading(setup: PassSetup, stream: StreamSetup, start: LoaderState, num_step
     compared = len(setup.agreeing_ranks) > 1 or len(stream.chunks) > 1
     if mixed is None:
         return setup.reading.start(stream.requests(start, compared), stream.places(), stream.num_workers)
-    assert stream.batches.plan is not None  # it begins at a window of batches
+    assert stream.batches.plan is not None  # the pass begins at a window of batches
     skip = start.steps % mixed[0]
     begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
     own = setup.own_layout

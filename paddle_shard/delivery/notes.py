@@ -19,26 +19,26 @@ from paddle_shard.reading.reader import RAGGED
 class StepNotes:
     """The notes that a rank sends and receives on the steps of a pass.
 
-    The dtype and shape of a row, when they change: rows that differ between ranks only would make a global batch that
-    is ragged, which no rank could see; with `pad_to`, all pad theirs to the longest. And the rows that it could not
-    read (`on_error="skip"`), so that all ranks that hold them call them invalid. And, where each data rank has rows of
-    its own, what they have read first.
+    - The dtype and shape of a row, when they change. Rows that differ only between ranks would make a ragged global
+      batch, and no rank alone could see that. With `pad_to`, all ranks pad their rows to the longest.
+    - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them as invalid.
+    - A summary of the first batch, if each data rank has rows of its own.
     """
 
     def __init__(self, *, holds_rows: bool, split_check: SplitCheck | None = None, pad_to: PadTo | None = None) -> None:
         """Begin a pass.
 
         Args:
-            holds_rows: True if what this rank reads is of the global batch, and not rows of its own that nobody uses.
-            split_check: Compares the first batches, where the data is said to be split.
-            pad_to: What rows are padded to; their batches have yet to be placed then.
+            holds_rows: True if the rows that this rank reads belong to the global batch; False on a rank on no mesh.
+            split_check: Compares the first batches, if the user says that the data is split already.
+            pad_to: What rows are padded to. If given, batches are placed after the ranks have told their lengths.
         """
         self._holds_rows, self._split_check, self._pad_to = holds_rows, split_check, pad_to
         self._said: Any = None
         self._shapes: dict[int, Any] = {}
 
     def say(self, item: Any) -> bytes | None:
-        """Return what the others should know of a step's (batch, what was read), if anything."""
+        """Return what the other ranks should know of a step, from its (batch, `Pending`); None if there is nothing."""
         if item is None:
             return None
         pending: Pending = item[1]
@@ -53,17 +53,17 @@ class StepNotes:
         return json.dumps(told).encode() if told else None
 
     def alone(self, item: Any) -> Any:
-        """Return what would be delivered if there were no other ranks."""
+        """Return the batch that would be delivered if there were no other ranks."""
         if item is None or self._pad_to is None:
             return item
         return self._pad_to.finished(item[0], {0: item[1].row_shapes}), item[1]
 
     def heed(self, item: Any, heard: Sequence[tuple[int, bytes]]) -> Any:
-        """Take over what the ranks have said of a step that is about to be delivered, and return what is.
+        """Apply what the ranks have said of a step that is about to be delivered, and return its batch.
 
         Raises:
-            BatchStructureError: The rows of the ranks differ in dtype or shape; on all of them.
-            SplitError: The data is not split as was said; on all of them.
+            BatchStructureError: The rows of the ranks differ in dtype or shape; on all ranks.
+            SplitError: The data is not split as the user says; on all ranks.
         """
         if item is None or not (heard or self._pad_to):
             return item

@@ -18,7 +18,7 @@ from paddle_shard.reading.pace import Pace
 from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
-"""Seconds to wait, when a pass is closed, for a read that cannot be interrupted; later its thread ends by itself."""
+"""Seconds to wait for a read that cannot be interrupted, when a pass is closed. Its thread ends by itself later."""
 
 _open: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
@@ -26,19 +26,20 @@ _open: weakref.WeakSet[Ahead] = weakref.WeakSet()
 class Ahead:
     """Does a pass's work in a thread of its own, some steps ahead of the caller.
 
-    Only work that is known to draw nothing from the global random generators, so that nothing is drawn or seeded beside
-    the training thread; the caller does the rest itself, when it needs it.
+    The thread does only work that is known to draw nothing from the global random generators. So nothing is drawn or
+    seeded while the training thread runs. The caller does all other work itself, when it needs the result.
     """
 
     def __init__(self, work: Callable[[bool], bool], runs_free: Callable[[], bool], pace: Pace | None = None) -> None:
         """Start nothing yet.
 
         Args:
-            work: Does one step and returns whether that is done; raises StopIteration where there is none. It is told
-                whether the caller may be at work, too; then it may find that the caller has to do it.
-            runs_free: True if it can be done then, as far as is known.
-            pace: Of the steps that the caller's thread does: the other is started when they are known not to be quick,
-                since it costs some 50 us a step. None: it is started at once.
+            work: Does one step and returns True if it is done; raises StopIteration after the last step. Its argument
+                is True in the thread, while the caller may be busy too. It may then return False: the caller must do
+                the step.
+            runs_free: Returns True if the thread can probably do the next step.
+            pace: The pace of the steps that the caller does. The thread costs about 50 us a step, so it is started when
+                steps are known not to be quick. None: it is started at once.
         """
         self._work, self._runs_free, self._pace = work, runs_free, pace
         self._changed = threading.Condition()
@@ -57,7 +58,7 @@ class Ahead:
         with self._changed:
             if self._thread is None and not self._over and self._runs_free():
                 thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
-                with signals_held():  # what a handler raises comes out when there is a thread to be ended
+                with signals_held():  # the thread is noted before a handler's exception is raised
                     thread.start()
                     _open.add(self)
                     self._thread = thread
@@ -67,7 +68,7 @@ class Ahead:
         return self._thread is not None and self._runs_free()
 
     def need(self, count: int, limit: int) -> None:
-        """Do `count` steps, if there are so many; meanwhile the thread continues to `limit`."""
+        """Do up to `count` steps; the thread may continue up to `limit` steps in the meantime."""
         if self._thread is None:
             while self._done < count and not self._over:
                 self._do_here()
@@ -87,9 +88,9 @@ class Ahead:
         """End the thread; return whether it has ended. Safe to call again, and from any thread.
 
         Args:
-            interrupt: Makes a read return that waits for something.
+            interrupt: Makes a read that waits return.
         """
-        if os.getpid() != self._process:  # a forked child has no such thread, and perhaps a lock that nobody lets go
+        if os.getpid() != self._process:  # a forked child has no such thread, and its lock may stay locked
             return True
         with self._changed:
             self._over = True
@@ -103,7 +104,7 @@ class Ahead:
         return not thread.is_alive()
 
     def _do_here(self) -> None:
-        """Do a step on the caller's thread, which the other, if there is one, must leave to it meanwhile."""
+        """Do a step on the caller's thread; the other thread, if there is one, does none in the meantime."""
         done, began = self._done, time.perf_counter()
         try:
             self._done += self._work(False)
@@ -113,7 +114,7 @@ class Ahead:
             self._pace.has_read(time.perf_counter() - began)
 
     def _run(self) -> None:
-        _set_expected_place(self._place)  # a thread's own; the device's, where it has one
+        _set_expected_place(self._place)  # each thread has its own current device
         try:
             while True:
                 with self._changed:
@@ -129,7 +130,7 @@ class Ahead:
                     self._changed.notify_all()
         except StopIteration:
             pass
-        except BaseException as failure:  # work keeps its failures to itself: this is none of a batch
+        except BaseException as failure:  # `work` handles the failures of batches; this is another one
             self._failure = failure
         finally:
             with self._changed:
@@ -139,32 +140,32 @@ class Ahead:
 
 @atexit.register
 def _stop_all() -> None:
-    """End the threads before the interpreter does, under which they would work on."""
+    """End the threads before the interpreter shuts down, since they would continue to work while it does."""
     for ahead in list(_open):
         ahead.stop()
 
 
 class DrawnAhead:
-    """Requests that are drawn on the caller's thread, where a sampler of the user's may run, and taken in another."""
+    """Requests that the caller's thread draws, since it runs the user's sampler, and another thread takes."""
 
     def __init__(self, requests: Iterator[Any]) -> None:
         self._requests, self._drawn, self._count = requests, deque[Any](), 0
         self._end: Exception | None = None
 
     def draw(self, count: int) -> None:
-        """Draw until there were `count`, or there are no more."""
+        """Draw until `count` requests were drawn in all, or the sampler ends."""
         while self._count < count and self._end is None:
             try:
                 self._drawn.append(next(self._requests))
                 self._count += 1
             except StopIteration:
                 self._end = StopIteration()
-            except Exception as error:  # the sampler's: raised behind what it has drawn
+            except Exception as error:  # an error of the sampler is raised after the requests that it has drawn
                 raise_if_a_handlers(error)
                 self._end = error
 
     def ready(self, count: int) -> int:
-        """Return how many of so many can be asked for now."""
+        """Return how many of the next `count` requests can be taken now."""
         return count if self._end is not None else min(count, len(self._drawn))
 
     def __iter__(self) -> DrawnAhead:
@@ -174,6 +175,6 @@ class DrawnAhead:
         if self._drawn:
             return self._drawn.popleft()
         assert self._end is not None, "more is taken than was drawn"
-        if isinstance(self._end, StopIteration):  # another one: what is raised keeps the caller's frames alive
+        if isinstance(self._end, StopIteration):  # a copy: a raised exception keeps the caller's frames alive
             raise StopIteration
         raise self._end

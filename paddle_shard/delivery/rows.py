@@ -34,7 +34,7 @@ class LoaderRows:
         return self._of_size[key]
 
     def of_split(self, num_local_rows: int) -> BatchRows:
-        """Return those of a batch of which each data rank has rows of its own."""
+        """Return the rows of a batch in which each data rank has rows of its own."""
         rows = BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own])
         rows.apart = True
         if not self._own.on_mesh:
@@ -42,7 +42,7 @@ class LoaderRows:
         return rows
 
     def of_stream(self) -> BatchRows:
-        """Return those of a stream's batches, which all have one size."""
+        """Return the rows of a stream's batches, which all have the same size."""
         source, stream = self._source, self._source.stream
         assert source.batch_size is not None
         assert stream is not None
@@ -63,7 +63,7 @@ class LoaderRows:
         if self._source.split:
             return self.of_split(1 if num_rows is None else num_rows)
         unit = math.lcm(*(layout.num_data_ranks for layout in self._placer.layouts)) * self._source.accumulation
-        if num_rows is None:  # nothing is split
+        if num_rows is None:  # no field is split
             num_rows = unit
         if num_rows % unit:
             raise BatchStructureError(

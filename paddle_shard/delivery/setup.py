@@ -21,12 +21,12 @@ from paddle_shard.position.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class PassSetup:
-    """A loader's settings when a pass begins, and what the passes share."""
+    """The settings of a loader when a pass begins, and the objects that its passes share."""
 
     options: LoaderOptions
     source: Source
     dataloader: paddle.io.DataLoader
-    """The user's; read only."""
+    """The user's DataLoader; it is only read."""
     name: str
     """Description of the loader, for `repr`."""
     placer: BatchPlacer
@@ -38,7 +38,7 @@ class PassSetup:
     run: Run
     stats: LoaderStats
     input_keys: Sequence[Any] | None
-    """As given, or as a trainer has assigned them since."""
+    """The keys that the user gave, or that a trainer has assigned since."""
     pad_to: PadTo | None
     agreeing_ranks: tuple[int, ...]
     facts: Mapping[str, Any]
@@ -46,4 +46,4 @@ class PassSetup:
     split_check: SplitCheck | None
     prefetch: int
     if_worth_it: bool
-    """A thread of its own is started only if reading a step takes long enough."""
+    """True if a prefetch thread is started only if reading a step takes long enough."""

@@ -44,7 +44,7 @@ class LoaderStats:
         self.total, self.epoch = Counts(), Counts()
 
     def begin(self) -> Counts:
-        """Return what a new pass is counted in."""
+        """Return the counts of a new pass."""
         self.epoch = Counts()
         return self.epoch
 
@@ -67,7 +67,7 @@ class LoaderStats:
 
 
 class PassClock:
-    """Takes the time of one pass: whose is it, between two batches?"""
+    """Measures how the time of a pass is divided between the loader and the user's code."""
 
     def __init__(self, stats: LoaderStats) -> None:
         self._stats, self._pass = stats, stats.begin()
@@ -95,7 +95,7 @@ class PassClock:
             counts.wait_seconds += waited
 
     def end(self, entered: float) -> None:
-        """Note that there was none."""
+        """Note that there was no further batch."""
         waited = time.perf_counter() - entered
         self._pass.wait_seconds += waited
         self._stats.total.wait_seconds += waited

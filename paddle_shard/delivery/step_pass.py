@@ -22,7 +22,7 @@ from paddle_shard.reading.worker_guards import in_use
 
 
 class Readiness(Enum):
-    """Whether the data that was read for a step can be delivered."""
+    """Tells if the data that was read for a step can be delivered."""
 
     OK = "deliver it"
     EXHAUSTED = "deliver it, but it holds nothing new, and nothing new will come"
@@ -32,7 +32,7 @@ class Readiness(Enum):
 
 OK, EXHAUSTED, END, UNEQUAL = Readiness
 _ENOUGH = 2
-"""Steps ready behind the next, with which no rank waits for its workers; without a table, half of those ahead."""
+"""Steps ready after the next one, so that no rank waits for its workers. Without a table: half of the prefetch."""
 
 
 class StepPass:
@@ -61,18 +61,19 @@ class StepPass:
         """Start the pass.
 
         Args:
-            reading: An iterator over this rank's steps.
-            agreement: Of this pass; opened with the least steps to read ahead, which are more where they are quick and
-                small.
-            prepare: Makes of what was read what is delivered. It is called ahead, so that its failure is every rank's.
-            readiness: Says of what was read whether it can be delivered; None: all can.
-            num_steps: Steps from here to the end, if that is known; the same on every rank.
+            reading: The pass that reads this rank's steps.
+            agreement: The agreement on this pass. It knows the least number of steps to read ahead; quick and small
+                steps are read further ahead.
+            prepare: Makes the batch to deliver from what was read. It is called before the agreement on the step, so
+                that its failure is raised on every rank.
+            readiness: Tells if what was read can be delivered; None: everything can.
+            num_steps: Number of steps to the end, the same on every rank; None if it is not known.
             notes: What the ranks tell each other of each step.
-            in_bursts: Quick steps are read several at a time. Not with workers, which would be left waiting meanwhile.
-            prefetch: Steps that a thread of its own keeps ready; 0: there is none.
-            if_worth_it: The thread is started only if reading a step takes long enough.
-            draw: Draws the requests of so many steps, on the caller's thread.
-            digest: Of (what was read, what it was made), where all ranks read the same: what stands for it.
+            in_bursts: True if quick steps are read several at a time. False with workers, which would wait meanwhile.
+            prefetch: Number of steps that a thread of its own keeps ready; 0: no thread.
+            if_worth_it: True if the thread is started only if reading a step takes long enough.
+            draw: Draws the requests of a number of steps, on the caller's thread.
+            digest: Returns a digest of (what was read, the batch), if all ranks read the same data.
         """
         self._reading, self._agreement, self._alone = reading, agreement, isinstance(agreement, AloneAgreement)
         self._prepare, self._readiness, self._num_steps = prepare, readiness, num_steps
@@ -83,20 +84,20 @@ class StepPass:
             self._ahead = Ahead(self._step, lambda: reading.runs_free, self._pace if if_worth_it else None)
         self._in_bursts, self._least_ahead = in_bursts, agreement.prefetch
         self._direct = self._alone and not prefetch and readiness is None and num_steps is None and notes is None
-        """Each step is read when it is asked for, and there is nothing to be said of it."""
+        """True if each step is read when it is asked for, and no other rank has to know of it."""
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
-        """Steps that can be delivered."""
+        """Steps that are prepared and announced."""
         self._burst = 0
-        """Steps that are to be read at once."""
+        """Number of steps to read in one go."""
         self._several: deque[Any] = deque()
-        """Steps that were read at once, and have yet to be prepared."""
+        """Steps that were read in one go and are not prepared yet."""
         self._unsaid = 0
-        """Steps that are ready, and have yet to be announced."""
+        """Number of steps that are ready and not announced yet."""
         self._announced = self._delivered = 0
         self._failure: BaseException | None = None
         self._over = False
-        """Nothing more is to be read."""
+        """True if no further step is read."""
 
     def __iter__(self) -> StepPass:
         return self
@@ -123,7 +124,7 @@ class StepPass:
             self.close()
             mine = self._failure is not None and failure.step == self._announced
             raise (self._failure if mine else failure_of_another(failure)) from None  # type: ignore[misc]
-        except PeerLostError as lost:  # who may have lost worker_timeout with what has failed here
+        except PeerLostError as lost:  # the timeout of a worker may have expired because of the failure here
             if self._failure is None or self._announced != step:
                 raise
             self.close()
@@ -135,7 +136,7 @@ class StepPass:
         return found
 
     def _has_plenty(self, step: int) -> bool:
-        """Return whether nothing need be read now: quick steps are read several at a time."""
+        """Return True if no step need be read now, because quick steps are read several at a time."""
         if not self._in_bursts:
             return False
         if self._alone:
@@ -162,7 +163,7 @@ class StepPass:
             if self._announced > step + enough and not self._reading.at_hand():
                 break
             self._step()
-        if self._in_bursts:  # else another thread may be about to announce what it has made ready
+        if self._in_bursts:  # otherwise another thread may be about to announce its step
             self._burst = 0
             self._say()
 
@@ -170,7 +171,7 @@ class StepPass:
         return self._pace.reads_quickly and self._pace.stays_cached(1 + self._prefetch)
 
     def _look_at_the_clock(self, step: int) -> None:
-        """Read as far ahead as suits the time that a step takes."""
+        """Read ahead as many steps as suits the time that a step takes."""
         newest = self._ready[-1] if self._ready else None
         self._pace.look(step, 0 if newest is None else newest[1].num_bytes)
         if self._pace.num_bytes:
@@ -179,7 +180,7 @@ class StepPass:
                 self._agreement.prefetch = ahead
 
     def _in_order(self) -> None:
-        """End a pass that all ranks have come to the end of; its workers may serve another."""
+        """End a pass whose end all ranks have reached; its workers may serve another pass."""
         self._over = True
         self._agreement.close()
         if self._ahead is not None and not self._ahead.stop():
@@ -188,7 +189,7 @@ class StepPass:
             self._reading.finish()
 
     def peek(self) -> Any:
-        """Return what is to be delivered first, without delivering it; nothing is agreed on.
+        """Return the first batch without delivering it, and without an agreement.
 
         Raises:
             StopIteration: There is nothing.
@@ -199,7 +200,7 @@ class StepPass:
             except StopIteration:
                 self._num_steps = 0
                 raise
-            except Exception as failure:  # raised at its own step, on all ranks
+            except Exception as failure:  # a failure is raised at its own step, on all ranks
                 raise_if_a_handlers(failure)
                 self._peeked.append((None, failure))
         found, failed = self._peeked[0]
@@ -232,13 +233,13 @@ class StepPass:
         return found
 
     def _say(self) -> None:
-        """Announce what is ready."""
+        """Announce the steps that are ready."""
         steps, self._unsaid = self._unsaid, 0
         if steps:
             self._agreement.announce_ok(steps)
 
     def _step(self, free: bool = False) -> bool:
-        """Read the next step, and say what can be served of it; return whether that is done."""
+        """Read the next step and announce if it can be served; return True if that is done."""
         say = self._agreement
         if self._over:
             raise StopIteration
@@ -268,7 +269,7 @@ class StepPass:
                 say.note(note)
         except StopIteration:
             return self._end()
-        except Exception as failure:  # also of a batch that does not fit the meshes
+        except Exception as failure:  # also the failure of a batch that does not fit the meshes
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._say()
@@ -292,10 +293,10 @@ class StepPass:
 
 
 def stream_readiness(tail: Tail, num_steps: int | None) -> Callable[[Slice], Readiness]:
-    """Return what says of a stream's slice whether it can be delivered.
+    """Return the function that tells if a stream's slice can be delivered.
 
     Args:
-        tail: Where the stream's parts end at different times.
+        tail: What to do if the stream's parts end at different times.
         num_steps: Number of steps if the end is known; then all steps before it can be delivered.
     """
 

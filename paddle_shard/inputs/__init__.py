@@ -1,1 +1,1 @@
-"""What the user gives: a DataLoader or a Stream, and the order that it stands for."""
+"""The user's input: a DataLoader or a Stream, and its order."""

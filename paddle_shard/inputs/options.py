@@ -21,7 +21,7 @@ ON_ERROR = ("raise", "skip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """The arguments of `shard_dataloader`, which describes them; checked as far as they do not depend on the data.
+    """The arguments of `shard_dataloader`, which describes them. What does not depend on the data is checked here.
 
     Raises:
         ArgumentError: One is not what it can be.
@@ -78,11 +78,11 @@ class LoaderOptions:
         return replace(self, dataloader=dataloader, is_dataset_splitted=split)
 
     def compared(self) -> dict[str, Any]:
-        """Return those that must be the same on all ranks, besides what the order says of itself: name -> value."""
+        """Return the options that must be the same on all ranks: name -> value. The order has its own fingerprint."""
         names = ("seed", "seed_paddle", "input_keys", "timeout", "on_error", "num_batches", "num_parts")
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()
-        if padding is not None:  # however it was written
+        if padding is not None:  # in one form, whatever form the user chose
             found["pad_to"] = list(padding.sizes) or LONGEST
             found["pad_values"] = {str(key): float(value) for key, value in sorted(padding.values.items(), key=str)}
         return found
@@ -117,8 +117,8 @@ def check_no_stream_options(options: LoaderOptions) -> None:
 def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) -> tuple[int, bool]:
     """Return how many batches a thread keeps ready, and whether only if reading takes long enough.
 
-    Where a DataLoader has its `use_buffer_reader`, Paddle reads in a thread of its own if there are no workers, and
-    moves to the device in one. So that is the default here, too, where it pays off.
+    If a DataLoader has `use_buffer_reader`, Paddle reads in a thread if there are no workers, and moves batches to the
+    device in a thread. So a thread is the default here, too, if it pays off.
 
     Args:
         options: Of the loader.

@@ -15,7 +15,7 @@ Step = Callable[[Stage], Stage]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A source and the stages behind it."""
+    """A source and the stages after it."""
 
     source: Stage
     steps: tuple[Step, ...] = ()
@@ -23,18 +23,18 @@ class Recipe:
     batched: int | None = None
     """Size of the lists that the last stage makes, if it is `batch`."""
     mixed: int | None = None
-    """Batches of which a rank mixes the rows."""
+    """Number of batches whose rows a rank mixes (`local_shuffle`)."""
 
     def then(self, step: Step, *, one_by_one: bool = False, batched: int | None = None) -> Recipe:
         """Return the recipe with one more stage.
 
         Args:
             step: Makes it.
-            one_by_one: It takes sample by sample, so that it may stand behind `round_robin`.
+            one_by_one: True if it takes sample by sample, so that it may follow `round_robin`.
             batched: Size of the lists that it makes, if it is `batch`.
 
         Raises:
-            ArgumentError: What stands before it has to be the last.
+            ArgumentError: The stage before it has to be the last one.
         """
         if self.mixed is not None:
             raise ArgumentError("local_shuffle must be the last stage: it mixes finished batches.")
@@ -46,7 +46,7 @@ class Recipe:
         return replace(self, steps=(*self.steps, step), batched=batched)
 
     def cut(self) -> Recipe:
-        """Return the recipe with a cut behind its source, unless it has one."""
+        """Return the recipe with a cut right after its source, unless it has a cut."""
         return self if self.is_cut else replace(self, steps=(Stripe, *self.steps))
 
     def without_dispatch(self) -> Recipe:
@@ -77,13 +77,13 @@ class Recipe:
 
     @property
     def num_shards(self) -> int | None:
-        """The files that the stream is made of, where no part can have less than one."""
+        """Number of files of the stream, if a part cannot have less than one file."""
         counted = self.source.lengths(Opening(parts=(0,), num_parts=1)) is not None
         return None if counted else self.source.num_shards
 
     @property
     def most_even_parts(self) -> int | None:
-        """The most parts that those files can be dispatched to evenly, as far as their sizes tell."""
+        """Most parts to which those files can be assigned evenly, as far as their sizes are known."""
         return None if self.num_shards is None else self.source.most_even_parts
 
     @property

@@ -34,15 +34,15 @@ class Source:
 
     batches: IndexBatches
     batch_size: int | None
-    """Rows of the global batch; None where each batch has its own."""
+    """Rows of the global batch; None if batches differ in size."""
     accumulation: int = 1
     split: bool = False
-    """Every data rank's loader has rows of its own."""
+    """True if the loader of every data rank has rows of its own."""
     item_is_batch: bool = False
-    """An item of the data set is a whole global batch (`batch_size=None`)."""
+    """True if an item of the data set is a whole global batch (`batch_size=None`)."""
     tail: Tail = TAILS["pad"]
     custom_sampler: Any = None
-    """The user's batch sampler, where it decides on the order."""
+    """The user's batch sampler, if it decides on the order."""
     stream: StreamSetup | None = None
     """The way a stream is read, for data without an index."""
 
@@ -251,7 +251,7 @@ def _custom(
 
 
 def _lengths(sampler: Any, dataset: Any, *, sized: bool) -> dict[str, int]:
-    """Return what lengths say of the data and its samplers: but for the batch size, which may change."""
+    """Return the lengths of the data and its samplers. The batch size, which may change, is left out."""
     found = {"num_samples": dataset, "sampler_length": getattr(sampler, "sampler", None)}
     if not sized:
         found["num_batches"] = sampler

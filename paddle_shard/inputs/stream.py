@@ -27,7 +27,7 @@ from paddle_shard.stages.stage import Stage
 
 
 class Stream(StreamStages):
-    """A data set without an index: a source, and the stages behind it.
+    """A data set without an index: a source, and the stages after it.
 
     Each method returns a new stream. Give it to a `paddle.io.DataLoader` with the global batch size and the
     workers, and that to `shard_dataloader`. The stages run in the workers.
@@ -194,12 +194,12 @@ class Stream(StreamStages):
             urls: Paths, `http(s)://` URLs, or what fsspec opens (`s3://`, ...). Braces (`{000..009}`) and patterns of
                 local files are expanded.
             shuffle_shards: Permute the tars, in each epoch in another order. Samples keep their order in one: put a
-                `shuffle` behind it.
+                `shuffle` after it.
             resample: Make each part an endless stream of tars, sampled with replacement; set `num_batches=`.
             index: An index file, which `python -m paddle_shard.cli.index_shards` makes; True: `index.json` beside the
                 first tar. With it parts are equal, their lengths known, resuming cheap. None: tars that are all local
                 and not packed are counted by their headers now. False: nothing is counted.
-            cache_dir: Where remote tars are kept, downloaded once; nothing is ever removed from it.
+            cache_dir: The folder to which remote tars are downloaded, once. Nothing is ever removed from it.
             select: Which members are read, by their names.
 
         Raises:
@@ -234,7 +234,7 @@ class Stream(StreamStages):
             columns: Top-level columns to read, in this order; None: all. No others are fetched.
             allow_nulls: A null is None in the sample. False: it is an error that names the column and the row.
             shuffle_shards: Permute the row groups, in each epoch in another order. Rows keep their order in one: put a
-                `shuffle` behind it.
+                `shuffle` after it.
             resample: Make each part an endless stream of row groups, drawn with replacement; give `num_batches=`.
 
         Raises:

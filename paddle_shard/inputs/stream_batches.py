@@ -20,7 +20,7 @@ from paddle_shard.stages.stage import Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamBatch:
-    """A global batch of a stream, of which only its own rows are known to a rank."""
+    """A global batch of a stream. A rank knows only its own rows of it."""
 
     num_rows: int
     micro_size: int
@@ -58,7 +58,7 @@ class StreamBatches:
     split_over: int | None = None
     """The number of data ranks where each has a stream of its own; such a run is bound to it."""
     mixed: tuple[int, int] | None = None
-    """(batches of which each rank mixes its rows, data ranks), where it does; such a run is bound to them."""
+    """With `local_shuffle`: (number of batches whose rows are mixed, data ranks); the order depends on both."""
 
     @property
     def repeats(self) -> bool:
@@ -87,7 +87,7 @@ class StreamBatches:
         return self.steps_left(LoaderState())
 
     def steps_left(self, start: LoaderState) -> int | None:
-        """Return how many steps an epoch has from a position on, the same on every rank; None if nobody knows yet."""
+        """Return the steps of an epoch from a position on, the same on every rank; None if that is not known yet."""
         if self.num_batches is not None:
             return max(0, self.num_batches - start.steps)
         if self.split_over is not None:

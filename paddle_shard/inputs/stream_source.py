@@ -30,7 +30,7 @@ from paddle_shard.stages.stage import Stage
 
 
 def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
-    """Return the DataLoader over a stream that was given, or one that is made for a stream; None if it is none.
+    """Return the given DataLoader over a stream, or one that is made for a stream; None if there is no stream.
 
     Args:
         given: What the user gave.
@@ -40,9 +40,9 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
         ArgumentTypeError: Neither a DataLoader nor anything that yields batches.
     """
     if isinstance(given, ShardDataloader):
-        return None  # which is refused
+        return None  # `read_source` refuses it
     if isinstance(given, paddle.io.DataLoader):
-        if split and _reads_for_itself(given):  # its batches are taken as they come
+        if split and _reads_for_itself(given):  # its batches are used as they are
             return paddle.io.DataLoader(Stream.of(lambda: iter(given)), batch_size=None, places=given.places)
         check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
@@ -186,7 +186,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
 
 
 def _check_off_mesh(own: FieldLayout, split: bool) -> None:
-    """Say what a rank on none of the meshes reads, which makes the others' steps and hears nothing of them."""
+    """Say what a rank on none of the meshes reads. It makes the steps of the others without hearing from them."""
     if own.on_mesh:
         return
     if split:
@@ -210,7 +210,7 @@ def _uncut(stream: Recipe, num_batches: int | None, *, split: bool) -> Stage:
 def _say_how_often_it_is_read(
     stream: Recipe, own: FieldLayout, num_workers: int, plan: PartsPlan | None, *, split: bool
 ) -> None:
-    """Log it once, on one rank, where every sample is read more than once."""
+    """Log once, on one rank, that every sample is read more than once, if that is so."""
     if own.global_rank != 0 or not stream.is_read_whole:
         return
     ranks = 1 if split else own.num_data_ranks
@@ -269,12 +269,12 @@ def _plan(
 
 
 def _held(plan: PartsPlan, layouts: Sequence[FieldLayout], *, split: bool) -> tuple[int, ...]:
-    """Return the parts of which this rank reads rows, for any of its fields."""
+    """Return the parts whose rows this rank reads for any of its fields."""
     if split:
         return tuple(range(plan.num_parts))
     mine = [layout for layout in layouts if layout.on_mesh]
     held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
-    return tuple(sorted(held)) or tuple(range(plan.num_parts))  # on none of the meshes: for where they end
+    return tuple(sorted(held)) or tuple(range(plan.num_parts))  # off the meshes: to know where they end
 
 
 def _check_arguments(options: LoaderOptions) -> None:

@@ -22,9 +22,9 @@ class Assignment:
     """Layouts by the position or the key of a batch's fields."""
 
     entries: tuple[Entry, ...]
-    """One for each mesh given; a single one serves every field."""
+    """One layout for each given mesh; a single one is used for every field."""
     keys: tuple[Any, ...] | None
-    """`input_keys`: what the entries are for, where the batch is a dict."""
+    """`input_keys`: the keys of the entries, if the batch is a dict."""
     overrides: Mapping[Any, FieldLayout]
     """Layouts of single fields, from `placements`."""
 

@@ -19,7 +19,7 @@ from paddle_shard.plan.partition import Rows, slice_rows
 class Balanced:
     """A tensor dim split load-balanced for causal attention, for use in `placements`.
 
-    Of 2c equal chunks, rank r of an axis of size c holds chunks r and 2c-1-r: the layout of Paddle's own ring
+    The dim has 2c equal chunks. Rank r of an axis of size c holds chunks r and 2c-1-r: the layout of Paddle's own ring
     attention (`shard_seq_load_balance`).
     """
 
@@ -64,7 +64,7 @@ class FieldLayout:
 
     @cached_property
     def placements(self) -> list[Any]:
-        """One of Paddle's placements for each axis."""
+        """The placement of Paddle for each axis."""
         placements = [dist.Replicate() for _ in self.layout.axes]
         if not self.replicated_in_name:
             for axis, dim in self.dims:

@@ -56,7 +56,7 @@ class PadTo:
     sizes: tuple[int, ...]
     """Allowed sizes of dim 1, ascending; empty: the longest size, for each dim but the first."""
     values: Mapping[Any, float]
-    """A field's key or position -> what stands behind the end of its rows."""
+    """Key or position of a field -> the number that follows the end of its rows."""
 
     @classmethod
     def of(cls, pad_to: Any, pad_values: Any) -> PadTo | None:
@@ -146,7 +146,7 @@ class PadTo:
         fill = fill_of(0)
         kinds = {(value.dtype, len(value.shape)) if isinstance(value, paddle.Tensor) else None for value in values}
         if fill is None or len(kinds) > 1 or None in kinds:
-            return values  # of which the one who joins them says what does not fit
+            return values  # joining them later says what does not fit
         row = tuple(max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True))
         return [self._padded(value, row, fill) for value in values]
 
@@ -181,7 +181,7 @@ class PadTo:
 
 
 def rows_of(batch: Any) -> dict[str, Row]:
-    """Return path -> what a row is like, of the leaves that have yet to be placed."""
+    """Return path -> what a row is like, of the leaves that are not placed yet."""
     return {leaf.path: leaf.row for leaf in leaves(batch) if isinstance(leaf, Unplaced)}
 
 

@@ -35,7 +35,7 @@ class TensorMaker:
         return self._made(leaves, adopt=False)
 
     def zero_copy(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the same where the arrays are nobody else's: a tensor may be an array's memory, and not a copy."""
+        """Return the same for arrays that nothing else uses: a tensor may take over the memory without a copy."""
         distinct = len(leaves) == 1 or len({id(leaf) for leaf in leaves}) == len(leaves)
         return self._made(leaves, adopt=distinct)
 
@@ -83,11 +83,11 @@ class DeviceFeed:
         batch = core.DenseTensorArray()
         for tensor in tensors:
             batch.append(tensor)
-        with self._lock:  # what is put in first comes out first
+        with self._lock:  # first in, first out
             (queue, reader), self._empty = self._empty or self._started(), None
             queue.push(batch)
             found = list(core.eager.read_next_tensor_list(reader.read_next_list()[0]))
-            self._empty = queue, reader  # not if this was interrupted: then it would be one batch behind for ever
+            self._empty = queue, reader  # not after an interrupt, since it would then be one batch late for ever
             return found
 
     def _started(self) -> tuple[Any, Any]:

@@ -71,7 +71,7 @@ class Placed(NamedTuple):
 
 
 class BatchPlacer:
-    """Makes distributed tensors of a batch's leaves; the structure stays, and so does what is no tensor."""
+    """Turns the leaves of a batch into distributed tensors. The structure and all other leaves stay as they are."""
 
     def __init__(self, assignment: Assignment, dense_tensor_idx: Sequence[Sequence[int]] | None) -> None:
         self.assignment = assignment
@@ -87,7 +87,7 @@ class BatchPlacer:
             batch: Holds the rows `rows.read`.
             rows: Which rows these are.
             keys: `input_keys` as they are now.
-            pad_to: What is to be padded; tensors are left `Unplaced` then, until all ranks' lengths are known.
+            pad_to: What rows are padded to. Tensors then stay `Unplaced` until the lengths of all ranks are known.
 
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
@@ -160,7 +160,7 @@ class _Placing:
         self.apart: list[tuple[Any, ...]] = []
 
     def check_padded(self, path: str) -> None:
-        """Refuse a pad value for a field of which all tensors stay local."""
+        """Refuse a pad value for a field whose tensors all stay local."""
         if self._fill is not None and self._local and not self._padded:
             raise BatchStructureError(
                 f"pad_values has a value for field {path}, but dense_tensor_idx leaves it local, and what is local is "

@@ -11,16 +11,16 @@ from paddle_shard.position.progress import Mark, PassProgress
 
 class _Epoch(NamedTuple):
     known: tuple[Leg, ...] = ()
-    """From a saved state, or the last certificate."""
+    """Legs from a saved state, or from the last certificate."""
     own: tuple[Leg, ...] = ()
-    """Since, by passes that are closed."""
+    """Legs since then, by passes that are closed."""
     passes: tuple[tuple[PassProgress, Mark], ...] = ()
-    """The others, and how far they were at the last certificate."""
+    """Open passes, and their marks at the last certificate."""
     end: int | None = None
-    """The position at which a pass has come to the end of a sampler."""
+    """Position at which a pass has reached the end of a sampler."""
 
     def settled(self) -> _Epoch:
-        """Return the same without the passes that are closed."""
+        """Return the same epoch, with closed passes turned into legs."""
         closed = [(progress, mark) for progress, mark in self.passes if progress.closed]
         if not closed:
             return self
@@ -29,22 +29,22 @@ class _Epoch(NamedTuple):
         return _Epoch(self.known, tuple(own), passes, self.seen_end())
 
     def seen_end(self) -> int | None:
-        """Return where the sampler was seen to end last."""
+        """Return the position of the end of the sampler, as the newest pass has seen it."""
         return next((progress.samples for progress, _ in reversed(self.passes) if progress.ended), self.end)
 
 
 class Delivered:
     """The account of this process, by epochs.
 
-    An epoch's is replaced in one assignment, and what a pass delivers is counted by the pass, in one as well, so that a
-    signal handler that saves the state finds all of a batch or nothing.
+    The entry of an epoch is replaced in one assignment, and a pass counts a batch in one assignment. So a signal
+    handler that saves the state sees a whole batch or nothing of it.
     """
 
     def __init__(self, place: tuple[int, int] | None, loaded: LoaderState | None = None) -> None:
         """Begin the account.
 
         Args:
-            place: (data rank, how many there are) of this process; None where it holds none of the data.
+            place: (data rank, number of data ranks) of this process; None if it holds no data.
             loaded: The state that the run resumes from, with what had been delivered by then.
         """
         self._place = place
@@ -56,12 +56,12 @@ class Delivered:
             self._epochs[loaded.epoch] = _Epoch(known, end=loaded.samples if loaded.ended else None)
 
     def count(self, progress: PassProgress) -> None:
-        """Count what a pass delivers from now on; of passes that are over, what they have is all that is kept."""
+        """Count the deliveries of a pass from now on. Passes that are over are turned into legs."""
         for epoch in sorted(self._open):
             self._epochs[epoch] = self._epochs[epoch].settled()
         found = self._epochs.get(progress.epoch, _Epoch())
         self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.mark())))
-        # Last, since a signal handler may raise at any line: what is open has an entry.
+        # This comes last, since a signal handler may raise at any line: each open epoch must have an entry.
         self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
 
     def account(self, epoch: int) -> Account:
@@ -71,7 +71,7 @@ class Delivered:
         return Account(self._place, found.known, own)
 
     def legs(self, epoch: int) -> tuple[Leg, ...]:
-        """Return the same for a saved state."""
+        """Return the legs of an epoch for a saved state."""
         _, known, own = self.account(epoch)
         return tuple(folded([*known, *own]))
 
@@ -80,7 +80,7 @@ class Delivered:
         return self._epochs.get(epoch, _Epoch()).seen_end()
 
     def replace(self, epoch: int, known: list[Leg]) -> None:
-        """Let what all ranks have delivered together take the place of what this one has."""
+        """Replace what this rank has delivered by what all ranks together have delivered."""
         found = self._epochs.get(epoch, _Epoch())
         passes = tuple((progress, progress.mark()) for progress, _ in found.passes)
         self._epochs[epoch] = _Epoch(tuple(known), (), passes, found.end)

@@ -36,10 +36,10 @@ class PassProgress:
 
         Args:
             start: Where the pass begins.
-            batch_size: Rows of every global batch; None where each has its own.
-            place: (data rank, how many there are) of this process; None where it delivers nothing that is counted.
-            num_steps: Of the whole epoch; None if it shows only at its end.
-            plan: The order of the epoch with this pass in it; None where a sampler or a stream has it.
+            batch_size: Rows of every global batch; None if batches differ in size.
+            place: (data rank, number of data ranks) of this process; None if its deliveries are not counted.
+            num_steps: Steps of the whole epoch; None if it is known only at the end.
+            plan: The order of the epoch, with the batch size of this pass; None if a sampler or a stream has the order.
         """
         self.start, self.plan = start, plan
         self.epoch = start.epoch
@@ -47,7 +47,7 @@ class PassProgress:
         self.number = next(numbers)
         self.num_steps = num_steps
         self.counted = self.closed = False
-        """True if the run counts what it delivers; true if it delivers no more."""
+        """`counted`: True if the run counts its deliveries. `closed`: True if it delivers no more."""
         self._place = place
         # In one value, so that a signal handler that saves the state finds all of a batch or nothing.
         self._at = (start.samples, start.steps, start.ended, start.sampler, Tally(), Tally())
@@ -64,7 +64,7 @@ class PassProgress:
 
     @property
     def ended(self) -> bool:
-        """True if the last of them was the epoch's last."""
+        """True if the epoch's last batch was delivered."""
         return self._at[2]
 
     def deliver(
@@ -75,11 +75,11 @@ class PassProgress:
         last: bool | None = None,
         drawn: Sequence[Any] | npt.NDArray[np.int64] = (),
     ) -> None:
-        """Go on by one batch.
+        """Count one more batch.
 
         Args:
             num_real: Samples of the global batch.
-            ids: The samples of this process's slice of it, padding left out.
+            ids: The samples of this process's slice of it, without padding.
             sampler_state: State of the user's own sampler after this batch.
             last: True if it was seen that the epoch ends with it; None: its steps are known.
             drawn: The samples of the global batch that the user's own sampler drew.
@@ -90,12 +90,12 @@ class PassProgress:
         self._at = (samples + num_real, steps + 1, ended, sampler_state, tally.added(ids), of_all)
 
     def end(self) -> None:
-        """Note that nothing comes after what was delivered."""
+        """Note that the epoch has ended with the last batch that was delivered."""
         samples, steps, _, sampler, tally, of_all = self._at
         self._at = (samples, steps, True, sampler, tally, of_all)
 
     def mark(self) -> Mark:
-        """Return how far it has come."""
+        """Return the mark of the present position."""
         return self._at[0], self._at[4].total, self._at[5].total
 
     def legs(self, since: Mark) -> list[Leg]:
@@ -111,7 +111,7 @@ class PassProgress:
         return legs
 
     def state(self, fingerprint: Mapping[str, Any], certificate: tuple[Leg, ...]) -> LoaderState:
-        """Return the position as a value, beside what has been delivered of the epoch."""
+        """Return the position as a value, together with the deliveries of the epoch."""
         samples, steps, ended, sampler, *_ = self._at
         return LoaderState(
             epoch=self.epoch,

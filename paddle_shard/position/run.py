@@ -39,7 +39,7 @@ class Run:
             source: What the passes read.
             layout: Of the field that says which data rank this process is.
             ranks: The global ranks of the meshes.
-            timeout: Seconds to wait for them, where they are asked what they have delivered.
+            timeout: Seconds to wait for the other ranks when a certificate is made.
         """
         self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
         self._sampler = source.custom_sampler
@@ -196,7 +196,7 @@ class Run:
             return None
 
     def state(self) -> LoaderState:
-        """Return where the run stands."""
+        """Return the position of the run."""
         batches = self._source.batches
         fingerprint, history = batches.fingerprint(), self.history
         if self._newest is not None:
@@ -210,7 +210,7 @@ class Run:
         return start
 
     def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
-        """Stand where a saved state says."""
+        """Move the run to a saved position."""
         fingerprint = self._source.batches.fingerprint()
         resumed = LoaderState.from_dict(state, fingerprint, override)
         history = History.from_json(resumed.history)
