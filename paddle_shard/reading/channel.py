@@ -30,19 +30,19 @@ _GRAIN = 64 << 10
 
 
 class Channel:
-    """One end of a connection between two processes: whole messages, some at a time, in order, both ways.
+    """One end of a connection between two processes. It carries whole messages in order, several at a time, both ways.
 
-    What is large lies in memory that both have mapped, in one of several slots. Nothing else guards a slot: a sender
-    must know that what it sent before in the same one has been received. So it is where slots are taken in turn, each
-    `send` is answered by one, and never more than `num_slots` are unanswered. All slots are in one file, since each
-    mapping costs a process one of its open files, of which there are often no more than 1024.
+    A large message lies in memory that both processes have mapped, in one of several slots. Nothing guards a slot: a
+    sender must know that the message before in the same slot has been received. It knows if slots are used in turn,
+    each `send` is answered by one `send`, and at most `num_slots` are unanswered. All slots are in one file, since each
+    mapping costs a process one of its open files, and often only 1024 are allowed.
     """
 
     def __init__(self, connection: socket.socket, num_slots: int) -> None:
         """Take over one of a pair of sockets that keep messages apart (SOCK_SEQPACKET).
 
         Args:
-            connection: One that does not block where `receive` and `send` are not to wait.
+            connection: The socket. If it does not block, `receive` and `send` do not wait.
             num_slots: The same at both ends.
         """
         self._connection, self._num_slots = connection, num_slots
@@ -51,28 +51,28 @@ class Channel:
         self._ours: _Slots | None = None
         self._num_sent = 0
         self.num_bytes = 0
-        """Size in bytes of what was received last."""
+        """Size in bytes of the message that was received last."""
         self._poll = select.poll()  # not select: file numbers above 1023 are common in a training process
         self._poll.register(connection, select.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for something to receive, or the end; return whether there is."""
+        """Wait for a message, or for the end of the connection; return True if one came."""
         return bool(self._poll.poll(seconds * 1000))
 
     def receive(self, failed: Callable[[Exception], Any]) -> list[Any]:
-        """Return the messages that were sent next, together; their arrays are the caller's alone.
+        """Return the messages that were sent together next. Nothing else refers to their arrays.
 
         Args:
-            failed: Returns what stands for a message that cannot be had, and for those behind it.
+            failed: Returns a replacement for a message that cannot be read, and for those after it.
 
         Raises:
-            BlockingIOError: There are none yet.
-            EOFError: The other side has gone, and all that it has sent was received.
+            BlockingIOError: No message has come yet.
+            EOFError: The other side has gone, and everything that it sent was received.
         """
         while True:
             try:
                 received, files, *_ = self._connection.recvmsg_into([self._small], _ONE_FILE, socket.MSG_CMSG_CLOEXEC)
-            except ConnectionResetError:  # said once; what was sent before can still be had
+            except ConnectionResetError:  # raised once; earlier messages can still be received
                 continue
             if not received:
                 raise EOFError
@@ -89,15 +89,15 @@ class Channel:
             return unpickled(*_read(self._theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
 
     def send(self, *messages: Any, slot: int | None = None) -> None:
-        """Send messages, to be received together.
+        """Send messages that are received together.
 
         Args:
             messages: One or more.
-            slot: Where they lie, if they are large, and not in the next that is taken in turn.
+            slot: The slot for large messages; None: the next one in turn.
 
         Raises:
-            BlockingIOError: Nothing was sent, as the other side has to receive some first.
-            OSError: The other side has gone, or there is no memory.
+            BlockingIOError: Nothing was sent: the other side must receive some messages first.
+            OSError: The other side has gone, or there is not enough memory.
             Exception: Whatever pickling raises; nothing was sent.
         """
         pieces = pickled(messages)
@@ -113,11 +113,11 @@ class Channel:
         self._num_sent += 1
 
     def interrupt(self) -> None:
-        """Make a `wait` in another thread return; there is nothing to receive any more."""
+        """Make a `wait` in another thread return; no message can be received after this."""
         self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Leave this end."""
+        """Close this end of the connection."""
         self._connection.close()
         if self._ours is not None:
             self._ours.close()
@@ -139,18 +139,18 @@ class Channel:
 
 
 class _Slots:
-    """Some slots of the same size in a file without a name, in memory: what holds it open is all that keeps it."""
+    """Some slots of the same size, in an unnamed file in memory. It exists as long as a process holds it open."""
 
     def __init__(self, num_slots: int, room: int) -> None:
-        """Make the file and map it; it takes up nothing yet.
+        """Make the file and map it; it does not take up memory yet.
 
         Raises:
-            OSError: That cannot be done.
+            OSError: The file cannot be made or mapped.
         """
         self.room = room
         """Bytes of a slot."""
         self._there = [0] * num_slots
-        if hasattr(os, "memfd_create"):  # not where Python was built for a C library of before 2018
+        if hasattr(os, "memfd_create"):  # missing if Python was built for a C library older than 2018
             self.file = os.memfd_create("paddle_shard")
         else:
             with tempfile.TemporaryFile(dir="/dev/shm") as file:
@@ -163,27 +163,27 @@ class _Slots:
             raise
 
     def slot(self, number: int, size: int) -> memoryview:
-        """Return a slot of which at least `size` bytes are there.
+        """Return a slot with at least `size` bytes of memory.
 
         Raises:
-            OSError: There is not so much memory.
+            OSError: There is not enough memory.
         """
         start = number * self.room
         if self._there[number] < size:
             there = min(-(-size // _GRAIN) * _GRAIN, self.room)
-            os.posix_fallocate(self.file, start, there)  # else a write to it would end the process if there is no more
+            os.posix_fallocate(self.file, start, there)  # or a write would end the process if memory has run out
             self._there[number] = there
         return self.memory[start : start + self.room]
 
     def close(self) -> None:
-        """Take up no file number any more; safe to call again."""
+        """Close the file; safe to call again."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
 
 
 def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | None:
-    """Map memory that was sent; None where no more files can be opened, or there are no addresses left."""
+    """Map memory that was sent; None if no more files can be opened, or no addresses are left."""
     if not files:
         return None
     (file,) = _FILE.unpack(files[0][2])
@@ -197,7 +197,7 @@ def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | 
 
 
 def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each piece begins, behind a table of their lengths, and where the last ends."""
+    """Return where each piece begins, after a table of their lengths, and where the last one ends."""
     starts, end = [], 8 * len(lengths)
     for length in lengths:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT

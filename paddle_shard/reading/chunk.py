@@ -21,11 +21,11 @@ class Dispatched(NamedTuple):
     samples: Mapping[int, Sequence[tuple[int, Any]]]
     """For each part (round, sample)."""
     spare: Mapping[int, Sequence[Any]]
-    """For some parts, their first samples, which missing rows are made of."""
+    """Part -> first samples, for some parts; missing rows are made from them."""
     why: str = ""
-    """Why there are none."""
+    """Why there are no samples."""
     first: bytes = b""
-    """Pickled, for some parts, their first samples, which tell what is usual: on their own, as they are read twice."""
+    """Part -> first samples, pickled, for some parts; they show what is usual. They are read a second time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class ChunkRequest:
     """A reader's share of a step: some rows of each part that it holds."""
 
     number: int
-    """Number of the pass. A reader that is asked for another pass begins anew."""
+    """Number of the pass. A request of another pass makes the reader begin again."""
     opening: Opening
     """The parts, and where the pass begins in them."""
     step: int
     """Step of the epoch."""
     first_step: int
-    """The first that this reader serves in the pass."""
+    """First step that this reader serves in the pass."""
     stride: int = 1
     """Steps from one that this reader serves to the next."""
     stripe: int
@@ -47,13 +47,13 @@ class ChunkRequest:
     accumulation: int = 1
     """Micro-batches in the step."""
     pad: bool = False
-    """True if missing rows are made up for."""
+    """True if missing rows are filled with copies of other samples."""
     repeat: bool = False
     """True if a part that has ended is opened again."""
     whole_items: bool = False
     """True if a sample is a whole batch, which is not collated."""
     local_rows: int | None = None
-    """If a sample is a rank's own batch: the rows of each, or 0 if the first one tells. None: it is a global batch."""
+    """If a sample is a rank's own batch: its rows, or 0 if the first one decides. None: it is a global batch."""
     skip_errors: bool = False
     """True if a sample that the user's code fails on is a row that is not valid."""
     rows_are_split: bool = False
@@ -63,9 +63,9 @@ class ChunkRequest:
     compared: bool = False
     """True if what is read for it is compared with what other readers of the same stream read."""
     dispatched: Dispatched | bytes | None = None
-    """The samples, pickled or not, where the main process has read them; else the reader does."""
+    """The samples, pickled or not, if the main process has read them; None: the reader reads."""
     failure: ReadFailure | None = None
-    """Failure to read the samples."""
+    """The failure, if the main process could not read the samples."""
 
     @property
     def epoch(self) -> int:
@@ -92,9 +92,9 @@ class Chunk(NamedTuple):
     """Some rows of a step."""
 
     batch: Any
-    """Collated; None where rows are missing that are not made up for."""
+    """The collated batch; None if rows are missing that are not filled."""
     real: bytes
-    """One a row: 1 if it is real, 0 if it was made up."""
+    """One byte per row: 1 if the row is real, 0 if it was filled."""
     fresh: bool
     """True if a row is of its part's first round."""
     state: Any = None
@@ -102,7 +102,7 @@ class Chunk(NamedTuple):
     skipped: Sequence[tuple[int, str]] = ()
     """(row, why) of samples that could not be read; the row holds another sample's data."""
     why: str = ""
-    """Why missing rows could not be made up."""
+    """Why missing rows could not be filled."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads other data."""
 
@@ -117,9 +117,9 @@ class Slice(NamedTuple):
     skipped: npt.NDArray[np.bool_] | None = None
     """Mask of the rows whose sample could not be read; None: there are none."""
     why: str = ""
-    """Why missing rows could not be made up."""
+    """Why missing rows could not be filled."""
     digest: int = 0
-    """As of a chunk."""
+    """See `Chunk`."""
 
     @property
     def whole(self) -> bool:
@@ -139,11 +139,11 @@ NO_STAND_IN = (
 Gather = Callable[[Sequence[Any], Rows], Any]
 """Joins tensors by their first dim and takes rows of them."""
 Even = Callable[[Sequence[Any]], Sequence[Any]]
-"""Makes the rows of several batches as long as each other, where they may differ."""
+"""Pads the rows of several batches to the same length, if they may differ."""
 
 
 def as_they_are(batches: Sequence[Any]) -> Sequence[Any]:
-    """Return batches whose rows must be alike."""
+    """Return the batches unchanged: their rows must be alike already."""
     return batches
 
 
@@ -152,7 +152,7 @@ class Joiner:
     """Puts the chunks of a step together, in the order of the global batch's rows."""
 
     places: Sequence[Rows]
-    """For each chunk, where its rows stand in the slice."""
+    """For each chunk, the places of its rows in the slice."""
     gather: Gather
     even: Even = as_they_are
     _order: Rows = field(init=False)
@@ -194,14 +194,14 @@ class Joiner:
 
 
 def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: Gather, path: str = "") -> Any:
-    """Return some rows of several batches laid end to end.
+    """Return some rows of several batches that are laid end to end.
 
     Args:
-        batches: Of the same structure.
-        sizes: Rows of each.
-        rows: Which, counted over all of them.
-        gather: For tensors.
-        path: Where in the batches this is, for messages.
+        batches: Batches of the same structure.
+        sizes: The rows of each batch.
+        rows: The rows to take, counted over all batches.
+        gather: Joins tensors and takes rows of them.
+        path: The place in the batches, for messages.
 
     Raises:
         ValueError: They differ in structure or in the shape of a row; the text says where.
@@ -221,7 +221,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: 
                 "sample; add what is the same for all samples in the training loop."
             )
         _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", path)
-        if isinstance(first, np.ndarray):  # of objects, which no tensor can hold
+        if isinstance(first, np.ndarray):  # an array of objects, which no tensor can hold
             return np.concatenate(batches)[rows]
         return gather(batches, rows)
     if not is_sequence(first):

@@ -57,12 +57,12 @@ class ChunkReader:
         self._parts: list[Iterator[tuple[int, Any]]] = []
         self._dispatched: dict[int, deque[Any]] = {}
         self._padding: Padding | None = None
-        self._why = ""  # why missing rows could not be made up
+        self._why = ""  # why missing rows could not be filled
         self._state: Any = None
         self._usual: Usual | None = None
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
-        """Return the rows of a request, or its failure."""
+        """Return the chunk of a request, or its failure."""
         at: dict[str, Any] = {"what": f"opening parts {list(request.opening.parts)}", "index": None}
         if request.failure is not None:
             return request.failure
@@ -97,7 +97,7 @@ class ChunkReader:
             if worker is None and raised_by_a_handler(error):
                 raise
             index = getattr(error, FAILED_AT, None)
-            if index is not None:  # it was read on the way to this reader's own
+            if index is not None:  # the sample belongs to another reader, and was read on the way to this one's
                 at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
             elif at["index"] is not None and not isinstance(error, PaddleShardError):
                 part, number = at["index"]
@@ -105,7 +105,7 @@ class ChunkReader:
             return ReadFailure.of(error, worker=worker, **at)
 
     def close(self) -> None:
-        """Let go of the open parts."""
+        """Close the open parts."""
         self._padding = None
         self._number, self._parts, self._dispatched = None, [], {}
 
@@ -118,7 +118,7 @@ class ChunkReader:
         self._number, self._next_step, self._parts = request.number, request.first_step, []
         self._state, self._digest, self._ahead_digest = request.opening.state, 0, 0
         self._ahead.clear()
-        if request.dispatched is not None:  # the rounds, and what is skipped, are those of the one who feeds
+        if request.dispatched is not None:  # the process that dispatches has skipped samples and counts the rounds
             self._padding = Padding(self._stage, opening)
             self._dispatched = {part: deque() for part in opening.parts}
             opening = replace(opening, dispatched={part: _taken(queue) for part, queue in self._dispatched.items()})
@@ -188,7 +188,7 @@ class ChunkReader:
         return [columns[part][row] for part, row in order], real, fresh
 
     def _padded(self, columns: list[list[Any]], request: ChunkRequest, at: dict[str, Any]) -> bool:
-        """Make missing rows up; return whether that is to be, and can be."""
+        """Fill missing rows; return True if they were to be filled and could be."""
         if not request.pad or request.whole_items:
             return False
         assert self._padding is not None
@@ -222,7 +222,7 @@ class ChunkReader:
     def _batch(
         self, samples: list[Any], real: list[bool], request: ChunkRequest
     ) -> tuple[Any, Sequence[tuple[int, str]]]:
-        """Return a batch, and (row, why) of those in which another sample stands for one that cannot be had."""
+        """Return a batch, and (row, why) for each row that holds another sample, since its own cannot be read."""
         if not request.skip_errors:
             return self._collated(samples, request), ()
         failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
@@ -239,7 +239,7 @@ class ChunkReader:
         return batch, told
 
     def _of_the_order(self, part: int, failed: dict[int, str]) -> Usual:
-        """Return what stands in a part's rows where no sample of the chunk can be read."""
+        """Return the sample for a part's rows if no sample of the chunk can be read."""
         assert self._padding is not None
         try:
             return Usual(self._padding.of(part), of_one_size=True)
@@ -249,7 +249,7 @@ class ChunkReader:
             ) from None
 
     def _named(self, part: int, number: int, request: ChunkRequest) -> str:
-        """Return which sample that is, for messages."""
+        """Return the description of a sample, for messages."""
         origin = None if request.whole_items else self._stage.origin(request.opening, part, number)
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
@@ -268,12 +268,12 @@ class ChunkReader:
 
 
 def _taken(queue: deque[Any]) -> Iterator[Any]:
-    """Yield what a part is dispatched; it has ended where it is dispatched less than is asked for."""
+    """Yield the samples that are dispatched to a part. The part has ended if fewer come than were asked for."""
     while queue:
         yield queue.popleft()
 
 
 def _splits_behind_the_cut(stage: Stage) -> bool:
-    """True if samples are made of parts of one: how far a reader must have read does not follow from a position."""
+    """True if a sample may be a piece of a larger one, so that a position does not tell how far a reader must read."""
     behind = takewhile(lambda one: not isinstance(one, Stripe), stage.line())
     return any(isinstance(one, Unbatch) for one in behind)

@@ -1,4 +1,4 @@
-"""What stands, in a few microseconds, for the samples that were read?"""
+"""How can samples be compared in a few microseconds?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from paddle_shard.tree import is_sequence
 
 _ITEMS = 64
-"""Elements of an array, characters of a text, items of a list that are looked at, at most."""
+"""Most elements of an array, characters of a text or items of a list that are looked at."""
 
 
 def digest(value: Any, before: int = 0) -> int:
-    """Return a number in [0, 2^32) for a sample, on top of that of the samples before it.
+    """Return a number in [0, 2^32) for a sample and all samples before it.
 
     It is a look at some of each leaf, enough to tell one sample of a data set from another: two that differ have
     different digests nearly always, and the same sample has the same in every process. Of objects that are neither

@@ -1,4 +1,4 @@
-"""How does the main process read a stream for its workers, and deal it to them?"""
+"""How does the main process read a stream and dispatch it to its workers?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paddle_shard.stages.stage import Stage
 from paddle_shard.stages.stripe import FAILED_AT
 
 _SPARE = 64
-"""Samples that are sent for the rows that are missing, where the workers may be unable to make something of one."""
+"""Samples that are sent for missing rows, in case the workers cannot use one of them."""
 
 
 def dispatch(
@@ -28,8 +28,8 @@ def dispatch(
     """Yield each step's requests with the samples that they are for.
 
     Args:
-        requests: Without an end.
-        stage: What stands before the dispatch; all parts of this rank are opened at once.
+        requests: The requests of the pass, without an end.
+        stage: The stage before the dispatch; all parts of this rank are opened at once.
         generators: Global generators to seed before each piece of the user's code; their state is restored.
         to_workers: True if the samples go to other processes. They are pickled here then: what cannot be would be
             lost in the queue's thread.
@@ -41,7 +41,7 @@ def dispatch(
 
     parts: dict[int, Iterator[tuple[int, Any]]] | None = None
     padding: Padding | None = None
-    told: set[int] = set()  # parts of which the first samples were sent
+    told: set[int] = set()  # parts whose first samples were sent
     failure: ReadFailure | None = None
     first = b""
     for step in requests:
@@ -93,7 +93,7 @@ def dispatch(
 
 
 def _pickled(first: Any) -> bytes:
-    """Return the samples on their own; nothing if they cannot be sent, which shows where they are delivered."""
+    """Return the samples pickled on their own; nothing if they cannot be pickled, which is reported with their step."""
     try:
         return pickle.dumps(first)
     except Exception as error:
@@ -102,7 +102,7 @@ def _pickled(first: Any) -> bytes:
 
 
 def _with_spare(found: Dispatched, part: int, padding: Padding, count: int) -> Dispatched:
-    """Return what is dispatched, and samples that can fill a part's missing rows, as far as there are any."""
+    """Return the samples of a step, and samples that can fill a part's missing rows, if there are any."""
     spare, why = {number: list(samples) for number, samples in found.spare.items()}, "every part is empty"
     try:
         for number, sample in islice(padding.candidates(part), count):

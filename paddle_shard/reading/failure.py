@@ -42,7 +42,7 @@ class ReadFailure:
     what: str
     """The action that failed, such as "reading sample 7"."""
     index: Any
-    """The sample at fault; None where it is no single one's."""
+    """The sample at fault; None if no single one is."""
     cause_type: str
     cause: str
     """The exception's text."""
@@ -55,7 +55,7 @@ class ReadFailure:
     def of(
         cls, error: BaseException, *, what: str, index: Any, worker: int | None, indices: tuple[Any, ...] = ()
     ) -> ReadFailure:
-        """Return the failure that an exception stands for."""
+        """Return the failure for an exception."""
         return cls(
             what=what,
             index=index,

@@ -1,4 +1,4 @@
-"""Which samples of a stream tell what is usual, whoever reads it?"""
+"""Which samples of a stream show what is usual, for all readers alike?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paddle_shard.stages.repeat import Repeat, in_rounds
 from paddle_shard.stages.stage import Stage
 
 _COMPARED, _PARTS = 16, 4
-"""Samples that are compared, and the parts that they come from where these have as many."""
+"""Samples that are compared, and parts that they come from, if the parts have so many."""
 
 
 def opened_with_first(
@@ -24,8 +24,8 @@ def opened_with_first(
 ) -> tuple[list[Iterator[tuple[int, Any]]], dict[int, list[Any]]]:
     """Open parts, and look at the stream's first samples if errors are skipped.
 
-    A reader looks at the same samples whichever parts it holds: the first of some parts, spread evenly over all. They
-    come from the pass's own reading, where it begins with them: what a stream is made of may be gone when it is read.
+    All readers look at the same samples, whichever parts they hold: the first ones of some parts, spread evenly over
+    all. If the pass begins with them, they come from its own reading, since a stream may not be readable twice.
 
     Args:
         stage: What is opened.
@@ -48,7 +48,7 @@ def opened_with_first(
 
 
 def first_of_dispatched(stage: Stage, opening: Opening, dispatched: Dispatched) -> list[Any]:
-    """Return the same samples of a stream that the main process reads, as the stages behind the dispatch make them."""
+    """Return the same samples of a stream that the main process reads, after the stages that follow the dispatch."""
     if not dispatched.first:
         return []
     first: dict[int, list[Any]] = pickle.loads(dispatched.first)
@@ -58,18 +58,18 @@ def first_of_dispatched(stage: Stage, opening: Opening, dispatched: Dispatched) 
 
 
 def _repeats(stage: Stage) -> bool:
-    """True if it is opened again by itself; for all parts at once, so that those that nobody reads would be kept."""
+    """True if the stream opens itself again, for all parts at once; it would keep samples that nobody reads."""
     return any(isinstance(one, Repeat) for one in stage.line())
 
 
 def _opened(stage: Stage, opening: Opening) -> dict[int, Iterator[Any]]:
-    """Open all parts, the reader's first. None is read before it is asked for."""
+    """Open all parts, those of the reader first. A part is read only when it is asked for a sample."""
     every = tuple(dict.fromkeys([*opening.parts, *range(opening.num_parts)]))
     return dict(zip(every, stage.open(replace(opening, parts=every)), strict=True))
 
 
 def _read(parts: dict[int, Iterator[Any]], num_parts: int) -> dict[int, list[Any]]:
-    """Read the first samples of four parts; of more where those have too few that can be read."""
+    """Read the first samples of four parts, or of more if those have too few samples that can be read."""
     spread = [num_parts * number // _PARTS for number in range(_PARTS)]
     of_each, missing = -(-_COMPARED // min(_PARTS, num_parts)), _COMPARED
     first: dict[int, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""How does a rank's own short batch get as many rows as the others?"""
+"""How does a short batch of a rank get as many rows as its other batches?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def num_rows_of(batch: Any) -> int:
 
 
 class OwnRows:
-    """Gives each of a rank's own batches as many rows as its first; whichever worker has read it."""
+    """Gives each batch of a rank as many rows as its first, whichever worker has read it."""
 
     def __init__(self, gather: Gather) -> None:
         self._gather, self._wanted = gather, 0

@@ -14,7 +14,7 @@ from paddle_shard.reading.stream_pass import StreamPass
 
 
 class MixedPass(Pass):
-    """A pass whose slices are taken apart and put together anew, some at a time, in the main process.
+    """A pass that mixes the rows of several slices at a time, in the main process.
 
     It mixes samples of different parts, but only of those that this rank holds: another number of data ranks
     gives other batches. Each window of batches has a key of its own, so a pass can begin at any window.
@@ -35,19 +35,19 @@ class MixedPass(Pass):
         """Start the pass.
 
         Args:
-            reading: Begins at a window.
+            reading: The pass that reads the slices; it begins at a window.
             gather: For tensors.
-            even: Makes batches fit together.
-            window: Batches that are mixed.
-            first_window: Its number.
-            skip: Batches of it to leave out.
-            num_steps: Batches from the window's first to the end; None: that shows there.
-            key: Of this rank's order in the epoch.
+            even: Pads the rows of batches to the same length.
+            window: Number of batches that are mixed.
+            first_window: Number of the window at which the reading begins.
+            skip: Batches of that window to leave out.
+            num_steps: Batches from the window's first one to the end; None if that is not known.
+            key: Key of this rank's order in the epoch.
         """
         self._reading, self._gather, self._even = reading, gather, even
         self._window, self._number, self._skip, self._key = window, first_window, skip, key
         self._left = -1 if num_steps is None else num_steps
-        """Batches to read; below 0: no end is known."""
+        """Batches that are left to read; below 0: the end is not known."""
         self._mixed: deque[Slice] = deque()
         self._behind: Slice | None = None
 
@@ -57,7 +57,7 @@ class MixedPass(Pass):
         Raises:
             DataReadError: Reading failed.
         """
-        while not self._mixed:  # a whole last window may have been delivered before
+        while not self._mixed:  # a whole last window may have been delivered already
             self._fill()
             while self._skip and self._mixed:
                 self._mixed.popleft()
@@ -74,11 +74,11 @@ class MixedPass(Pass):
         self._reading.interrupt()
 
     def finish(self) -> None:
-        """End the pass in order; persistent workers are there for the next."""
+        """End the pass in order; persistent workers stay for the next pass."""
         self._reading.finish()
 
     def close(self) -> None:
-        """End its workers."""
+        """End the workers."""
         self._reading.close()
 
     def _next(self) -> Slice:
@@ -89,7 +89,7 @@ class MixedPass(Pass):
         return next(self._reading)
 
     def _is_end(self, found: Slice) -> bool:
-        """True if this batch is one behind the end, if that is not known; those stay as they are."""
+        """True if this batch comes after an end that was not known; such batches are not mixed."""
         return found.batch is None or found.empty or (self._left < 0 and not found.fresh)
 
     def _fill(self) -> None:

@@ -11,7 +11,7 @@ QUICK = 0.001
 _TRIALS = 3
 """Reads after which it is known whether reading is quick."""
 _KEPT = 0.8
-"""Share of what was known before that is kept for each step that follows."""
+"""Weight of the earlier steps in the mean; the newest step has the rest."""
 
 _CACHED, _SENT, _HELD = 256 << 10, 1 << 20, 8 << 20
 """Bytes that stay in the cache while they are read one after the other; that stay there until they are delivered; and
@@ -39,11 +39,11 @@ class Pace:
         self._looked = (0, 0.0)
 
     def look(self, step: int, num_bytes: int) -> None:
-        """Look at the clock before a step; the time before the first one is none of a step.
+        """Look at the clock before a step. The time before the first step is not counted.
 
         Args:
-            step: Counted from 0; steps may be left out.
-            num_bytes: Of a step; 0 if that is not known.
+            step: Number of the step; steps may be left out.
+            num_bytes: Size of a step; 0 if that is not known.
         """
         (before, since), now = self._looked, time.perf_counter()
         self._looked = (step, now)
@@ -74,15 +74,15 @@ class Pace:
         return self.reads_known and self.quickest_read < QUICK
 
     def stays_cached(self, count: int) -> bool:
-        """Return whether so many steps are in the cache at once."""
+        """Return True if a number of steps fit into the cache together."""
         return count * self.num_bytes <= _CACHED
 
     def requests_at_once(self, num_bytes: int, most: int) -> int:
         """Return how many requests a worker is sent in one message.
 
         Args:
-            num_bytes: Of the answer to one.
-            most: At most so many.
+            num_bytes: Size of the answer to one request.
+            most: Largest number to return.
         """
         fit = max(1, min(most, _SENT // max(num_bytes, 1)))
         return fit if self.quick else 1
@@ -91,7 +91,7 @@ class Pace:
         """Return how many steps to read ahead so that quick ones do not wait for the agreement.
 
         Args:
-            least: At least so many, but for quick steps on a table.
+            least: Smallest number to return, except for quick steps on a table.
             on_table: True if no rounds are needed.
         """
         return steps_ahead(least, self.seconds, self.num_bytes, on_table=on_table)

@@ -1,4 +1,4 @@
-"""What stands in the rows that a part has no samples for?"""
+"""Which sample fills the rows of a part that has no more samples?"""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from paddle_shard.stages.stage import Stage
 _NOTHING = object()
 
 Spare = dict[int, list[Any]]
-"""For some parts, their first samples; none where the part is known to have none."""
+"""Part -> first samples, for some parts; an empty list for a part that is known to have none."""
 
 
 class Padding:
     """A part's own first sample; for a part without any, that of the lowest part that has one.
 
-    A sample that cannot be read is passed over. So it depends on the order alone: not on who holds which parts, nor on
-    where the pass began. The first samples of a pass are kept; where it begins later, and for other readers' parts, the
-    stream is opened again. Some samples of what is dispatched are given; it is opened only where none of them fits.
+    A sample that cannot be read is left out. So the choice depends on the order alone: not on who holds which parts,
+    nor on where the pass began. The first samples of a pass are kept. If it begins later, and for the parts of other
+    readers, the stream is opened again. Of dispatched streams some samples are given, and it is opened only if none of
+    them can be used.
     """
 
     def __init__(self, stage: Stage, opening: Opening) -> None:
@@ -53,7 +54,7 @@ class Padding:
             self._first[part] = first
 
     def give(self, spare: Mapping[int, Sequence[Any]]) -> None:
-        """Take the first samples of some parts, as the stage is to be dispatched them."""
+        """Take the first samples of some parts, as they are before the stages that follow the dispatch."""
         for part, samples in spare.items():
             self._given.setdefault(part, []).extend(samples)
             if not samples:
@@ -64,7 +65,7 @@ class Padding:
         return [part for part, first in self._first.items() if first is _NOTHING]
 
     def candidates(self, part: int) -> Iterator[tuple[int, Any]]:
-        """Yield (part, sample) of what can stand in a part's rows; the first does."""
+        """Yield (part, sample) for each sample that can fill a part's rows; the first one is used."""
         for candidate in (part, *range(self._opening.num_parts)):
             if candidate not in self._first:
                 yield from ((candidate, sample) for sample in self._opened(candidate))
@@ -72,7 +73,7 @@ class Padding:
                 yield candidate, self._first[candidate]
 
     def of(self, part: int) -> Any:
-        """Return what stands in a part's rows.
+        """Return the sample that fills a part's rows.
 
         Raises:
             LookupError: No part has a sample.
@@ -90,20 +91,20 @@ class Padding:
             self._first.setdefault(part, _NOTHING)
 
     def _readings(self, part: int) -> Iterator[Iterator[Any]]:
-        """Yield a part from its beginning: as far as it was given, and then the whole."""
+        """Yield the samples of a part from its beginning: first those that were given, then all."""
         opening = replace(self._opening, parts=(part,), rounds=Counter())
         if self._source is None:
             yield self._stage.open(opening)[0]
             return
         if part in self._given:
             yield self._stage.open(replace(opening, dispatched={part: iter(self._given[part])}))[0]
-        if part not in self._first and opening.skip_errors:  # the functions behind the dispatch fail on all of those
+        if part not in self._first and opening.skip_errors:  # the functions after the dispatch fail on all of them
             dispatched = self._source.open(opening)[0]
             yield self._stage.open(replace(opening, dispatched={part: dispatched}))[0]
 
 
 def _before_dispatch(stage: Stage) -> Stage | None:
-    """Return what stands before the dispatch; None where nothing is dispatched."""
+    """Return the stage before the dispatch; None if nothing is dispatched."""
     return next((one.read for one in stage.line() if isinstance(one, RoundRobin)), None)
 
 

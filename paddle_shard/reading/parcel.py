@@ -28,14 +28,14 @@ class _Slot:
 
 
 def _as_array(tensor: Any) -> Any:
-    # bfloat16 is uint16 to numpy, and to Paddle, which knows it by that.
+    # bfloat16 is uint16 in numpy, and Paddle takes uint16 for bfloat16.
     if "float8" in str(tensor.dtype):  # int8 to numpy
         raise TypeError(f"a tensor of dtype {tensor.dtype} cannot leave a worker; convert it, or view it as int8.")
     return np.asarray, (tensor.numpy(),)
 
 
 def _as_memory(array: np.ndarray[Any, Any]) -> Any:
-    """Reduce an array as it does itself, in half the time."""
+    """Reduce an array for pickling, as numpy does, in half the time."""
     dtype = array.dtype
     if dtype.kind in "biufc" and dtype.isnative and array.flags.c_contiguous:
         return _of_memory, (array.shape, dtype.char, pickle.PickleBuffer(array))  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ _REDUCERS = {np.ndarray: _as_memory, paddle.Tensor: _as_array}
 
 
 def pickled(messages: Sequence[Any]) -> list[memoryview]:
-    """Return messages as their pickles and the memory of their arrays, of which Paddle's tensors become some.
+    """Return the pickles of messages and the memory of their arrays; tensors become arrays.
 
     No two messages have anything in common when they are unpickled.
 
@@ -59,7 +59,7 @@ def pickled(messages: Sequence[Any]) -> list[memoryview]:
     """
     text, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickle.Pickler(text, 5, buffer_callback=arrays.append)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}  # the first is the user's, who may add to it
+    pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}  # the first is the user's own, who may add to it
     for message in messages:
         pickler.dump(message)
         pickler.clear_memo()
@@ -67,7 +67,7 @@ def pickled(messages: Sequence[Any]) -> list[memoryview]:
 
 
 def unpickled(text: Any, arrays: Sequence[Any], count: int, failed: Callable[[Exception], Any]) -> list[Any]:
-    """Return so many messages; in place of one that cannot be unpickled, and those behind it, what `failed` returns."""
+    """Return the messages. One that cannot be unpickled, and those after it, are replaced by what `failed` returns."""
     pickles, memory, found = io.BytesIO(text), iter(arrays), list[Any]()
     try:
         while len(found) < count:  # an Unpickler each, since it would remember what it has read

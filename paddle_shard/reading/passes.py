@@ -19,13 +19,13 @@ from paddle_shard.samplers.randomness import Generator, refresh, restore, snapsh
 
 
 class Pass(Iterator[Any]):
-    """One pass over a stream of requests: yields their batches in order, then ends or raises.
+    """One pass over a stream of requests. It yields their batches in order, then ends or raises.
 
-    What is here holds for one that cannot be asked for more than its next batch.
+    The defaults are for a pass that can only be asked for its next batch.
     """
 
     skipped: deque[list[tuple[int, str]]]
-    """For each batch with an index: (row, why) of the samples that could not be read, where those are skipped."""
+    """For each batch: (row, why) of each sample that could not be read, if errors are skipped."""
 
     def __next__(self) -> Any:
         """Return the next batch, its arrays as tensors.
@@ -42,15 +42,15 @@ class Pass(Iterator[Any]):
 
     @property
     def runs_free(self) -> bool:
-        """True if it can be read beside the training thread: reading draws nothing in this process."""
+        """True if another thread can read it: reading draws no random numbers in this process."""
         return True
 
     def next_free(self) -> Any:
-        """Return the next batch while another thread is at work; `AGAIN` if that thread must wait for it."""
+        """Return the next batch while the caller is busy; `AGAIN` if the caller must read it."""
         return next(self)
 
     def at_hand(self, count: int = 1) -> bool:
-        """True if the next `count` batches need not be waited for."""
+        """True if the next `count` batches can be had without waiting."""
         return True
 
     def several(self, count: int) -> Sequence[Any]:
@@ -58,10 +58,10 @@ class Pass(Iterator[Any]):
         return ()
 
     def interrupt(self) -> None:
-        """Make a call of `next` return that waits in another thread, if it can be; the pass must be closed then."""
+        """Make a `next` that waits in another thread return, if possible. The pass must be closed after this."""
 
     def finish(self) -> None:
-        """End a pass that is not wanted any further, though nothing has gone wrong; workers that persist may stay."""
+        """End a pass that is no longer wanted, though nothing has failed; persistent workers may stay."""
         self.close()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class DirectPass(Pass):
             return []
         requests, found, skipped = self._drawn(count), list[Any](), len(self.skipped)
 
-        def take(batch: Any) -> bool:  # at once, since its memory may be the user's, who may write the next to it
+        def take(batch: Any) -> bool:  # at once: the user may write the next batch to the same memory
             found.append(finished(batch, self._to_tensors, self.skipped))
             return not isinstance(found[-1], ReadFailure)
 
@@ -152,7 +152,7 @@ class DirectPass(Pass):
         return found[:num_good]
 
     def _drawn(self, count: int) -> list[Request]:
-        """Return the next requests, if there are so many; a failure of the sampler's is left to `next`."""
+        """Return up to `count` further requests; an error of the sampler is left to `next`."""
         requests: list[Request] = []
         try:
             while len(requests) < count:
