@@ -11,8 +11,8 @@ import paddle.io
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.parcel import ToTensors, map_leaves
-from paddle_shard.reading.reader import AGAIN
-from paddle_shard.reading.request import Reader, Request
+from paddle_shard.reading.reader import AGAIN, BatchReader
+from paddle_shard.reading.request import Reader, ReadRequest, Request
 from paddle_shard.reading.skipping import Patched
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.samplers.randomness import Generator, refresh, restore, snapshot
@@ -108,7 +108,10 @@ class DirectPass(Pass):
         self.skipped: deque[list[tuple[int, str]]] = deque()
 
     def __next__(self) -> Any:
-        request = self._again.popleft() if self._again else next(self._requests)
+        again = bool(self._again)
+        request = self._again.popleft() if again else next(self._requests)
+        if again and isinstance(self._reader, BatchReader) and isinstance(request, ReadRequest):
+            self._reader.undo_draws(request)
         refresh(self._snapshot)
         try:
             return self._finished(self._reader.read(request, None), request)

@@ -16,7 +16,7 @@ from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import is_tensor
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.skipping import Patched, Usual, read_skipping, spread_over, usual_of
-from paddle_shard.samplers.randomness import Generator, kept
+from paddle_shard.samplers.randomness import Generator, Snapshot, kept, restore, snapshot
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import TEXT, leaves
 
@@ -60,6 +60,8 @@ class BatchReader:
         self.draws: bool | None = None
         """True if reading draws from the generators, as far as is known; None: a batch must be watched."""
         self._alarms = 0
+        self._drawn_beside: tuple[ReadRequest, Snapshot, list[Any]] | None = None
+        """The request that another thread has read and drawn for, the generators before, and their marks after."""
         self._usual: Any = _UNKNOWN
         stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
         self.makes_arrays = collate_fn is None and stacks and not items_are_batches
@@ -100,17 +102,41 @@ class BatchReader:
         who did, and if it failed, which may be because it is another thread (SQLite's connections are a thread's own).
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
-        before = self._marks()
+        before = snapshot(self._generators)
+        marks = [mark for _, _, mark in before]
         try:
             batch = self._batch(request, at, _seed_nothing)
-            if self._marks() == before:
+            if self._marks() == marks:
                 return batch
         except BaseException as error:
             raise_if_a_handlers(error)
             logging.getLogger(__name__).debug("a batch is read again, by the caller", exc_info=True)
+        if self._marks() != marks:
+            self._drawn_beside = request, before, self._marks()
         self._alarms += 1  # a training loop that draws at every step would have every batch read twice
         self.draws = True if self._alarms > _ALARMS else None
         return AGAIN
+
+    def undo_draws(self, request: ReadRequest) -> None:
+        """Restore the user's generators after another thread has drawn from them, if nothing but the data set did.
+
+        Reading the request once more tells: it leaves the generators where the other thread has left them.
+        """
+        if self._drawn_beside is None:
+            return
+        (drawn_for, before, after), self._drawn_beside = self._drawn_beside, None
+        if drawn_for is not request or self._marks() != after:
+            return  # the user has drawn since
+        now = snapshot(self._generators)
+        alone = False
+        try:
+            restore(before)
+            self._batch(request, {}, _seed_nothing)
+        except Exception as error:
+            raise_if_a_handlers(error)
+        finally:
+            alone = self._marks() == after
+            restore(before if alone else now)
 
     def read_several(self, requests: Sequence[ReadRequest], take: Callable[[Any], bool]) -> int:
         """Read as `read` does where it is known to draw nothing; return how many batches are good: what is behind them

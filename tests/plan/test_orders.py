@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
@@ -17,8 +17,10 @@ from tests.orders_and_tails import ALL, UNNAMED
 from tests.trials import trials
 
 EVERY = [find_ordering(shuffle) for shuffle in ALL + UNNAMED]
+ANY_LENGTH = [ordering for ordering in EVERY if not ordering.pads_first]
+"""Those that need no table of all samples. Paddle's own orders do."""
 SIZES = {
-    "length": st.integers(1, 300),
+    "length": st.one_of(st.integers(1, 300), st.integers(1, 5000)),
     "seed": st.integers(-3, 3),
     "epoch": st.integers(0, 5),
     "width": st.integers(1, 40),
@@ -41,6 +43,49 @@ def test_an_order_is_a_bijection_that_is_read_by_position_by_stretch_and_backwar
     assert order.inverse(samples).tolist() == positions.tolist()
     assert order.between(start, stop).tolist() == samples[start:stop].tolist()
     assert ordering.shuffles or samples.tolist() == positions.tolist()
+
+
+@pytest.mark.parametrize("ordering", ANY_LENGTH, ids=repr)
+@settings(max_examples=trials(60))
+@given(length=st.integers(1, 1 << 62), seed=st.integers(0, 1 << 63), epoch=st.integers(0, 1 << 40), data=st.data())
+@example(length=1 << 62, seed=0, epoch=0, data=None)
+@example(length=(1 << 53) + 3, seed=1 << 33, epoch=1, data=None)
+def test_an_order_of_a_length_that_no_table_can_hold_is_exact(ordering, length, seed, epoch, data):
+    order = ordering.order(length, seed, epoch, 12)
+    start = length // 3 if data is None else data.draw(st.integers(0, length - 1))
+    positions = np.unique(np.minimum(start + np.array([0, 1, 2, 5, 300, 5000]), length - 1))
+
+    samples = order(positions)
+
+    assert samples.dtype == np.int64
+    assert ((samples >= 0) & (samples < length)).all()
+    assert len(set(samples.tolist())) == len(positions)
+    assert (order.inverse(samples) == positions).all()
+    stop = min(start + 40, length)
+    assert order.between(start, stop).tolist() == order(np.arange(start, stop)).tolist()
+
+
+@pytest.mark.parametrize("ordering", EVERY, ids=repr)
+def test_an_order_keeps_the_shape_of_what_it_is_asked_for(ordering):
+    order, positions = ordering.order(24, 0, 0, 4), np.arange(24).reshape(2, 3, 4)
+
+    assert order(positions).shape == order.inverse(positions).shape == (2, 3, 4)
+    assert (order(positions).reshape(-1) == order(np.arange(24))).all()
+
+
+@pytest.mark.parametrize("ordering", [ordering for ordering in ANY_LENGTH if ordering.shuffles], ids=repr)
+def test_another_seed_is_another_order(ordering):
+    orders = {tuple(ordering.order(200, seed, 0, 8)(np.arange(200)).tolist()) for seed in (0, 1, 2, -1, 1 << 40)}
+
+    assert len(orders) == 5
+
+
+@pytest.mark.parametrize("ordering", EVERY, ids=repr)
+def test_every_setting_of_an_order_is_in_its_fingerprint(ordering):
+    asked = {"num_data_ranks": 2, "accumulation": 1}
+    for setting in fields_of(ordering):
+        other = replace(ordering, **{setting.name: getattr(ordering, setting.name) + 1})
+        assert other.fingerprint(**asked) != ordering.fingerprint(**asked), setting.name
 
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)

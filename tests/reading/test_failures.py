@@ -272,9 +272,9 @@ def test_worker_functions_find_their_own_data_set():
     assert got == [[0, 0], [1, 1]] * 3
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, None), (2, None), (0, 2)])
 @pytest.mark.parametrize("first", [0, 3, 9, 17])
-def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, workers):
+def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, workers, prefetch):
     class Sometimes(Dataset):
         def __len__(self):
             return 24
@@ -282,15 +282,15 @@ def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, work
         def __getitem__(self, index):
             return index, np.random.randn() if index >= first else 0.0
 
-    def numbers(batch_size, workers):
+    def numbers(batch_size, workers, prefetch=0):
         loader = paddle.io.DataLoader(Sometimes(), batch_size=batch_size, num_workers=workers)
-        sharded = paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0]), shard_dims=0)
+        sharded = paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0]), shard_dims=0, prefetch=prefetch)
         return np.concatenate([noise._local_value().numpy() for _, noise in sharded]).tolist()
 
     np.random.seed(2)
     np.random.randn()
     expected = np.random.get_state()
-    found = numbers(4, workers)
+    found = numbers(4, workers, prefetch)
 
     assert found == numbers(6, 0)
     assert sum(noise != 0 for noise in found) == 24 - first

@@ -14,7 +14,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch, search
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.opening import Opening, Unreadable
 from paddle_shard.stages.repeat import in_rounds
 from paddle_shard.stages.stage import Stage
 from tests.trials import trials
@@ -345,11 +345,65 @@ def test_opening_at_a_position_is_reading_on_from_there(source, before, after, l
 @pytest.mark.parametrize("step", sorted(STEPS))
 def test_every_stage_can_be_opened_at_every_position(step, source):
     asked = {"num_parts": 3, "stripe": 2, "seed": 1, "epoch": 2, "round": 1}
-    straight = contents(chained(source, [step], [step], [7, 5, 0]), opening(**asked))
+    for lengths in ([7, 5, 0], [73, 60, 2]):  # also for stages that keep few samples
+        straight = contents(chained(source, [step], [step], lengths), opening(**asked))
+        longest = max(map(len, straight))
 
-    for skip in range(max(map(len, straight)) + 3):
-        found = contents(chained(source, [step], [step], [7, 5, 0]), opening(**asked, skip=skip))
-        assert found == [part[skip:] for part in straight], skip
+        for skip in (n for n in range(longest + 3) if n < 12 or n % 7 == 0 or n > longest - 3):
+            found = contents(chained(source, [step], [step], lengths), opening(**asked, skip=skip))
+            assert found == [part[skip:] for part in straight], skip
+
+
+@pytest.mark.parametrize("step", sorted(STEPS))
+def test_every_stage_knows_its_lengths_or_says_that_it_does_not(step):
+    parts = [list(range(length)) for length in range(30)]
+    stage = STEPS[step](Parts(parts))
+    said = stage.lengths(opening(len(parts)))
+
+    assert (said is not None) == (step in ONE_TO_ONE)
+    assert said is None or said == [len(part) for part in contents(stage, opening(len(parts)))]
+
+
+@pytest.mark.parametrize("step", sorted(STEPS))
+def test_opening_any_stage_reads_nothing(step):
+    read = []
+
+    class Noted(Parts):
+        def open(self, opening):
+            return [(read.append(x) or x for x in part) for part in super().open(opening)]
+
+    STEPS[step](Noted([[1, 2, 3], [4, 5]])).open(opening(2))
+
+    assert read == []
+
+
+@pytest.mark.parametrize("step", sorted(STEPS))
+def test_every_stage_is_deeper_than_the_one_before_it(step):
+    first = STEPS[step](Parts([[1]]))
+
+    assert STEPS[step](first).depth > first.depth > 0
+
+
+@pytest.mark.parametrize("step", sorted(STEPS))
+def test_no_stage_lets_an_unreadable_sample_vanish(step):
+    parts = [[*range(8), Unreadable("broken"), *range(8, 20)]]
+    found = contents(STEPS[step](Parts(parts)), opening(skip_errors=True))[0]
+
+    assert any(isinstance(sample, Unreadable) for sample in found)
+
+
+OF_NO_FUNCTION = [name for name in STEPS if not {"map", "filter", "two"} & set(name.replace(",", "").split())]
+
+
+def test_stages_that_order_or_count_samples_otherwise_have_other_fingerprints():
+    """Each stage, and each setting of it, that is in `STEPS`; what functions do, nobody can know."""
+    found = {None: ([list(range(60))], Parts([[]]).fingerprint())}
+    for name in OF_NO_FUNCTION:
+        stage = STEPS[name](Parts([list(range(60))]))
+        found[name] = (contents(stage, opening(seed=1)), stage.fingerprint())
+    for one, (content, fingerprint) in found.items():
+        for other, (other_content, other_fingerprint) in found.items():
+            assert content == other_content or fingerprint != other_fingerprint, (one, other)
 
 
 @chains_settings
