@@ -75,7 +75,19 @@ def test_names_of_this_library_that_a_page_mentions_exist(page):
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)
 def test_options_that_a_page_mentions_exist(page):
-    known = {"cls", "name", "save", "size", "window", "index", "counts", "resample", "splits_itself", "num_workers"}
+    known = {
+        "cls",
+        "name",
+        "save",
+        "one_by_one",
+        "size",
+        "window",
+        "index",
+        "counts",
+        "resample",
+        "splits_itself",
+        "num_workers",
+    }
     known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
     for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, paddle_shard.Mixture):
         known |= set(inspect.signature(takes).parameters)
