@@ -59,7 +59,7 @@ class ChunkRequest:
     rows_are_split: bool = False
     """True if other rows of the global batch are collated elsewhere."""
     lengths_vary: bool = False
-    """True if rows may differ in length, but in nothing else, since they are padded when they are placed."""
+    """True if rows may differ in length only; they are padded when they are placed."""
     compared: bool = False
     """True if what is read for it is compared with what other readers of the same stream read."""
     dispatched: Dispatched | bytes | None = None

@@ -21,7 +21,7 @@ from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import TEXT, leaves
 
 AGAIN = object()
-"""Instead of a batch: it must be read once more, by the caller."""
+"""Returned instead of a batch that the caller must read once more."""
 _ALARMS = 3
 _UNKNOWN = object()
 
@@ -48,9 +48,9 @@ class BatchReader:
             dataset: Has `__getitem__`.
             collate_fn: The user's, or None to stack the samples with `collate`.
             generators: Global generators to seed before each sample.
-            skip_errors: A sample that cannot be read is no failure: another's data stands in its row, and what is
-                returned is `Patched`.
-            items_are_batches: Every item of the data set is a whole batch.
+            skip_errors: True if a sample that cannot be read is no failure. Its row then holds another sample, and
+                the result is a `Patched`.
+            items_are_batches: True if every item of the data set is a whole batch.
         """
         self.dataset, self._skip_errors = dataset, skip_errors
         self._collate_fn = collate_fn
@@ -58,19 +58,19 @@ class BatchReader:
         self._read_many = getattr(dataset, "__getitems__", None)
         self._named: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         self.draws: bool | None = None
-        """True if reading draws from the generators, as far as is known; None: a batch must be watched."""
+        """True if reading is known to draw from the generators, False if not; None: the next batch is watched."""
         self._alarms = 0
         self._drawn_beside: tuple[ReadRequest, Snapshot, list[Any]] | None = None
         """The request that another thread has read and drawn for, the generators before, and their marks after."""
         self._usual: Any = _UNKNOWN
         stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
         self.makes_arrays = collate_fn is None and stacks and not items_are_batches
-        """True if the arrays of a batch of samples are nobody else's: they were stacked or gathered here."""
+        """True if nothing else refers to the arrays of a batch: they were stacked or gathered here."""
 
     def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
         """Return the batch of a request, or its failure.
 
-        The global generators are left where the last sample put them: callers in a user's process keep them.
+        This changes the global generators. Callers in a user's process restore them.
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
         try:
@@ -96,10 +96,10 @@ class BatchReader:
             return ReadFailure.of(error, worker=worker, indices=indices, **at)
 
     def read_freely(self, request: ReadRequest) -> Any:
-        """Return the same in another thread than the caller's, where reading is known to draw nothing.
+        """Read a request in another thread than the caller's, if reading is known to draw nothing.
 
-        Nothing is seeded. `AGAIN`, for the caller to read it, if anything was drawn, though it may have been the caller
-        who did, and if it failed, which may be because it is another thread (SQLite's connections are a thread's own).
+        Nothing is seeded. The result is `AGAIN`, and the caller must read the request, if anything was drawn, perhaps
+        by the caller; or if reading failed, perhaps because of the thread (SQLite's connections belong to one thread).
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
         before = snapshot(self._generators)
@@ -113,7 +113,7 @@ class BatchReader:
             logging.getLogger(__name__).debug("a batch is read again, by the caller", exc_info=True)
         if self._marks() != marks:
             self._drawn_beside = request, before, self._marks()
-        self._alarms += 1  # a training loop that draws at every step would have every batch read twice
+        self._alarms += 1  # or a training loop that draws at every step would have every batch read twice
         self.draws = True if self._alarms > _ALARMS else None
         return AGAIN
 
@@ -139,13 +139,13 @@ class BatchReader:
             restore(before if alone else now)
 
     def read_several(self, requests: Sequence[ReadRequest], take: Callable[[Any], bool]) -> int:
-        """Read as `read` does where it is known to draw nothing; return how many batches are good: what is behind them
-        has to be read again.
+        """Read several requests, if reading is known to draw nothing; return how many batches are good.
+
+        The requests after these must be read again. If anything was drawn after all, no batch is good.
 
         Args:
-            requests: They are read up to one that fails.
-            take: Is given each batch before the next is read, and returns True to continue. If anything was drawn after
-                all, none is good.
+            requests: The requests; a failure ends the reading.
+            take: Is given each batch before the next one is read, and returns True to continue.
         """
         num_good, at, before = 0, dict[str, Any](), self._marks()
         try:
@@ -172,7 +172,7 @@ class BatchReader:
         return [generator.mark() for generator in self._generators]
 
     def _batch(self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None]) -> Any:
-        """Read and collate; `at` says what is being done."""
+        """Read and collate; `at` tells what is being done, for messages."""
         if not self._skip_errors:
             return self._whole_batch(request, at, seed)
         if request.item_is_batch:
@@ -198,7 +198,7 @@ class BatchReader:
         return lambda samples: collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
 
     def _usual_of(self, request: ReadRequest) -> Usual | None:
-        """Return what most of some samples are like that are spread evenly over the data set, whoever reads."""
+        """Return what most samples are like, from some that are spread evenly over the data set."""
         if self._usual is _UNKNOWN:
             with kept(self._generators):
                 samples = spread_over(self.dataset, self._seed_all)
@@ -237,7 +237,7 @@ class BatchReader:
                         seed(index)
                         add(dataset[index])
             except BaseException:
-                if len(samples) < len(indices):  # else a signal handler has raised after the last
+                if len(samples) < len(indices):  # otherwise a signal handler has raised after the last sample
                     index = indices[len(samples)]
                     named = self._named(index)
                     at.update(what=f"reading sample {named!r}", index=named)
@@ -261,7 +261,7 @@ def _seed_nothing(index: Any) -> None:
 
 
 class _Watch:
-    """Finds out whether anything is drawn between seeds."""
+    """Finds out if anything is drawn between two seeds."""
 
     def __init__(self, marks: Callable[[], list[Any]]) -> None:
         self._marks = marks
@@ -274,7 +274,7 @@ class _Watch:
         self._seeded = self._marks()
 
     def changed(self) -> bool:
-        """Return whether anything was drawn so far, or cannot be told."""
+        """Return True if something was drawn so far, or if that is not known."""
         if self._seeded is None:
             return self._changed
         return self._changed or None in self._seeded or self._marks() != self._seeded
@@ -285,7 +285,7 @@ RAGGED = (
     "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
     ".batch(B).map(collate_fn) of a Stream, or items that are batches."
 )
-"""The ways out if rows are padded to the longest of their neighbours."""
+"""The ways out for a collate_fn that pads to the longest row."""
 
 
 def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None, *, rows_are_split: bool) -> Any:
@@ -294,10 +294,10 @@ def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None
     Args:
         samples: One or more.
         collate_fn: The user's, or None to stack them with `collate`.
-        rows_are_split: Other rows of the global batch are collated elsewhere.
+        rows_are_split: True if other rows of the global batch are collated elsewhere.
 
     Raises:
-        ValueError: Then, if a row's shape depends on its neighbours.
+        ValueError: The rows are split, and a row's shape depends on its neighbours.
     """
     if collate_fn is None:
         return collate(samples, _stack_tensors)
@@ -308,14 +308,14 @@ def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None
 
 
 def _stack_tensors(samples: Sequence[Any]) -> Any:
-    """Stack the framework's tensors as arrays: its own operators are not safe in a forked worker."""
+    """Stack tensors as arrays: the framework's own operators are not safe in a forked worker."""
     if not all(is_tensor(sample) for sample in samples):
         raise TypeError(f"cannot stack {type(samples[0]).__name__}; give the loader a collate_fn.")
     return np.stack([sample.numpy() for sample in samples])
 
 
 def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]) -> None:
-    """Raise if a row's shape depends on its neighbours: other data ranks would get another length.
+    """Raise if a row's shape depends on its neighbours, since other data ranks would get another length.
 
     A collate that pads to its longest row is found by collating the smallest sample alone. Lengths that
     agree within every rank and differ between them cannot be seen from here.

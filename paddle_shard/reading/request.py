@@ -12,7 +12,7 @@ from paddle_shard.plan.seeding import derive_seed, mix
 
 
 class Request(Protocol):
-    """A request to a reader, with the words that an error uses for it."""
+    """A request to a reader, with the names that an error uses."""
 
     @property
     def epoch(self) -> int:
@@ -34,7 +34,7 @@ class Reader(Protocol):
     """The data set as the user's functions see it."""
 
     def read(self, request: Any, worker: int | None) -> Any:
-        """Return what was asked for, or a `ReadFailure`."""
+        """Return the batch of a request, or a `ReadFailure`."""
 
 
 class ReadRequest(NamedTuple):
@@ -45,13 +45,13 @@ class ReadRequest(NamedTuple):
     indices: list[Any] | npt.NDArray[np.int64]
     """Indices into the data set, one for each row; a single one if an item is a whole batch."""
     item_is_batch: bool
-    """True where the data set serves whole batches (`batch_size=None`)."""
+    """True if the data set serves whole batches (`batch_size=None`)."""
     key: int
     """Seed of the epoch's random numbers, in [0, 2^64)."""
     rows_are_split: bool
-    """True where other data ranks read the other rows, so that what depends on its neighbours is refused."""
+    """True if other data ranks read the other rows, so that rows that depend on their neighbours are refused."""
     lengths_vary: bool = False
-    """True if rows may differ in length, but in nothing else, since they are padded when they are placed."""
+    """True if rows may differ in length only; they are padded when they are placed."""
 
     def sample_seed(self, index: Any) -> int:
         """Return the seed for reading one sample: a function of (seed, epoch, index)."""

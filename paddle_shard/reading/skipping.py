@@ -1,4 +1,4 @@
-"""What becomes of a batch of which samples cannot be read or collated, where that is not to end the run?"""
+"""What happens to a batch if some of its samples cannot be read or collated, and errors are skipped?"""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.tree import is_sequence
 
 COMPARED = 8
-"""Samples of a data set that are compared to know what is usual."""
+"""Number of samples that are compared to find out what is usual."""
 TRIED = 64
-"""Samples that are tried to find some that can be read."""
+"""Number of samples that are tried to find some that can be read."""
 
 _VALUES = "OSUV"
-"""numpy's kinds of arrays whose items are no numbers."""
+"""numpy's kinds of arrays whose items are not numbers."""
 _ENOUGH = 4
-"""Samples of which fewer do not tell what is usual."""
+"""Fewest samples that show what is usual."""
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Patched(NamedTuple):
-    """A batch, some rows of which hold the data of other samples."""
+    """A batch in which some rows hold the data of other samples."""
 
     batch: Any
     skipped: list[tuple[int, str]]
-    """(row, which sample and why)."""
+    """(row, text with the sample and the reason) for each such row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """A description of most samples. It does not depend on the reader, so all readers find the same samples odd."""
+    """A description of most samples. It does not depend on the reader, so all readers refuse the same samples."""
 
     sample: Any
     form: tuple[Any, ...] = ()
-    """Structure of its row of a batch, if all rows must have it; empty if they may differ."""
+    """Structure of the sample's row of a batch, if all rows must have it; empty if they may differ."""
     of_one_size: bool = False
-    """True if three in four have rows of its shape, and not only of its structure; data in buckets have not."""
+    """True if three samples in four have rows of the same shape too; data in buckets has not."""
 
     @classmethod
     def of(cls, samples: Sequence[Any], collate: Collate, *, alike: bool, lengths_vary: bool = False) -> Usual | None:
-        """Return what is usual among samples: the first whose row is like that of most.
+        """Return the usual sample: the first one whose row is like that of most.
 
         Args:
-            samples: The same whoever reads.
+            samples: Some samples, the same ones for every reader.
             collate: Makes a batch of samples.
-            alike: True if the rows of a batch must be like each other.
-            lengths_vary: True if they need not have one shape.
+            alike: True if the rows of a batch must be alike.
+            lengths_vary: True if their shapes may differ.
         """
         found = [(sample, _form_of(sample, collate)) for sample in samples]
         found = [(sample, form) for sample, form in found if form]
@@ -66,19 +66,19 @@ class Usual:
         return cls(found[best][0], form if alike and most else (), of_one_size)
 
     def allows(self, batch: Any) -> bool:
-        """Return whether the rows of a batch are like the usual one."""
+        """Return True if the rows of a batch are like the usual one."""
         form = (row_like(batch),)
         return not self.form or (form if self.of_one_size else _without_sizes(form)) == self.form
 
 
 def usual_of(samples: Sequence[Any], collate: Collate, collate_fn: Any, request: Any) -> Usual | None:
-    """Return what is usual among samples, as far as the rows of a batch must be like each other.
+    """Return what is usual among samples, for a request whose rows must be alike in some way.
 
     Args:
-        samples: The same whoever reads.
+        samples: Some samples, the same ones for every reader.
         collate: Makes a batch of samples.
-        collate_fn: The user's; None stacks rows, which must have one shape.
-        request: A `ReadRequest` or `ChunkRequest`, which says what is done with the rows.
+        collate_fn: The user's; None: rows are stacked, so they must have one shape.
+        request: A `ReadRequest` or `ChunkRequest`, which tells what is done with the rows.
     """
     varies = request.lengths_vary and collate_fn is not None
     alike = collate_fn is None or request.rows_are_split or varies
@@ -98,7 +98,7 @@ def row_like(batch: Any) -> Any:
 
 
 def _without_sizes(form: Any) -> Any:
-    """Return the same with the dims of each shape counted only."""
+    """Return the same, with the number of dims in place of each shape."""
     if isinstance(form, dict):
         return {key: _without_sizes(value) for key, value in form.items()}
     if isinstance(form, list):
@@ -109,7 +109,7 @@ def _without_sizes(form: Any) -> Any:
 
 
 def _form_of(sample: Any, collate: Collate) -> tuple[Any, ...]:
-    """Return what a sample's row is like, as the only item; empty where it cannot be collated."""
+    """Return a tuple with what a sample's row is like; an empty one if the sample cannot be collated."""
     try:
         return (row_like(collate([sample])),)
     except Exception as error:
@@ -118,10 +118,10 @@ def _form_of(sample: Any, collate: Collate) -> tuple[Any, ...]:
 
 
 def spread_over(dataset: Any, seed: Callable[[int], None]) -> list[Any]:
-    """Return some samples of a data set with an index, spread evenly over it, whoever reads.
+    """Return some samples, spread evenly over a data set with an index; the same ones for every reader.
 
     Args:
-        dataset: Whatever cannot be read of it is left out; of one without a length nothing is read.
+        dataset: Samples that cannot be read are left out. If it has no length, nothing is read.
         seed: Seeds the global generators, for a sample's index.
     """
     length, samples = _length_of(dataset), list[Any]()
@@ -152,10 +152,10 @@ def read_skipping(
     usual: Usual | None,
     named: Callable[[Any], Any],
 ) -> Patched:
-    """Read samples one by one; in the row of one that fails stands another.
+    """Read samples one by one. The row of a sample that fails holds another sample.
 
     Args:
-        indices: Of the samples.
+        indices: Indices of the samples.
         read: Returns a sample.
         collate: Makes a batch of samples.
         usual: What most samples of the data set are like, if any can be read.
@@ -163,7 +163,7 @@ def read_skipping(
 
     Raises:
         ValueError: No sample can be read.
-        Exception: What `collate` raised, if that is no single sample's fault.
+        Exception: What `collate` raised, if it is not the fault of a single sample.
     """
     samples: list[Any] = []
     failed: dict[int, str] = {}  # not the exceptions: their frames hold the iterator, which would not end
@@ -181,19 +181,19 @@ def read_skipping(
 
 
 def collate_skipping(samples: Sequence[Any], failed: dict[int, str], usual: Usual | None, collate: Collate) -> Any:
-    """Return a batch of samples, with the usual sample in the place of each that cannot be read or collated.
+    """Return a batch of samples. The usual sample replaces each one that cannot be read or collated.
 
     Args:
         samples: One for each row.
-        failed: row -> why, of those that could not be read; those that cannot be collated with the usual are added.
-        usual: None where nothing is known, so that the samples are compared with each other.
+        failed: row -> reason, for samples that could not be read. Samples that cannot be collated are added here.
+        usual: The usual sample; None: the samples are compared with each other.
         collate: Makes a batch of samples.
 
     Returns:
-        The batch; None where no sample could be read.
+        The batch; None if no sample could be read.
 
     Raises:
-        Exception: What `collate` raised, if that is no single sample's fault.
+        Exception: What `collate` raised, if it is not the fault of a single sample.
     """
     good = [sample for row, sample in enumerate(samples) if row not in failed]
     if usual is None and not good:
@@ -221,16 +221,16 @@ def collate_skipping(samples: Sequence[Any], failed: dict[int, str], usual: Usua
 
 
 def _tried(samples: list[Any], collate: Collate) -> tuple[Any, str]:
-    """Return a batch of samples, and why there is none."""
+    """Return (batch of samples, None), or (None, the reason why there is none)."""
     try:
         return collate(samples), ""
-    except Exception as error:  # not kept: its frames hold the iterator, which would not end
+    except Exception as error:  # the exception is not kept: its frames hold the iterator, which would not end
         raise_if_a_handlers(error)
         return None, described(error)
 
 
 def _why_odd(usual: Usual | None, samples: list[Any], collate: Collate) -> str:
-    """Return why samples cannot be rows of one batch, or nothing."""
+    """Return the reason why samples cannot be rows of one batch; None if they can."""
     batch, why = _tried(samples, collate)
     if why or usual is None or usual.allows(batch):
         return why

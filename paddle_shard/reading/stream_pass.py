@@ -47,10 +47,10 @@ class StreamLoader:
             stage: What opens the stream's parts.
             generators: Global generators to seed before each piece of the user's code.
             copied: Makes tensors of arrays.
-            zero_copy: The same for arrays that are nobody else's.
+            zero_copy: The same for arrays that nothing else refers to.
             gather: For tensors.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
-            even: Makes what several workers have collated fit together.
+            even: Pads the chunks of several workers to the same length.
         """
         self._dataloader, self._stage, self._generators, self.even = dataloader, stage, generators, even
         self._copied, self._zero_copy, self.gather, self._worker_timeout = copied, zero_copy, gather, worker_timeout
@@ -61,9 +61,9 @@ class StreamLoader:
         """Start a pass of its own.
 
         Args:
-            requests: For each step its chunks, one for each reader; always as many.
-            places: For each chunk, where its rows stand in the slice.
-            num_workers: Readers, at most as many as the user's DataLoader has workers; 0: this process.
+            requests: For each step a list of requests, one for each reader.
+            places: For each chunk, the places of its rows in the slice.
+            num_workers: Number of readers, at most the workers of the user's DataLoader; 0: this process reads.
         """
         asked: deque[ChunkRequest] = deque()
         core: Pass
@@ -93,12 +93,12 @@ class StreamLoader:
             self._idle.pop().shut_down()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # then the workers are ended already
+        if not ending():  # the workers have ended already
             self.close()
 
 
 class StreamPass(Pass):
-    """One pass: yields the slices of this rank's steps, without an end of its own."""
+    """One pass. It yields the slices of this rank's steps; the caller knows the end."""
 
     def __init__(self, core: Pass, joiner: Joiner, asked: deque[ChunkRequest]) -> None:
         self._core, self._joiner, self._asked = core, joiner, asked
@@ -137,16 +137,16 @@ class StreamPass(Pass):
         self._core.interrupt()
 
     def finish(self) -> None:
-        """End the pass in order, as far as it is wanted: persistent workers are there for the next."""
+        """End the pass in order; persistent workers stay for the next pass."""
         self._core.finish()
 
     def close(self) -> None:
-        """End its workers."""
+        """End the workers."""
         self._core.close()
 
 
 def _dispatching(stage: Stage) -> RoundRobin | None:
-    """Return the stage at which the main process dispatches samples to its workers, if there is one."""
+    """Return the stage at which the main process dispatches samples to its workers; None if there is none."""
     return next((one for one in stage.line() if isinstance(one, RoundRobin)), None)
 
 

@@ -48,14 +48,14 @@ class UserLoader:
         *,
         skip_errors: bool,
     ) -> None:
-        """Copy the settings; the given object is never changed.
+        """Copy the settings. The given object is never changed.
 
         Args:
             dataloader: The user's; may be of a subclass.
             generators: Global generators that are seeded for each sample.
-            copied: Makes tensors of arrays, on the loader's place.
-            zero_copy: The same for arrays that are nobody else's.
-            skip_errors: True if a sample that cannot be read is another's row, not a failure.
+            copied: Makes tensors of arrays on the loader's place, with a copy.
+            zero_copy: The same for arrays that nothing else refers to.
+            skip_errors: True if the row of a sample that cannot be read holds another sample, instead of a failure.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
@@ -71,9 +71,9 @@ class UserLoader:
         self._class = _reading_class(type(dataloader))
         self._has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
         self.dataloader = shallow_copy(dataloader, self._class)
-        """A shallow copy of the user's, of a class that reads requests."""
+        """A shallow copy of the user's DataLoader, of a class that reads requests."""
         self.dataloader._iterator = None
-        self.dataloader.pin_memory = False  # as Paddle's own shard_dataloader does, but to the user's object
+        self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
 
     def start(self, requests: Iterator[ReadRequest]) -> Any:
         """Start a pass of its own; any number may be open at once."""
@@ -104,18 +104,18 @@ class UserLoader:
 class UserPass(Pass):
     """One pass through the `__iter__` of the user's DataLoader subclass, which may change batches and read ahead.
 
-    What is known of a batch (its rows, which of them are valid, where the run stands) goes by its number, so one that
-    is not yielded in its turn is refused.
+    The rows of a batch, the valid ones among them and the position of the run are known by the number of the batch. So
+    a batch that is not yielded in its turn is refused.
     """
 
     def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
         self._cores: list[Pass] = []
         cores = self._cores
         self._name = name = f"{type(loader.dataloader).__name__}.__iter__"
-        self._taken = taken = deque[Any]()  # by the user's code, and not yielded yet
+        self._taken = taken = deque[Any]()  # batches that the user's code has taken and not yielded yet
         self._over = False
 
-        def start_pass() -> Iterator[Any]:  # does not refer to self, so that abandoning it ends its workers at once
+        def start_pass() -> Iterator[Any]:  # no reference to self: an abandoned pass ends its workers at once
             if cores:
                 raise BatchStructureError(
                     f"{name} goes through its batches more than once; a sharded pass can read them once only."
@@ -124,7 +124,7 @@ class UserPass(Pass):
             return _noted(cores[0], taken)
 
         self._start = start_pass
-        # A copy each, so that passes that are open at once stay apart.
+        # Each pass has a copy, so that passes that are open at once stay apart.
         dataloader = shallow_copy(loader.dataloader, loader._class)
         dataloader._start_pass = start_pass
         self._batches = iter(dataloader)
@@ -146,7 +146,7 @@ class UserPass(Pass):
         return batch
 
     def _check_turn(self, batch: Any) -> None:
-        """Refuse a batch that is not the next of those that were taken; it is known by its tensors."""
+        """Refuse a batch that is not the next one of those that were taken; a batch is known by its tensors."""
         own = {id(leaf) for leaf in arrays_of(batch)}
         shared = [sum(id(leaf) in own for leaf in arrays_of(other)) for other in self._taken]
         if max(shared) == 0 or shared.count(max(shared)) > 1:
@@ -163,7 +163,7 @@ class UserPass(Pass):
             )
 
     def _check_end(self) -> None:
-        """Refuse an end before that of the batches."""
+        """Refuse an end that comes before the last batch."""
         if self._over:
             return
         self._over = True
@@ -186,11 +186,11 @@ class UserPass(Pass):
         return self._cores[0].skipped
 
     def at_hand(self, count: int = 1) -> bool:
-        """Return whether the next batches can be had without waiting, as far as is known of the user's code."""
+        """Return True if the next batches can be had without waiting; the user's code may still wait."""
         return not self._cores or self._cores[0].at_hand(max(0, count - len(self._taken)))
 
     def next_free(self) -> Any:
-        """See `Pass`; the user's own `__iter__` is passed by, which only a plain DataLoader has none of."""
+        """See `Pass`. This bypasses `__iter__`, so it is only for a plain DataLoader."""
         return self._cores[0].next_free()
 
     def interrupt(self) -> None:
@@ -198,7 +198,7 @@ class UserPass(Pass):
         self._cores[0].interrupt()
 
     def close(self) -> None:
-        """End its workers."""
+        """End the workers."""
         for core in self._cores:
             core.close()
         self._batches, self._over = iter(()), True

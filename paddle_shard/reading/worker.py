@@ -22,7 +22,7 @@ from paddle_shard.reading.worker_guards import end_with_the_parent
 from paddle_shard.reading.worker_info import ShownInfo, shown
 
 MOST_AT_ONCE = 8
-"""Requests that are sent to a worker in one message, at most."""
+"""Most requests that are sent to a worker in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class WorkerSettings:
     seed: int
     """Seed of the workers' random generators."""
     num_ahead: int
-    """Messages with requests that a worker is given ahead."""
+    """Number of messages with requests that a worker is sent ahead."""
 
 
 def work(number: int, connection: socket.socket, settings: WorkerSettings) -> None:
@@ -46,7 +46,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
     _leave_signals_alone()
     end_with_the_parent()
     channel = Channel(connection, settings.num_ahead * MOST_AT_ONCE)
-    os.register_at_fork(after_in_child=channel.close)  # what the user starts here may outlive this process
+    os.register_at_fork(after_in_child=channel.close)  # processes that the user starts here may outlive this one
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # no other device's driver outlives a fork
         failure = _set_up(number, settings)
 
@@ -65,18 +65,18 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
                     _send(channel, answer, number, turn % settings.num_ahead * MOST_AT_ONCE + place)
                 except ConnectionError:
                     return
-                del answer  # else it takes up memory while the next is read
+                del answer  # or it would take up memory while the next one is read
 
 
 def _leave_signals_alone() -> None:
-    """Let the process that has started this one see to Ctrl-C; its other handlers are none of a worker's."""
+    """Leave Ctrl-C to the process that has started this one, and remove its other signal handlers."""
     for signalled in signal.valid_signals():
         if callable(signal.getsignal(signalled)):
             signal.signal(signalled, signal.SIG_IGN if signalled == signal.SIGINT else signal.SIG_DFL)
 
 
 def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
-    """Prepare this process as Paddle's workers are; return how the user's function failed, if it did."""
+    """Prepare this process as Paddle prepares its workers; return the failure of the user's function, if it failed."""
     random.seed(settings.seed + number)
     paddle.seed(settings.seed + number)
     np.random.seed(paddle_worker._generate_states(settings.seed, number))
@@ -85,7 +85,7 @@ def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
     paddle_worker._worker_info = own
     try:
         if settings.init_fn is not None:
-            # Paddle's documented way to split a stream is to narrow it here; what is cut behind it must be whole.
+            # Paddle's documentation narrows a stream here to split it. A stream that is cut later must stay whole.
             with shown(ShownInfo(0, 1, dataset, settings.seed) if settings.reads_all else own):
                 settings.init_fn(number)
     except BaseException as error:  # also SystemExit, which would end the worker without a word

@@ -1,4 +1,4 @@
-"""What must be kept from going wrong around worker processes?"""
+"""What protects worker processes and their parent from each other?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARENT_SECONDS = 1.0
 def end_with_the_parent() -> None:
     """End this worker when its parent has been killed.
 
-    It is told so when it has read what it was asked for; reading may take long.
+    Without this, the worker would notice only after the read, which may take long.
     """
     made_by = multiprocessing.parent_process()
     parent = made_by.pid if made_by is not None and multiprocessing.get_start_method() == "fork" else os.getppid()
@@ -33,7 +33,7 @@ def end_with_the_parent() -> None:
 
 
 in_use = threading.RLock()
-"""Held where another thread than the main one works with Paddle, whose locks a forked child would never see let go."""
+"""Held while another thread works with Paddle: a child that is forked then would find Paddle's locks locked."""
 
 os.register_at_fork(before=in_use.acquire, after_in_parent=in_use.release, after_in_child=in_use.release)
 
@@ -44,7 +44,7 @@ def garbage_left_to_the_parent() -> Iterator[None]:
 
     Finalizers of readers that were abandoned here wait for threads that a child does not have, and never end.
     """
-    if gc.get_freeze_count():  # the user's own: thawing it would undo it
+    if gc.get_freeze_count():  # the user has frozen it; thawing would undo that
         gc.collect()
         yield
         return
@@ -59,17 +59,17 @@ def garbage_left_to_the_parent() -> Iterator[None]:
 def signals_held() -> Iterator[None]:
     """Hold back signals that Python code handles.
 
-    What a handler raises while this process is forked is lost, and a child would run the user's handlers; a thread that
-    is just being started would be left behind.
+    An exception that a handler raises during a fork is lost, and a child would run the user's handlers. A thread that
+    is being started would be lost, too.
     """
-    if threading.current_thread() is not threading.main_thread():  # where no handler runs
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
         yield
         return
     heard: list[int] = []
     handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
     before = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
-        for number in before:  # the handler of one that is not held yet may raise
+        for number in before:  # the handler of a signal that is not held yet may raise
             signal.signal(number, lambda number, _: heard.append(number))
         yield
     finally:
@@ -77,7 +77,7 @@ def signals_held() -> Iterator[None]:
 
 
 def _let_go(before: dict[int, Callable[..., Any]], heard: list[int]) -> None:
-    """Put the handlers back and call those of what was heard, all of them, whatever one of them raises."""
+    """Restore the handlers, and call those of all signals that came, whatever one of them raises."""
     try:
         while before:
             number = next(iter(before))

@@ -30,7 +30,7 @@ class ShownInfo:
 
 @contextmanager
 def shown(info: ShownInfo | None) -> Iterator[None]:
-    """Let `paddle.io.get_worker_info()` return something else for a while."""
+    """Let `paddle.io.get_worker_info()` return another value inside a `with` block."""
     own = paddle_worker._worker_info
     paddle_worker._worker_info = info
     try:
@@ -42,8 +42,8 @@ def shown(info: ShownInfo | None) -> Iterator[None]:
 class AsOneReader:
     """A user's stream, which is not told that there are workers: it would give each only some of its samples.
 
-    It is read by every reader and cut behind it. (Shown a worker's number, a stream that splits itself would be
-    cut twice.)
+    Every reader reads all of it, and the stream is cut afterwards. (A stream that splits itself by the number of its
+    worker would be cut twice.)
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
@@ -54,7 +54,7 @@ class AsOneReader:
 
 
 def _begun(dataset: Iterable[Any] | Callable[[], Iterable[Any]], info: ShownInfo | None) -> Iterator[Any]:
-    """Begin to iterate over the user's stream, which is shown something else than its worker throughout."""
+    """Iterate over the user's stream, with another worker info all the time."""
     with shown(info):
         items = iter(dataset if isinstance(dataset, Iterable) else dataset())
     return _going_on(items, info)
@@ -105,7 +105,7 @@ class SelfSplit(Stage):
             return
         try:
             second = next(items, _END)
-        except Exception as error:  # raised at its own sample
+        except Exception as error:  # a failure is raised at its own sample
             raise_if_a_handlers(error)
             second, failure = _END, error
         if second is not _END:
@@ -119,7 +119,7 @@ class SelfSplit(Stage):
             yield from items
 
     def _check(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> None:
-        """Refuse a stream of which all parts that are read here begin with the same two samples."""
+        """Refuse a stream if all its parts that are read here begin with the same two samples."""
         alike = len(begun) == len(opening.parts) > 1 and len(set(begun.values())) == 1
         if alike and len(set(begun[part])) > 1:
             raise SplitError(

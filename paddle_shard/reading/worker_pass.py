@@ -1,4 +1,4 @@
-"""How does a pass read by worker processes?"""
+"""How do worker processes read a pass?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
 
 class WorkerPass(Pass):
-    """Reads in worker processes, ahead of the caller."""
+    """A pass that worker processes read, ahead of the caller."""
 
     def __init__(
         self,
@@ -29,16 +29,16 @@ class WorkerPass(Pass):
         """Start the pass.
 
         Args:
-            requests: Drawn ahead, on the caller's thread.
-            pool: Not in use.
-            idle: Where a persistent pool goes back to when the pass has ended.
-            to_tensors: Makes tensors of arrays that are nobody else's.
+            requests: The requests; they are drawn ahead, on the caller's thread.
+            pool: The workers; no other pass uses them.
+            idle: The list to which a persistent pool returns after the pass.
+            to_tensors: Makes tensors of arrays that nothing else refers to.
         """
         self._pool: WorkerPool | None = pool
         self._idle = idle
         self._to_tensors = to_tensors
         self._over = False
-        """All that was asked for has come, and nothing else will be."""
+        """True if all requests were answered, and no more will be sent."""
         self.skipped = deque()
         try:
             pool.start(requests)
@@ -67,7 +67,7 @@ class WorkerPass(Pass):
             self.close()
             failure = ReadFailure.of(lost, what="reading", index=None, worker=lost.worker)
             raise failure.error(pool.pending[0]) from None
-        except BaseException:  # the sampler's, or a handler's: who knows what was asked and has not come
+        except BaseException:  # an error of the sampler or a handler: it is not known what was requested
             self.close()
             raise
         if not isinstance(found, ReadFailure):
@@ -100,7 +100,7 @@ class WorkerPass(Pass):
             return
         pool.stop_asking()
         try:
-            while pool.pending:  # what is asked of them cannot be taken back
+            while pool.pending:  # requests cannot be taken back
                 pool.next()
         except WorkersLostError:
             self.close()
@@ -111,13 +111,13 @@ class WorkerPass(Pass):
         self._leave(pool)
 
     def close(self) -> None:
-        """End the workers; also persistent ones, which may be in the middle of a batch."""
+        """End the workers, also persistent ones, which may be in the middle of a batch."""
         if self._pool is not None:
             self._pool.shut_down()
-        self._pool = None  # only now, as a handler may raise in between
+        self._pool = None  # not earlier, since a handler may raise in between
 
     def _leave(self, pool: WorkerPool) -> None:
-        """End the pass, all that was asked for having come; workers that do not persist are waited for in `close`."""
+        """End the pass after the last answer; `close` waits for workers that are not persistent."""
         if pool.persistent and not pool.interrupted:
             self._idle.append(pool)
             self._pool = None
@@ -126,5 +126,5 @@ class WorkerPass(Pass):
             pool.let_go()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # then the workers are ended already
+        if not ending():  # the workers have ended already
             self.close()

@@ -1,4 +1,4 @@
-"""How are worker processes asked, one request after another, and ended?"""
+"""How are worker processes sent requests, and ended?"""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class WorkersLostError(Exception):
 
 
 class WorkerPool:
-    """Some worker processes, each of which reads one request after another; with persistent ones for several passes.
+    """Some worker processes, each of which reads one request after another. Persistent ones serve several passes.
 
     Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests;
-    so each worker's channel is a queue of its own, and there is nothing to put in order. A message has
-    several requests, where batches are quick and small; each is answered as soon as it is read.
+    so each worker's channel is a queue of its own, and nothing has to be put in order. If batches are quick and small,
+    a message has several requests; each is answered as soon as it is read.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class WorkerPool:
         """Start nothing yet.
 
         Args:
-            settings: The user's; read only.
+            settings: The settings of the user's DataLoader; only read.
             reader: What the workers run.
-            num_workers: Where there are to be fewer than in the settings.
+            num_workers: Number of workers, if fewer than in the settings; None: as many.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
-            reads_all: Every worker reads the whole data set, and keeps some of it: the user's `worker_init_fn` is
-                shown a single worker then, so that it leaves the data set whole.
+            reads_all: True if every worker reads the whole data set and keeps some of it. The user's `worker_init_fn`
+                is then shown a single worker, so that it leaves the data set whole.
         """
         self.persistent = bool(settings._persistent_workers)
         self.num_workers: int = num_workers or settings.num_workers
@@ -99,9 +99,9 @@ class WorkerPool:
         self.pending: deque[Request] = deque()
         """Requests that were sent and not answered."""
         self.unsent: deque[tuple[int, list[Request]]] = deque()
-        """Messages that are in `pending`, too, and the workers that they are for."""
+        """Messages whose requests are in `pending`, and their workers."""
         self._under_way: list[deque[int]] = []
-        """For each worker and message: how many of its requests it has not answered."""
+        """For each worker: the unanswered requests of each message."""
         self.error: Exception | None = None
         """The error that is raised after the last of `pending`."""
         self._num_asked = self._num_taken = 0
@@ -109,14 +109,14 @@ class WorkerPool:
         """Pace of the batches; number of batches at the last look at the clock; requests per message."""
         self.interrupted = False
         self.process = os.getpid()
-        """Whose workers they are."""
+        """The process that has started the workers."""
         _pools.add(self)
 
     def start(self, requests: Iterator[Request]) -> None:
         """Start a pass; the one before it must have ended.
 
         Args:
-            requests: With a method `ready(count)`, if they cannot always be drawn: how many of so many can be.
+            requests: The requests. If they cannot always be drawn, `ready(count)` tells how many of `count` can.
         """
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
@@ -134,7 +134,7 @@ class WorkerPool:
         """Return the next request and what it was answered with.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: There is no further request.
             WorkersLostError: It will never come; it is the first of `pending`.
             Exception: What drawing the requests raised.
         """
@@ -162,13 +162,13 @@ class WorkerPool:
         return self.num_workers * self._ahead * self._at_once
 
     def at_hand(self, count: int) -> bool:
-        """Return whether the next `count` answers have come, or why they never will; where there are no more, too."""
+        """Return True if the next `count` answers have come, or will never come, or if there are no more."""
         workers = self.num_workers
         coming = range(self._num_taken, min(self._num_taken + count, self._num_asked))[:workers]
         return all(self._channels[i % workers].wait(0) for i in coming)
 
     def stop_asking(self) -> None:
-        """Ask for nothing further; what is pending can still be taken."""
+        """Send no further requests; answers to those that were sent can still be taken."""
         self._requests = iter(())
 
     def interrupt(self) -> None:
@@ -179,7 +179,7 @@ class WorkerPool:
                 channel.interrupt()
 
     def let_go(self) -> None:
-        """Have the workers end; nothing can be asked of them any more."""
+        """Tell the workers to end; no more requests can be sent."""
         self._requests = iter(())
         for channel in self._channels:
             channel.close()
@@ -199,15 +199,15 @@ class WorkerPool:
         self._workers, self._channels = [], []
 
     def leave_to_the_parent(self) -> None:
-        """Forget the workers, in a forked child: they are its parent's, and only that is to hold their channels."""
+        """Forget the workers in a forked child: they belong to its parent, which alone may hold their channels."""
         for channel in self._channels:
             channel.close()
-        # Which the interpreter would end with this process.
+        # The interpreter would end them with this process.
         multiprocessing.process._children.difference_update(self._workers)  # type: ignore[attr-defined]
         self._workers, self._channels = [], []
 
     def _start_workers(self) -> None:
-        with kept([NumpyGenerator()]):  # Paddle draws it there, too, but from the user's
+        with kept([NumpyGenerator()]):  # Paddle draws it there, too, but from the user's generator
             seed = int(np.random.randint(sys.maxsize))
         settings = WorkerSettings(
             reader=self._reader,
@@ -238,18 +238,18 @@ class WorkerPool:
             self._workers.append(worker)
 
     def _ask(self) -> None:
-        """Give the workers as many requests ahead as they may have."""
+        """Send the workers as many requests ahead as they may have."""
         while self.unsent or self._draw():
             number, requests = self.unsent[0]
             try:
                 self._channels[number].send(*requests)
-            except BlockingIOError:  # it is busy with those before
+            except BlockingIOError:  # it is busy with earlier requests
                 return
-            except ConnectionError:  # found out when its answer is due
+            except ConnectionError:  # this is found out when its answer is due
                 pass
             except Exception as error:
                 raise_if_a_handlers(error)  # it may have been sent
-                self._leave_out(requests.pop(), error)  # if it is one before that, the next attempt says so
+                self._leave_out(requests.pop(), error)  # if an earlier request is at fault, the next attempt tells
                 if requests:
                     continue
             self.unsent.popleft()
@@ -257,8 +257,8 @@ class WorkerPool:
                 self._under_way[number].append(len(requests))
 
     def _leave_out(self, request: Request, error: Exception) -> None:
-        """End the pass at a request that cannot be sent; what other workers are asked for behind it is not taken."""
-        if not any(request is other for other in self.pending):  # behind another
+        """End the pass at a request that cannot be sent. Answers to later requests are not taken."""
+        if not any(request is other for other in self.pending):  # after an earlier failure
             return
         failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
         self._requests, self.error = iter(()), failure.error(request)
@@ -277,7 +277,7 @@ class WorkerPool:
                 drawn.append(next(self._requests))
         except StopIteration:
             pass
-        except Exception as error:  # the user's sampler: raised at its own step, not when drawn ahead
+        except Exception as error:  # an error of the user's sampler is raised at its own step
             raise_if_a_handlers(error)
             self._requests, self.error = iter(()), error
         self.unsent.extend(((first + i) % workers, drawn[i::workers]) for i in range(min(len(drawn), workers)))
@@ -286,8 +286,8 @@ class WorkerPool:
         return bool(drawn)
 
     def _look_at_the_clock(self, num_bytes: int) -> None:
-        """Send as many requests at once as suits the time that batches take, and their size."""
-        if self._num_taken - self._looked >= 2 * self.num_ahead:  # half of them at most were ready at the last look
+        """Send as many requests in one message as suits the time and size of batches."""
+        if self._num_taken - self._looked >= 2 * self.num_ahead:  # at most half of them were ready at the last look
             self._looked = self._num_taken
             self._pace.look(self._num_taken, num_bytes)
         self._at_once = self._pace.requests_at_once(num_bytes, MOST_AT_ONCE)
@@ -312,7 +312,7 @@ class WorkerPool:
 
     def _answer(self, channel: Channel, number: int) -> Any:
         def failed(error: Exception) -> ReadFailure:
-            raise_if_a_handlers(error)  # it may not have been received
+            raise_if_a_handlers(error)  # the worker may not have received it
             return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
 
         try:
@@ -324,7 +324,7 @@ class WorkerPool:
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""
         if not self.interrupted:
-            self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
+            self._workers[number].join(_LOOK_SECONDS)  # the worker may still be ending
         ended = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode is not None}
         named = ", ".join(f"worker {at} (exit code {code})" for at, code in ended.items() if code or at == number)
         return WorkersLostError(f"a worker process ended: {named or f'worker {number}'}", number)

@@ -1,1 +1,1 @@
-"""Where a stream's samples come from, one kind a file; third parties are imported where they are used."""
+"""The sources of samples, one kind per file. Third-party libraries are imported inside functions."""

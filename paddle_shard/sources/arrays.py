@@ -14,7 +14,7 @@ class ArrayDataset:
     """Arrays whose rows are the samples: numpy's, memory maps, or what is indexed like them (Zarr, HDF5, Arrow).
 
     A batch is gathered with one index for each array, in the main process or in a worker, and consecutive rows as
-    one slice; so it needs no collating. Give it to a `paddle.io.DataLoader`.
+    one slice. So it needs no collating. Give it to a `paddle.io.DataLoader`.
 
     Examples:
         >>> dataset = ArrayDataset(images=np.zeros((10, 2)), labels=np.arange(10))
@@ -48,7 +48,7 @@ class ArrayDataset:
             raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
         self._columns, self._named, self._alone = columns, bool(named), len(arrays) == 1
         self.gathers = all(isinstance(array, np.ndarray | list | tuple) for array in columns.values())
-        """True if a batch's arrays are nobody else's: a slice of another kind of array may be a view."""
+        """True if nothing else refers to the arrays of a batch. A slice of another kind of array may be a view."""
         self._length = next(iter(lengths.values()))
         chunks = getattr(next(iter(columns.values())), "chunks", None)
         found = block_size if block_size is not None else chunks[0] if chunks else None

@@ -37,7 +37,7 @@ def samples_of(batch: Any, columns: Sequence[str] | None, allow_nulls: bool) -> 
 
 
 def _rows(values: Sequence[Any] | npt.NDArray[Any]) -> Sequence[Any] | npt.NDArray[Any]:
-    """Return values of which each may be changed, and kept without the others."""
+    """Return values that can be changed, and kept, independently of each other."""
     if isinstance(values, np.ndarray) and values.ndim > 1:
         return [row.copy() for row in values]
     return values

@@ -41,7 +41,7 @@ def cached(name: str, cache_dir: str) -> str:
     with lock, held(lock) as alone:
         if os.path.exists(path):
             return path
-        if alone:  # what a killed process has left
+        if alone:  # files that a killed process has left
             for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
                 os.unlink(stale)
         with _room(name, cache_dir):
@@ -82,7 +82,7 @@ def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
 
 @contextmanager
 def _room(name: str, cache_dir: str) -> Iterator[None]:
-    """Explain that there is none for a file or a directory."""
+    """Raise an error that says that a file or directory cannot be cached."""
     try:
         yield
     except OSError as error:
@@ -99,7 +99,7 @@ def _room(name: str, cache_dir: str) -> Iterator[None]:
 def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copied: int) -> OSError:
     if error.errno not in _FULL:
         return OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}")
-    free = shutil.disk_usage(cache_dir).free + copied  # as what was written is removed
+    free = shutil.disk_usage(cache_dir).free + copied  # the incomplete file is removed
     return OSError(
         error.errno,
         f"cache_dir {cache_dir!r} is full: {shown(name)} has {'an unknown number of' if size is None else size} bytes, "
@@ -109,7 +109,7 @@ def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copi
 
 @contextmanager
 def held(file: IO[bytes]) -> Iterator[bool]:
-    """Hold a lock among processes and threads; False where there are none to be had."""
+    """Hold a lock among processes and threads; yields False if the system has no such locks."""
     try:
         import fcntl
 
@@ -121,5 +121,5 @@ def held(file: IO[bytes]) -> Iterator[bool]:
     try:
         yield locked
     finally:
-        if locked:  # closing does not let go of it where a child was forked meanwhile, which has the file, too
+        if locked:  # closing does not release it if a child was forked in the meantime, which has the file open, too
             fcntl.flock(file, fcntl.LOCK_UN)

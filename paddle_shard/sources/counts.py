@@ -42,11 +42,11 @@ def count_files(
         names: Of the files.
         kind: What is counted in them, a name for it.
         count: Counts the samples of a file.
-        counts: True: count all; False: none. None: all, if counting is cheap next to reading: where each is local and
+        counts: True: count all; False: none. None: all, if counting is cheap compared with reading: each is local and
             not packed. So whether they are counted is the same on all ranks that see the same files.
 
     Returns:
-        What is known of each file; None if they are not counted.
+        The counts of each file; None if they are not counted.
 
     Raises:
         ShardReadError: A file cannot be read.

@@ -21,7 +21,7 @@ from paddle_shard.sources.names import is_remote, local_path
 from paddle_shard.sources.remote import remote_file
 
 RETRIES = 3
-"""Failures in a row after which a file is given up; a byte that arrives begins the count anew."""
+"""Failures in a row after which a file is given up. Each byte that arrives starts the count again."""
 BACKOFF = 0.5
 """Seconds before the first retry; twice as long before each further one."""
 TIMEOUT = 60.0
@@ -126,7 +126,7 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes; connect again, where it stood, as often as needed.
+        """Read some bytes. If the connection is lost, connect again at the same place.
 
         Raises:
             OSError: It failed too often in a row.
@@ -137,7 +137,7 @@ class RemoteFile(io.RawIOBase):
                     self._open()
                 assert self._connection is not None
                 stream = self._connection.stream
-                # What has arrived, not what would fill the buffer: a stall must not lose it.
+                # Read what has arrived, not as much as the buffer holds, so that a stall loses nothing.
                 content = getattr(stream, "read1", stream.read)(len(buffer))
                 if not content and self.size is not None:
                     raise ConnectionError("the connection was closed")

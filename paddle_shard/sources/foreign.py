@@ -50,7 +50,7 @@ class Foreign:
                 same number of rows in each but the last. Called in each process, when a pass begins.
             name: Of the library, for messages and the saved state.
             save: Returns the state of what `build` returned, which `build` can be given again: a value for JSON.
-                Called behind each batch. None: a resumed pass reads again, and throws away, what was delivered.
+                Called after each batch. None: a resumed pass reads delivered batches again and throws them away.
         """
         self.build, self.name, self.save = build, name, save
 

@@ -64,7 +64,7 @@ class GrainDataset:
         """Return an element.
 
         Raises:
-            IndexError: There is none; Grain would begin again.
+            IndexError: There is no such sample. (Grain itself would begin again.)
             ArgumentError: Grain has left it out.
         """
         number = operator.index(index)

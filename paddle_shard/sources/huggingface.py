@@ -75,7 +75,7 @@ class HuggingFaceSource(Stage):
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return None: lengths show at the end."""
-        self._check(opening)  # before any batch, where the loader asks
+        self._check(opening)  # before any batch, if the loader asks
         return None
 
     def fingerprint(self) -> list[Any]:
@@ -105,7 +105,7 @@ def huggingface_source(dataset: Any) -> HuggingFaceSource:
 
     `with_format("numpy")` makes arrays of its lists; without a format a list is a structure of single numbers.
 
-    The library's own `shuffle` reads in threads, so a random `map` belongs behind it; and of Parquet files it sleeps
+    The library's own `shuffle` reads in threads, so a random `map` belongs after it. On Parquet files it sleeps
     5 s where it ends (its way round a bug of Arrow), for one part of a reader after the other. A stream's own
     `shuffle(window)` does neither, and goes by the loader's seed.
 

@@ -22,7 +22,7 @@ class IterableSource(Stage):
         """Set up the source.
 
         Args:
-            iterable: Iterated anew for each epoch. A generator can be read in one epoch only; give the function
+            iterable: It is iterated again for each epoch. A generator can be read in one epoch only; give the function
                 that makes it, without calling it, to read it in several.
 
         Raises:

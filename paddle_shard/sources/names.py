@@ -27,14 +27,14 @@ def is_remote(name: str) -> bool:
 
 
 def local_path(name: str) -> str:
-    """Return the path that a name of a local file stands for."""
+    """Return the path of a local file from its name."""
     if name.startswith("file:"):
         return urllib.request.url2pathname(urlsplit(name).path)
     return os.path.expanduser(name)
 
 
 def matched(paths: Paths) -> list[str]:
-    """Return the files that paths stand for: of each pattern, such as `data/*.csv`, the files that match, sorted.
+    """Return the files for some paths. A pattern, such as `data/*.csv`, gives the files that match, sorted.
 
     Raises:
         ArgumentTypeError: There is no path.
@@ -99,4 +99,4 @@ def local_size(name: str) -> int | None:
         return None if is_remote(name) else os.path.getsize(local_path(name))
     except OSError as error:
         raise_if_a_handlers(error)
-        return None  # it is read later, where its absence is an error that names it
+        return None  # it is read later; if it is missing, that error names it

@@ -47,10 +47,10 @@ def parquet_source(
             files are sorted, or URLs that fsspec opens (its settings, such as keys and endpoints, are taken from
             fsspec's configuration or the environment).
         columns: Top-level columns to read, in this order; None: all.
-        allow_nulls: A null is None in the sample, for a `map` or `filter` behind the source. False: it is an
+        allow_nulls: A null is None in the sample, for a `map` or `filter` after the source. False: it is an
             error that names the column and the row. One inside a list always is.
         shuffle_shards: Permute the row groups, in each epoch in another order. Rows keep their order in one: put a
-            `Shuffle` behind it.
+            `Shuffle` after it.
         resample: Make each part an endless stream of row groups, drawn with replacement.
 
     Raises:

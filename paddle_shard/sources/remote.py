@@ -24,7 +24,7 @@ def remote_file(url: str, extra: str) -> tuple[Any, str]:
         MissingDependencyError: fsspec is not installed, or what it needs for such a URL.
     """
     try:
-        if "::" in url:  # of a file in a file, which is its own file system
+        if "::" in url:  # a file inside a file is a file system of its own
             return _made(url)
         return _kept("/".join(url.split("/", 3)[:3]), os.getpid()), url
     except ImportError as error:

@@ -77,7 +77,7 @@ def index_shard(name: str, most: int | None = None) -> ShardEntry:
     with opened, decompressed(opened) as file:
         packed = file is not opened
         if not packed and not is_remote(name):
-            with open(local_path(name), "rb", buffering=0) as headers:  # else each would fetch a whole buffer
+            with open(local_path(name), "rb", buffering=0) as headers:  # or each read would fetch a whole buffer
                 return entry_of(_starts(TarHeaders(headers, name)), lambda: size or 0, packed=False, most=most)
         samples = TarSamples(file, name, 0, None)
         return entry_of(_starts(samples), lambda: opened.tell() if size is None else size, packed=packed, most=most)

@@ -29,9 +29,9 @@ Segment = tuple[int, int, int | None]
 
 
 class ShardSource(Stage):
-    """Files of samples ("shards"), assigned to the parts, whoever reads those.
+    """Files of samples ("shards"), assigned to the parts independently of the readers.
 
-    Where the samples of each shard are counted, the shards are laid end to end in their order and cut evenly, in
+    If the samples of each shard are counted, the shards are laid end to end in their order and cut evenly, in
     mid-file, so that the parts' lengths differ by at most one. Otherwise shard i of the order belongs to part
     i mod P. Nothing is opened before a part is read.
     """
@@ -53,7 +53,7 @@ class ShardSource(Stage):
             names: The shards, each once: paths, URLs, or whatever `read` understands.
             read: Called with a name and the number of samples to leave out at the beginning, it returns an
                 iterator over the rest. Its samples must be the same at each call.
-            files: The file that each shard is in, where a shard is less than a file; None: the shards are files.
+            files: The file of each shard, if a shard is a piece of a file; None: the shards are files.
             counts: Samples of each shard. They make parts equal, lengths known and skipping cheap; a shard that
                 has fewer or more is an error when its end is read.
             shuffle_shards: Permute the shards, in each epoch and round in another order.
@@ -94,7 +94,7 @@ class ShardSource(Stage):
 
     @property
     def most_even_parts(self) -> int:
-        """So many that a part with the largest file is at most a third longer than the mean, as far as sizes tell."""
+        """The most parts for which a part with the largest file is at most a third longer than the mean, by size."""
         sizes = self.sizes()
         known = [size for size in sizes if size is not None]
         if self._resample or len(known) < len(sizes) or not any(known):
@@ -122,7 +122,7 @@ class ShardSource(Stage):
         return [self._part(part, opening, pause) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
-        """Return the lengths of the parts, where the shards are counted."""
+        """Return the lengths of the parts if the shards are counted."""
         self._check(opening)
         if self._counts is None or self._resample:
             return None
@@ -130,7 +130,7 @@ class ShardSource(Stage):
         return [stop - start for start, stop in cuts]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
-        """Return the shard and the sample's number in it, where the shards are counted and each is read once."""
+        """Return the shard and the sample's number in it, if the shards are counted and each is read once."""
         if self._counts is None or self._resample:
             return None
         shard, offset, _ = next(self._cut_out(opening, part, number), (None, 0, None))
@@ -150,7 +150,7 @@ class ShardSource(Stage):
     def fingerprint(self) -> list[Any]:
         """Return a digest of names within their common folder and counts, and what the order depends on."""
         if self._digest is None:
-            # Files that are not counted are known by their sizes, where those cost nothing to ask for.
+            # Files that are not counted are known by their sizes, if asking for these costs nothing.
             known = ["sizes", *self.sizes()] if self._counts is None else self._counts.tolist()
             self._digest = derive_key(within_their_folder(self._files), known, size=16).hex()
         return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
@@ -260,7 +260,7 @@ class ShardSource(Stage):
             seed(number)
             items = iter(self._read(name, begin))
             for item in items:
-                if offset + 1 == length:  # before its last sample is delivered: nobody may ask for another
+                if offset + 1 == length:  # before the last sample is delivered, since nobody may ask for another one
                     _check_end(name, length, items)
                 yield item
                 offset += 1

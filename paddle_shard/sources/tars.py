@@ -40,7 +40,7 @@ class TarSamples:
     """The samples of one open tar from a byte on, grouped by WebDataset; iterate it once.
 
     WebDataset's own loop over the members takes a damaged header, or a file that was cut between two members,
-    for the end of the tar, and what is behind its end marker for nothing. Here each is an error.
+    for the end of the tar, and ignores what follows its end marker. Here each is an error.
     """
 
     _mode: Any = "r|"
@@ -56,7 +56,7 @@ class TarSamples:
         """
         self._file, self._name, self._start, self._select = file, name, start, select
         self.next_start = start
-        """The byte where the sample after the one that was yielded last begins; of no use behind the last one."""
+        """The byte at which the sample after the newest one begins; it has no meaning after the last one."""
 
     def __iter__(self) -> Iterator[Sample]:
         # To yield a sample, the grouping has read the first member of the next one, and no further.
@@ -123,7 +123,7 @@ def read_tar(
     """Yield the samples of a tar, packed or not, from a byte on.
 
     Args:
-        path: Where it is read: a path or URL.
+        path: Its path or URL.
         name: What its samples are said to come from.
         start: A byte where a sample begins; 0 for one that is packed.
         select: Which members are read, by their names; None: all.

@@ -174,7 +174,7 @@ class _Text:
     def number(self) -> int:
         """Return the number of the line that was read last, from 1."""
         left, before = self.start, 0
-        if left:  # an error is to be told; only then is it worth reading what was not
+        if left:  # there is an error to report; only then are the skipped lines read
             opened, _ = open_file(self._name)
             with opened:
                 while left and (block := opened.read(min(left, BUFFER))):

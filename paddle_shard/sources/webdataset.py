@@ -32,21 +32,21 @@ def webdataset_source(
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
 
     A tar that is cut off or damaged is an error, never an early end. An HTTP connection that drops is taken up
-    where it stood; a permanent failure raises a `ShardReadError` that names the shard and the sample.
+    at the same place; a permanent failure raises a `ShardReadError` that names the shard and the sample.
 
     Args:
         urls: Paths, `http(s)://` URLs, or anything that fsspec opens (`s3://`, ...), packed or not. Braces are
             expanded as WebDataset does (`{000..009}`), in each string of a list, too, and so are patterns of local
             files (`data/*.tar`, sorted).
         shuffle_shards: Permute the shards, in each epoch in another order. Samples keep their order in a shard:
-            put a `Shuffle` behind it.
+            put a `Shuffle` after it.
         resample: Make each part an endless stream of shards, drawn with replacement.
         index: An index file (path or URL), which `python -m paddle_shard.cli.index_shards` makes; True:
             `index.json` beside the first shard. With it parts are equal, their lengths known, resuming cheap. None:
             shards that are all local and not packed are counted by their headers now, if the stream has an end and
             nothing is selected; the counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: nothing is counted.
-        cache_dir: Where remote shards are kept, downloaded once; nothing is ever removed from it.
+        cache_dir: The folder to which remote shards are downloaded, once. Nothing is ever removed from it.
         select: Which members are read, by their names. One that leaves out whole samples does not fit an index.
 
     Raises:
@@ -81,7 +81,7 @@ def decode(*handlers: str | Callable[[str, bytes], Any], only: str | Sequence[st
 
     Args:
         handlers: Names of WebDataset's image decoders ("pil", "rgb8", "l", ...), or functions of (file ending with
-            a leading dot, bytes) that return None for what they leave to the next. Behind them WebDataset's own
+            a leading dot, bytes) that return None for what they leave to the next. After them WebDataset's own
             for txt, cls, json, npy, ... are tried; what none takes stays bytes.
         only: File endings that are decoded; None: all.
 
@@ -128,12 +128,12 @@ class Decode:
 
 
 def expand(urls: Paths) -> list[str]:
-    """Return the shards that a path or URL, or each of a list of them, stands for: braces first, then patterns.
+    """Return the shards for a path or URL, or a list of them: braces are expanded first, then patterns.
 
     Raises:
         MissingDependencyError: webdataset is not installed.
         ArgumentTypeError: That is no path.
-        ArgumentError: There is none, or none that matches a pattern.
+        ArgumentError: There is no shard, or none that matches a pattern.
     """
     expand_urls = import_webdataset().shardlists.expand_urls
     if isinstance(urls, str | os.PathLike):

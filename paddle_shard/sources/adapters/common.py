@@ -51,7 +51,7 @@ def local_rows(batch_size: int, share: Share) -> int:
 
 
 def seed_of(share: Share, *purpose: Any, bits: int = 31) -> int:
-    """Return a seed of so many bits for this epoch; the same on every data rank."""
+    """Return a seed with a number of bits for this epoch, the same on every data rank."""
     return derive_seed("adapter", share.seed, share.epoch, *purpose) >> (64 - bits)
 
 
@@ -62,7 +62,7 @@ def check_share(found: Mapping[str, Any], share: Share, what: str, fix: str) -> 
         found: Exactly two entries: the library's name of the data rank and what it has there, then the same of
             the number of data ranks.
         share: What they must be.
-        what: Which object has them, for the message.
+        what: The name of the object that has them, for the message.
         fix: What to write instead.
 
     Raises:

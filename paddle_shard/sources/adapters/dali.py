@@ -36,7 +36,7 @@ def dali_pipeline(
             `checkpoint` and the options; returns the pipeline. A function under `@pipeline_def` that takes
             `shard_id` and `num_shards` does. It must give both to each of its readers.
         batch_size: The global batch; the data ranks divide it.
-        fields: Names of the pipeline's outputs, where batches are to be dicts; None: they are lists.
+        fields: Names of the pipeline's outputs, for batches that are dicts; None: batches are lists.
         options: Of the pipeline: `num_threads`, `device_id` (None: on the CPU only), and arguments of the function.
 
     Raises:
@@ -64,7 +64,7 @@ def dali_pipeline(
 
 
 class _Pass:
-    """One pass over a share."""
+    """One pass over the share of a data rank."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Pass:
         return dict(zip(self._fields, outputs, strict=True))
 
     def state(self) -> dict[str, Any]:
-        """Return where it stands, behind the batch that was taken last."""
+        """Return the position after the newest batch."""
         checkpoint = base64.b64encode(self._pipeline.checkpoint()).decode()
         return sealed(NAME, delivered=self._delivered, checkpoint=checkpoint, **self._same)
 
@@ -169,6 +169,6 @@ def _checked(pipeline: Any, share: Share, rows: int) -> int:
     sizes = {name: meta["epoch_size"] for name, meta in readers.items()}
     if len(set(sizes.values())) > 1:
         raise ArgumentError(f"dali_pipeline: the readers differ in their number of samples: {sizes}.")
-    # As DALI cuts: [size * shard // shards, size * (shard + 1) // shards).
+    # DALI cuts like this: [size * shard // shards, size * (shard + 1) // shards).
     size = next(iter(sizes.values()))
     return int(size * (share.shard + 1) // share.num_shards - size * share.shard // share.num_shards)

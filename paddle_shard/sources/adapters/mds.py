@@ -58,7 +58,7 @@ def mds_stream(
     Args:
         local: Directory of the data; where there is a `remote`, of the cache, in which each process has a
             directory of its own.
-        remote: Where shards are downloaded from.
+        remote: The place from which shards are downloaded.
         batch_size: The global batch; the data ranks divide it.
         shuffle: As the library shuffles, in each epoch in another order.
         transform: Makes a sample of the dict of decoded columns, in this process.
@@ -86,7 +86,7 @@ def mds_stream(
 
 
 class _Pass:
-    """One pass over a share."""
+    """One pass over the share of a data rank."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Pass:
         return self._collate_fn(samples)
 
     def state(self) -> dict[str, Any]:
-        """Return where it stands, behind the batch that was taken last."""
+        """Return the position after the newest batch."""
         # The library counts the samples of all ranks.
         seen = self._delivered * self._share.num_shards
         library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
@@ -163,7 +163,7 @@ def _open(share: Share, settings: Mapping[str, Any], rows: int) -> tuple[int, An
     )
 
     def work(epoch: int, sample_in_epoch: int) -> npt.NDArray[np.int64]:
-        """Stand in for `_get_work`: this data rank's sample ids, from where all ranks have seen so many."""
+        """Replace `_get_work`: return this data rank's sample ids, after the samples that all ranks have seen."""
         # [data rank, 0, 0, batch, row]
         ids = generate_work(dataset.batching_method, dataset, world, epoch, 0)
         wanted = np.bincount(dataset.resample_streams(epoch)[1], minlength=dataset.num_samples)
@@ -275,5 +275,5 @@ def import_streaming() -> Any:
             try:
                 import streaming
             finally:
-                del sys.modules[name]  # so that importing it says what is missing
+                del sys.modules[name]  # so that an import says what is missing
         return streaming

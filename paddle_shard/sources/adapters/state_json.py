@@ -11,7 +11,7 @@ import numpy as np
 from paddle_shard.errors import ArgumentTypeError, StateError
 
 _TAG = "$"
-"""The only key of a dict that stands for something else: {"$": [kind, ...]}."""
+"""The only key of a dict that represents another type: {"$": [kind, ...]}."""
 
 
 def to_json(value: Any, path: str = "state") -> Any:
@@ -19,7 +19,7 @@ def to_json(value: Any, path: str = "state") -> Any:
 
     Args:
         value: None, numbers, strings, bytes, numpy arrays, torch tensors, and lists, tuples and dicts of these.
-        path: Where it stands, for messages.
+        path: Its place in the state, for messages.
 
     Raises:
         ArgumentTypeError: Something else is in it.

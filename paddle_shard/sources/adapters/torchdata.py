@@ -30,7 +30,7 @@ def torchdata_loader(build: Callable[[Share], Any]) -> Foreign:
     """Return a loader that `build` makes in each process: nodes, or a `StatefulDataLoader`.
 
     It resumes exactly, by the library's own state. torch's generator is seeded for each batch
-    that this process makes and put back behind it, so that replicas agree; what torch's workers draw is seeded
+    that this process makes, and restored after it, so that replicas agree; what torch's workers draw is seeded
     when they start, and their generators do not stand in the library's state.
 
     Args:
@@ -113,7 +113,7 @@ def _import() -> None:
 
 
 class _Pass:
-    """One pass over a share."""
+    """One pass over the share of a data rank."""
 
     def __init__(self, built: Any, share: Share, **same: Any) -> None:
         """Set up the pass.
@@ -166,7 +166,7 @@ class _Pass:
             yield batch
 
     def state(self) -> dict[str, Any]:
-        """Return where it stands, behind the batch that was taken last."""
+        """Return the position after the newest batch."""
         library = to_json(self._loader.state_dict())
         return sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
 
