@@ -185,3 +185,9 @@ def test_public_names_load_on_first_use_and_unknown_ones_do_not_exist():
     assert set(dir(paddle_shard)) >= {"ShardPlan", "MeshLayout", "shard_dataloader", "patch_paddle"}
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = paddle_shard.nonsense
+
+
+def test_no_file_is_longer_than_its_idea():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+
+    assert {name: length for name, length in lengths.items() if length > 350} == {}

@@ -1,11 +1,11 @@
 """When do the ranks exchange what they know, and which threads learn the result?
 
 All ranks take part in one series of rounds, each in one background thread. A round is one `minimum` of
-`[passes opened, is any rank asking, has any rank a note]` and five values per pass. It covers the passes that all ranks
-are known to have opened and that are not decided. The results of earlier rounds alone determine these passes, so the
-vector has the same layout on every rank, whatever its training thread does meanwhile. Passes cannot be mixed up if they
-overlap (`zip(loader, loader)`), are closed early, or are opened by one rank before the others. When a pass is decided,
-all ranks do one `gather`, in which each of them learns which ranks failed, ended or left.
+`[passes opened, is any rank asking, has any rank a note]` and seven values per pass. It covers the passes that all
+ranks are known to have opened and that are not decided. The results of earlier rounds alone determine these passes, so
+the vector has the same layout on every rank, whatever its training thread does meanwhile. Passes cannot be mixed up if
+they overlap (`zip(loader, loader)`), are closed early, or are opened by one rank before the others. When a pass is
+decided, all ranks do one `gather`, in which each of them learns which ranks failed, ended or left.
 
 A rank enters a round when it has read a window of steps, when its training thread waits, or after `heartbeat` seconds.
 So no rank waits longer than that for a rank that has nothing new.

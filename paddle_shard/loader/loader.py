@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, 
 from paddle_shard.inputs.source import read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, gather_tensors, read_stream
 from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
+from paddle_shard.loader.description import shown, warn_if_batches_differ
 from paddle_shard.loader.facts import check_agree, check_ranks, facts_of, ranks_of
 from paddle_shard.loader.iteration import ShardIterator, describe
 from paddle_shard.loader.progress_bar import import_tqdm
@@ -159,18 +159,8 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         return self._run.plan
 
     def __repr__(self) -> str:
-        layout, source = self._own_layout, self._source
-        axes = [layout.layout.axes[axis] for axis in layout.data_axes]
-        order = type(source.custom_sampler).__name__ if source.custom_sampler is not None else "sequential"
-        plan = None if source.stream is None else source.stream.batches.plan
-        if plan is not None:
-            order = f"stream in {plan.num_parts} parts"
-        if source.custom_sampler is None and self.plan is not None and self.plan.ordering.shuffles:
-            order = f"shuffled with seed {self.seed}"
-        return (
-            f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
-            f"tail {source.tail!r}, split over {axes} = {layout.num_data_ranks} data ranks of the mesh "
-            f"{dict(zip(layout.layout.axes, layout.layout.shape, strict=True))}, epoch {self.epoch})"
+        return shown(
+            type(self).__name__, self.dataset, self._source, self.plan, self._own_layout, self.seed, self.epoch
         )
 
     @property
@@ -337,7 +327,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
     def __next__(self) -> Any:
         """Return the next batch of a pass that continues from `next` to `next`; after its end, of a fresh pass."""
         if asked_by_to_static():
-            self._warn_if_batches_differ()
+            warn_if_batches_differ(self._source, self.plan)
             return describe(self._first_batch)
         if self._next_of is None:
             self._next_of = iter(self)
@@ -352,16 +342,3 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         if self._described is not None:
             self._described.close()
         self._reading.close()
-
-    def _warn_if_batches_differ(self) -> None:
-        source = self._source
-        if source.batch_size is None or source.split:
-            return
-        plan = self.plan
-        if plan is not None and plan.num_rows(step=plan.num_steps - 1) != plan.batch_size:
-            warnings.warn(
-                f"the last batch of an epoch has {plan.num_rows(step=plan.num_steps - 1)} rows and the others "
-                f"{plan.batch_size}: a static program is compiled for one size and fails on another. "
-                "Give shard_dataloader tail='fill' (rows are marked in .valid) or tail='drop'.",
-                stacklevel=4,
-            )

@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from paddle_shard.errors import StateError
-from paddle_shard.plan.mixture import Mixing, Segment
+from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.segments import Segment
 from paddle_shard.plan.shard_plan import ShardPlan
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -12,54 +11,16 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.chairman import Chairman, chairman
+from paddle_shard.plan.mixture_ids import ROUNDS, epoch_number, sample_ids, source_and_index
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.permutations import Permutations
 from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.segments import Segment
 from paddle_shard.plan.shuffle import Blockwise, Indices
+from paddle_shard.plan.source_epochs import SourceEpochs
 
-MAX_SOURCES = 1 << 12
-"""Most sources of a mixture."""
-MAX_LENGTH = 1 << 40
-"""Most samples of one source."""
 MAX_DRAWS = 1 << 50
 """Most samples of a run."""
-
-_ROUNDS = 1 << 9
-_MARK = 1 << 61
-
-
-# The id of a sample: a mark, the source's epoch modulo 512, the source, the index in the source.
-
-
-def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
-    """Return the ids of samples: int64, as many as there are sources.
-
-    An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is drawn again in the
-    same epoch of the mixture has another id, and other random numbers.
-    """
-    return _MARK + ((epochs % _ROUNDS) << 52) + (sources << 40) + indices
-
-
-def is_sample_id(index: int) -> bool:
-    """Return whether an index is the id of a source's sample, and not a position of the mixture."""
-    return index >= _MARK
-
-
-def source_and_index(sample: int) -> tuple[int, int]:
-    """Return the number of the source, and the index in it, of a sample's id."""
-    return (sample >> 40) % MAX_SOURCES, sample % MAX_LENGTH
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A stretch of the run with the same weights and sources."""
-
-    first: int
-    """Position of the run at which it begins."""
-    parts: tuple[int, ...]
-    """Integer weight of each source; 0: it is not drawn."""
-    lengths: tuple[int, ...]
-    """Number of samples of each source; 0 for a source that is not there."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +137,7 @@ class Mixing(Ordering):
     @cached_property
     def source_epochs(self) -> SourceEpochs:
         """Which epoch, and which place in it, each draw of a source is."""
-        return SourceEpochs(self)
+        return SourceEpochs(self.segments, self.counts)
 
     # What was computed once is kept in the value, as its hash takes long with a thousand sources.
 
@@ -215,60 +176,6 @@ class Mixing(Ordering):
         return self._bases[number]
 
 
-class SourceEpochs:
-    """Which epoch of its source a draw belongs to, for sources that may grow during a run.
-
-    The epoch that a source has begun when it grows ends with the old length; the next one has the new length.
-    """
-
-    def __init__(self, mixing: Mixing) -> None:
-        """Set up the layers: the first draw, its epoch and the length of the epochs from there on, for each source."""
-        first, *others = mixing.segments
-        zero = np.zeros(len(mixing.names), np.int64)
-        self._layers = [(zero, zero, np.array(first.lengths, np.int64))]
-        self._lengths = np.maximum(self._layers[0][2], 1)  # no division by that of a source that is not there
-        for segment in others:
-            start, epoch, before = self._layers[-1]
-            lengths = np.array(segment.lengths, np.int64)
-            changed = (lengths != before) & (lengths > 0)  # a source that is gone keeps the length that it had
-            if not changed.any():
-                continue
-            drawn = mixing.counts(segment.first) - start
-            begun = np.where(before > 0, -(-drawn // np.maximum(before, 1)), 0)  # epochs, also one that is not over
-            self._layers.append(
-                (
-                    np.where(changed, start + begun * before, start),
-                    np.where(changed, epoch + begun, epoch),
-                    np.where(changed, lengths, before),
-                )
-            )
-
-    def at(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return, for some draws, the epoch of the source, its length, and the place in it."""
-        if len(self._layers) == 1:  # each source begins at its first draw
-            length = self._lengths.take(sources)
-            rounds = draws // length
-            return rounds, length, draws - rounds * length
-        start, epoch, length = (values[sources] for values in self._layers[-1])
-        for layer in self._layers[-2::-1]:
-            earlier = draws < start
-            if not earlier.any():
-                break
-            for values, older in zip((start, epoch, length), layer, strict=True):
-                values[earlier] = older[sources[earlier]]
-        rounds, places = np.divmod(draws - start, np.maximum(length, 1))
-        return epoch + rounds, length, places
-
-    def draw(self, source: int, epoch: int, place: int) -> int | None:
-        """Return the number of a draw; None if the epoch has no such place."""
-        for start, first, length in self._layers[::-1]:
-            if epoch >= first[source] and length[source]:
-                if place >= length[source]:
-                    return None
-                return int(start[source] + (epoch - first[source]) * length[source] + place)
-        return None
-
-
 class MixtureOrder:
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
@@ -302,7 +209,7 @@ class MixtureOrder:
     def inverse(self, samples: Indices) -> Indices:
         """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""
         flat = samples.reshape(-1)
-        found = [self._found(*source_and_index(sample), (sample >> 52) % _ROUNDS) for sample in flat.tolist()]
+        found = [self._found(*source_and_index(sample), epoch_number(sample)) for sample in flat.tolist()]
         return np.array([at[0] if at else -1 for at in found], np.int64).reshape(samples.shape)
 
     def occurrences(self, sample: tuple[str, int]) -> list[int]:
@@ -336,7 +243,7 @@ class MixtureOrder:
         first, last = epochs.at(both, np.array([begin, end - 1], np.int64))[0].tolist()
         step = 1
         if rounds is not None:
-            first, step = first + (rounds - first) % _ROUNDS, _ROUNDS
+            first, step = first + (rounds - first) % ROUNDS, ROUNDS
         draws = []
         for epoch in range(first, last + 1, step):
             place = self._place(source, epoch, index)
@@ -358,42 +265,6 @@ class MixtureOrder:
         if self._orders is None:
             return index
         return int(self._orders.inverse(one, np.array([epoch], np.int64), length, np.array([index], np.int64))[0])
-
-
-def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | None:
-    """Return after how many positions a source's share has reached its length; by then it has been read in full.
-
-    Args:
-        segments: The run's segments; the last one has no end.
-        every: True for the last of all sources that are ever drawn, False for the first.
-
-    Returns:
-        The number; None if a source is not drawn any more before it is read in full, and `every` asks for it.
-
-    Examples:
-        >>> num_positions_to_read([Segment(0, (7, 3), (70, 60))], every=False)
-        100
-    """
-    found = [_position_to_read(segments, source) for source in range(len(segments[0].parts))]
-    drawn = [at for at, *parts in zip(found, *(segment.parts for segment in segments), strict=True) if any(parts)]
-    if every:
-        return None if None in drawn else max(at for at in drawn if at is not None)
-    return min((at for at in drawn if at is not None), default=None)
-
-
-def _position_to_read(segments: Sequence[Segment], source: int) -> int | None:
-    ends = [*(segment.first for segment in segments[1:]), None]
-    share = Fraction(0)
-    for segment, end in zip(segments, ends, strict=True):
-        weight, left = Fraction(segment.parts[source], sum(segment.parts)), segment.lengths[source] - share
-        if left <= 0:
-            return segment.first
-        if weight:
-            needed = segment.first + -(-left // weight)
-            if end is None or needed <= end:
-                return int(needed)
-        share += weight * (0 if end is None else end - segment.first)
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

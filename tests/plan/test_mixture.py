@@ -9,7 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mixture import Mixing, Segment, drawn_of, num_positions_to_read, source_and_index
+from paddle_shard.plan.mixture import Mixing, drawn_of
+from paddle_shard.plan.mixture_ids import source_and_index
+from paddle_shard.plan.segments import Segment, num_positions_to_read
 from paddle_shard.plan.shard_plan import ShardPlan
 from tests.trials import trials
 
