@@ -288,8 +288,11 @@ def test_a_sample_that_is_read_again_in_an_epoch_gets_other_random_numbers():
         return np.random.rand(2)
 
     mixture = Mixture({"one": Made(noisy, 1), "two": Made(noisy, 2)}, {"one": 1, "two": 1}, num_samples=24)
-    rows = [batch.numpy().tolist() for batch in sharded(DataLoader(mixture, batch_size=4), ONE)]
-    again = [batch.numpy().tolist() for batch in sharded(DataLoader(mixture, batch_size=4, num_workers=2), ONE)]
+    rows = [batch._local_value().numpy().tolist() for batch in sharded(DataLoader(mixture, batch_size=4), ONE)]
+    again = [
+        batch._local_value().numpy().tolist()
+        for batch in sharded(DataLoader(mixture, batch_size=4, num_workers=2), ONE)
+    ]
 
     assert rows == again
     assert len({tuple(row) for row in flat(rows)}) == 24
@@ -330,7 +333,7 @@ def test_a_plain_loader_and_any_sampler_read_positions_of_the_first_epoch():
     assert flat(batch.numpy().tolist() for batch in DataLoader(mixture, batch_size=5)) == order
     drawn = paddle.io.BatchSampler(sampler=[3, 39, 0], batch_size=3)
     (batch,) = sharded(DataLoader(mixture, batch_sampler=drawn), ONE)
-    assert batch.numpy().tolist() == [order[3], order[39], order[0]]
+    assert batch._local_value().numpy().tolist() == [order[3], order[39], order[0]]
     with pytest.raises(IndexError):
         mixture[40]
 

@@ -36,7 +36,7 @@ def sharded(mesh=ONE, dataset=None, **options):
 
 @pytest.mark.parametrize(("pad_to", "widths"), [("longest", [3, 5, 4]), ([8, 4], [4, 8, 4]), (6, [6, 6, 6])])
 def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(pad_to, widths):
-    batches = [batch.numpy() for batch in sharded(pad_to=pad_to, pad_values={0: -7})]
+    batches = [batch._local_value().numpy() for batch in sharded(pad_to=pad_to, pad_values={0: -7})]
 
     assert [batch.shape for batch in batches] == [(2, width) for width in widths]
     for number, row in enumerate(row for batch in batches for row in batch.tolist()):
@@ -60,7 +60,7 @@ def test_workers_and_a_local_shuffle_of_a_stream_join_rows_of_different_lengths(
     for stream in (Stream(Given()), Stream(Given()).local_shuffle(2)):
         given = paddle.io.DataLoader(stream, batch_size=4, collate_fn=stacked, num_workers=2)
         loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", pad_to="longest", pad_values={0: -7})
-        rows = [row for batch in loader for row in batch.numpy().tolist()]
+        rows = [row for batch in loader for row in batch._local_value().numpy().tolist()]
         found = sorted((row[0], sum(value == row[0] for value in row)) for row in rows)
         assert found == [(n + 1, 1 + n % 5) for n in range(24)]
         assert {value for row in rows for value in row if value != row[0]} == {-7}
@@ -174,6 +174,6 @@ def test_a_sample_of_another_structure_is_skipped_where_lengths_vary(workers, od
     )
     batches, real = iter(loader), []
     for batch in batches:
-        real += batch.numpy()[batches.valid.numpy()][:, 0].tolist()
+        real += batch._local_value().numpy()[batches.valid._local_value().numpy()][:, 0].tolist()
 
     assert sorted(real) == [number for number in range(16) if number != 6]
