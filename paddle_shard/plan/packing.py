@@ -14,8 +14,9 @@ from paddle_shard.plan.shuffle import Indices
 MAX_WINDOW = 1 << 16
 """Most pieces of a window: their numbers in it take 2 bytes."""
 
-_FEWER = 0.08
+_FEWER = 0.2
 """Share of the rows that are left to be opened later, when it is known what does not fit into the first ones."""
+_PAIR = MAX_WINDOW
 _ONE_BY_ONE = 1 / 16
 """Share of a window's pieces, the shortest ones, that are placed one by one."""
 _ROWS = 16
@@ -38,51 +39,45 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
         >>> num_rows, sorted(np.bincount(rows, weights=[3, 8, 5, 4]).tolist())
         (3, [4.0, 8.0, 8.0])
     """
-    order = np.argsort(lengths, kind="stable")
-    pieces = lengths[order]
+    # One sorted array of (length, number) of the pieces, and one of (space, number) of the rows, each pair in an int.
+    pieces = np.sort(lengths * _PAIR + np.arange(len(lengths)))
     found = np.empty(len(pieces), np.int64)
-    few = int(len(pieces) * _ONE_BY_ONE)
-    rows, space, num_rows = np.empty(0, np.int64), np.empty(0, np.int64), 0
-
-    def opened(number: int) -> tuple[Indices, Indices]:
-        """Open some rows, each with one of the longest pieces."""
-        nonlocal order, pieces, num_rows
-        new = num_rows + np.arange(number)
-        found[order[-number:]] = new
-        left = length - pieces[-number:]
-        order, pieces, num_rows = order[:-number], pieces[:-number], num_rows + number
-        return new, left
-
+    few, num_rows = int(len(pieces) * _ONE_BY_ONE), 0
+    rows = np.empty(0, np.int64)
     while len(pieces) > few:
-        last = np.searchsorted(pieces, space, "right") - 1
-        place = np.arange(len(space))
+        space = rows // _PAIR
+        last = np.searchsorted(pieces, (space + 1) * _PAIR) - 1
+        place = np.arange(len(rows))
         # Rows are in the order of their space: each takes a piece before that of the next row.
         last = np.minimum.accumulate((last - place)[::-1])[::-1] + place
-        fits = last >= 0
-        number = min(len(pieces), int(pieces.sum() / length * (1 - _FEWER)))
-        if max(number, int(fits.sum())) < _ROWS:
-            break
-        if fits.sum() >= _ROWS:
-            taken = last[fits]
-            found[order[taken]] = rows[fits]
-            space[fits] -= pieces[taken]
+        first = int(np.searchsorted(last, 0))
+        if len(rows) - first >= _ROWS:
+            taken, fits = last[first:], rows[first:]
+            chosen = pieces[taken]
+            found[chosen % _PAIR] = fits % _PAIR
             kept = np.ones(len(pieces), bool)
             kept[taken] = False
-            order, pieces = order[kept], pieces[kept]
+            pieces = pieces[kept]
+            fits -= chosen // _PAIR * _PAIR
         else:
-            new, left = opened(number)
-            rows, space = np.concatenate([rows, new]), np.concatenate([space, left])
-        usable = space >= (pieces[0] if len(pieces) else length + 1)
-        by_space = np.argsort(space[usable], kind="stable")
-        rows, space = rows[usable][by_space], space[usable][by_space]
-    spaces = list(zip(space.tolist(), rows.tolist(), strict=True))
-    for piece, size in zip(order[::-1].tolist(), pieces[::-1].tolist(), strict=True):
-        at = bisect_left(spaces, (size, -1))
-        room, row = spaces.pop(at) if at < len(spaces) else (length, num_rows)
+            number = min(len(pieces), int((pieces // _PAIR).sum() / length * (1 - _FEWER)))
+            if number < _ROWS:
+                break
+            chosen, pieces = pieces[-number:], pieces[:-number]
+            new = num_rows + np.arange(number)
+            found[chosen % _PAIR] = new
+            rows = np.concatenate([rows, (length - chosen // _PAIR) * _PAIR + new])
+            num_rows += number
+        rows = np.sort(rows)
+        rows = rows[np.searchsorted(rows, pieces[0] // _PAIR * _PAIR if len(pieces) else rows[-1] + 1) :]
+    spaces = rows.tolist()
+    for size, piece in zip(*(values[::-1].tolist() for values in np.divmod(pieces, _PAIR)), strict=True):
+        at = bisect_left(spaces, size * _PAIR)
+        room, row = divmod(spaces.pop(at), _PAIR) if at < len(spaces) else (length, num_rows)
         num_rows += row == num_rows
         found[piece] = row
         if room > size:
-            insort(spaces, (room - size, row))
+            insort(spaces, (room - size) * _PAIR + row)
     return found, num_rows
 
 
