@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.sources.foreign import Foreign as Foreign
     from paddle_shard.sources.foreign import Share as Share
     from paddle_shard.sources.mixture import Mixture as Mixture
+    from paddle_shard.sources.packed import Packed as Packed
 
 from paddle_shard.version import VERSION as __version__
 
@@ -34,6 +35,7 @@ _LAZY = {
     "Balanced": "paddle_shard.place.field",
     "Foreign": "paddle_shard.sources.foreign",
     "Mixture": "paddle_shard.sources.mixture",
+    "Packed": "paddle_shard.sources.packed",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
     "Share": "paddle_shard.sources.foreign",

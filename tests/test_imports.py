@@ -23,7 +23,10 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "say_once": (set(), set()),
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
-    "sources": (PURE | {"stages"}, {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED),
+    "sources": (
+        PURE | {"stages", "say_once"},
+        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "tqdm"} | ADAPTED,
+    ),
     "reading": (PURE | {"tree", "collate", "agree", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),
     "comm": ({"errors", "plan", "agree"}, {"numpy", "paddle"}),

@@ -23,6 +23,7 @@ from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
 from paddle_shard.sources.mixture import Mixture
+from paddle_shard.sources.packed import Packed
 
 if TYPE_CHECKING:
     from paddle_shard.inputs.stream_setup import StreamSetup
@@ -157,7 +158,14 @@ def _planned(
     advice = plan.ordering.advice(plan.num_samples, num_data_ranks, plan.width)
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
-    return Source(batches=PlanBatches(plan), batch_size=plan.batch_size, accumulation=accumulation, tail=tail)
+    batches = PlanBatches(plan, _data_fingerprint(sampler.sampler.data_source))
+    return Source(batches=batches, batch_size=plan.batch_size, accumulation=accumulation, tail=tail)
+
+
+def _data_fingerprint(dataset: Any) -> dict[str, Any]:
+    """Return what the samples of a data set of this library depend on; empty for others."""
+    found = dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else {}
+    return {"packed": found} if found else {}
 
 
 def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: Tail) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.webdataset import decode
-from paddle_shard.stages import Batch, Filter, Map, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
+from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
+from paddle_shard.stages.packed_rows import PackedRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -125,6 +126,51 @@ class StreamStages(paddle.io.IterableDataset):
             [0, 1, 2]
         """
         return self._made(self._recipe.then(Unbatch))
+
+    def pack(
+        self,
+        length: int,
+        *,
+        window: int = 1024,
+        key: str = "input_ids",
+        long: str = "split",
+        labels: str | None = None,
+        ignore_index: int = -100,
+        pad_values: Mapping[str, float] | None = None,
+    ) -> Self:
+        """Return the stream of rows of one length, into which the documents of each part are packed.
+
+        The fields of a row are those of `paddle_shard.Packed`, but `cu_seqlens` has `length + 2` entries, since no
+        length is known in advance. Fields without an entry for each token are left out. A resume reads the documents of
+        the part again from its beginning.
+
+        Args:
+            length: Tokens of a row.
+            window: Documents of a part that are held and packed together.
+            key: Field of the tokens, in documents that are dicts; a document may be an array of tokens.
+            long: What to do with a document that is longer than a row: "split", "drop" or "error".
+            labels: Name of a field to add with the next token of each token. None: no such field.
+            ignore_index: Label where there is no next token.
+            pad_values: For each field, the number that fills the end of a row; 0 for fields that are not named.
+
+        Raises:
+            ArgumentError: An argument is out of range.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> [row["input_ids"].tolist() for row in Stream.of([[1, 2, 3], [4, 5, 6, 7], [8]]).pack(4)]
+            [[1, 2, 3, 8], [4, 5, 6, 7]]
+        """
+        check_count("length", length)
+        rows = PackedRows(
+            length=length,
+            most_pieces=length,
+            key=key,
+            labels=labels,
+            ignore_index=ignore_index,
+            pad_values=dict(pad_values or {}),
+        )
+        return self._made(self._recipe.then(lambda stage: Pack(stage, rows, window, long)))
 
     def repeat(self, times: int | None = None) -> Self:
         """Return the stream read several times within an epoch, in another order each time if it is shuffled.

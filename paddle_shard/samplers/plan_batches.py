@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,12 +44,14 @@ class PlanBatch(NamedTuple):
 class PlanBatches:
     """The batches of a plan, whose mixture may get other weights during a run."""
 
-    def __init__(self, plan: ShardPlan) -> None:
+    def __init__(self, plan: ShardPlan, data: Mapping[str, Any] | None = None) -> None:
         """Begin a run.
 
         Args:
             plan: The plan of the data set as it is now.
+            data: What the data set's samples depend on, for the fingerprint: JSON-able.
         """
+        self._data = dict(data or {})
         self.plan = plan
         """The plan without the changes of the run."""
         self._history, self._changed = History(), plan
@@ -71,7 +73,7 @@ class PlanBatches:
 
     def untouched(self) -> PlanBatches:
         """Return batches of which an iteration changes nothing here."""
-        found = PlanBatches(self.plan)
+        found = PlanBatches(self.plan, self._data)
         found._history, found._changed = self._history, self._changed
         return found
 
@@ -112,7 +114,7 @@ class PlanBatches:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on."""
-        return self.plan.fingerprint()
+        return self.plan.fingerprint() | self._data
 
     # Mixtures
 

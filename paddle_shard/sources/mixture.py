@@ -16,6 +16,7 @@ from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.segments import Segment, num_positions_to_read
 from paddle_shard.plan.weights import Weights, integer_weights
+from paddle_shard.sources.packed import Packed
 
 STOPS = ("first", "all")
 
@@ -115,6 +116,10 @@ class Mixture:
         """
         source, at = self._find(index)
         return self._names[source], at
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the samples of packed sources depend on, by source, for a saved state: JSON-able."""
+        return {name: source.fingerprint() for name, source in self.sources.items() if isinstance(source, Packed)}
 
     def ordering(self, inner: Ordering) -> Mixing:
         """Return the order of the mixture; a loader calls it.

@@ -89,7 +89,7 @@ def test_options_that_a_page_mentions_exist(page):
         "num_workers",
     }
     known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
-    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, paddle_shard.Mixture):
+    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, paddle_shard.Mixture, paddle_shard.Packed):
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from paddle_shard.errors import ArgumentError
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.shards import ShardSource
-from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch, search
+from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch, search
 from paddle_shard.stages.opening import Opening, Unreadable
+from paddle_shard.stages.packed_rows import PackedRows
 from paddle_shard.stages.repeat import in_rounds
 from paddle_shard.stages.stage import Stage
 from tests.trials import trials
@@ -279,6 +280,16 @@ def coin(sample):
     return np.random.rand() < 0.7
 
 
+def tokens(stage):
+    """Documents of one to three tokens, made of samples of any kind."""
+    return Map(stage, lambda sample: np.arange(1 + zlib.crc32(repr(sample).encode()) % 3))
+
+
+def unpacked(stage):
+    """Rows as text, which can be compared."""
+    return Map(stage, lambda row: str([row["input_ids"].tolist(), row["segment_ids"].tolist()]))
+
+
 STEPS = {
     "map": lambda s: Map(s, marked),
     "random map": lambda s: Map(s, rolled),
@@ -290,6 +301,8 @@ STEPS = {
     "batch": lambda s: Batch(s, 3),
     "batch, map, unbatch": lambda s: Unbatch(Map(Batch(s, 3), lambda batch: batch[::-1])),
     "two of each": lambda s: Unbatch(Map(s, doubled)),
+    "pack 5": lambda s: unpacked(Pack(tokens(s), PackedRows(length=5, most_pieces=5), 3, "split")),
+    "pack 9": lambda s: unpacked(Pack(tokens(s), PackedRows(length=9, most_pieces=9), 4, "split")),
     "repeat 2": lambda s: Repeat(s, 2),
     "repeat 3": lambda s: Repeat(s, 3),
 }

@@ -1,0 +1,113 @@
+"""How do pieces of documents become a row?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.errors import ArgumentError
+
+MADE = ("position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
+"""Fields that are made for each row."""
+
+Fields = Mapping[str, npt.NDArray[Any]]
+"""Name -> an array with an entry for each token."""
+
+
+def tokens_of(document: Any, key: str) -> Any:
+    """Return the tokens of a document: itself, or its field with a name."""
+    return document[key] if isinstance(document, dict) else document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """The form of packed rows; `sources.packed.Packed` describes their fields."""
+
+    length: int
+    """Tokens of a row."""
+    most_pieces: int
+    """Most pieces of a row; it gives the size of `cu_seqlens`."""
+    key: str = "input_ids"
+    """Field of the tokens, in documents that are dicts."""
+    labels: str | None = None
+    """Field to add with the next token of each token; None: no such field."""
+    ignore_index: int = -100
+    """Label where there is no next token."""
+    pad_values: Mapping[str, float] = field(default_factory=dict)
+    """For each field, the number that fills the end of a row."""
+
+    def __post_init__(self) -> None:
+        if self.key in MADE or self.labels in (*MADE, self.key):
+            raise ArgumentError(
+                f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
+            )
+
+    def fields(self, document: Any, what: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the fields of a document that have an entry for each token, and the labels.
+
+        Args:
+            document: An array of tokens, or a dict.
+            what: Name of the document, for messages.
+
+        Raises:
+            ValueError: It has a field that is made here.
+        """
+        given = document if isinstance(document, dict) else {self.key: document}
+        tokens = np.asarray(given[self.key])
+        found = {
+            name: np.asarray(value)
+            for name, value in given.items()
+            if not isinstance(value, str | bytes) and np.shape(value)[:1] == tokens.shape[:1]
+        }
+        if taken := sorted(set(found) & {*MADE, self.labels}):
+            raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")
+        if self.labels is not None:
+            following = np.full(len(tokens), self.ignore_index, np.int64)
+            following[:-1] = tokens[1:]
+            found[self.labels] = following
+        return found
+
+    def row(self, pieces: Sequence[Fields], names: Sequence[str]) -> dict[str, Any]:
+        """Return a row of some pieces, one after the other.
+
+        Args:
+            pieces: The fields of each piece.
+            names: Name of each piece, for messages.
+
+        Raises:
+            ValueError: The pieces differ in their fields, or in the dtype or shape of an entry.
+        """
+        pads = dict(self.pad_values)
+        if self.labels is not None:
+            pads.setdefault(self.labels, self.ignore_index)
+        sizes = [len(fields[self.key]) for fields in pieces]
+        row: dict[str, Any] = {
+            name: np.full((self.length, *first.shape[1:]), pads.get(name, 0), first.dtype)
+            for name, first in pieces[0].items()
+        }
+        end = 0
+        for what, fields, size in zip(names, pieces, sizes, strict=True):
+            if fields.keys() != pieces[0].keys():
+                raise ValueError(f"{what} has the fields {sorted(fields)}, but {names[0]} has {sorted(pieces[0])}.")
+            for name, value in fields.items():
+                entry, wanted = (value.dtype, value.shape[1:]), (row[name].dtype, row[name].shape[1:])
+                if entry != wanted:
+                    raise ValueError(
+                        f"field {name!r} of {what} has entries of {entry[0]} and shape {list(entry[1])}, but that of "
+                        f"{names[0]} has {wanted[0]} and shape {list(wanted[1])}."
+                    )
+                row[name][end : end + size] = value
+            end += size
+        begins = np.cumsum([0, *sizes])
+        row["position_ids"] = np.zeros(self.length, np.int64)
+        row["position_ids"][:end] = np.arange(end) - np.repeat(begins[:-1], sizes)
+        row["segment_ids"] = np.zeros(self.length, np.int32)
+        row["segment_ids"][:end] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+        row["cu_seqlens"] = np.full(self.most_pieces + 2, self.length, np.int32)
+        row["cu_seqlens"][: len(begins)] = begins
+        row["max_seqlen"] = np.int32(max(*sizes, self.length - end))
+        return row

@@ -1,0 +1,229 @@
+"""Packed documents: each token once, fields for attention kernels, rows that the loader treats as any others."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paddle.io import DataLoader
+
+from paddle_shard import Mixture, Packed
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, StateError
+from paddle_shard.testing.simulated import on_each_rank
+from tests.helpers import ONE, mesh, sharded
+from tests.trials import trials
+
+
+class Texts(paddle.io.Dataset):
+    """Token t of document d is 1000 d + t + 1; its mask is 1."""
+
+    def __init__(self, lengths, as_dict=True):
+        self.lengths, self.as_dict, self.reads = lengths, as_dict, 0
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        tokens = 1000 * index + np.arange(1, self.lengths[index] + 1)
+        if not self.as_dict:
+            return tokens
+        return {"input_ids": tokens, "mask": np.ones(len(tokens), "float32"), "name": f"text {index}"}
+
+
+LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
+
+
+@settings(max_examples=trials(100))
+@given(lengths=LENGTHS, length=st.integers(1, 16), window=st.sampled_from([2, 4096]))
+def test_every_token_is_delivered_once_with_its_place_and_its_next_token(lengths, length, window):
+    packed = Packed(Texts(lengths), length, lengths=lengths, labels="labels", window=window)
+    seen, shapes = [], set()
+    for number in range(len(packed)):
+        row = packed[number]
+        shapes.add(tuple((name, value.shape, str(value.dtype)) for name, value in sorted(row.items())))
+        real = row["segment_ids"] > 0
+        tokens = row["input_ids"][real].tolist()
+        seen += tokens
+        assert (row["mask"] == real).all()
+        assert not row["input_ids"][~real].any()
+        assert (row["labels"][~real] == -100).all()
+        for token, label in zip(tokens, row["labels"][real].tolist(), strict=True):
+            document, place = divmod(token - 1, 1000)
+            assert label == (token + 1 if place + 1 < lengths[document] else -100)
+        check_segments(row, length)
+
+    assert sorted(seen) == [1000 * d + t + 1 for d, n in enumerate(lengths) for t in range(n)]
+    assert len(shapes) == 1, "all rows have the same shapes"
+
+
+def check_segments(row, length):
+    """Segments, positions and `cu_seqlens` say the same, each on its own."""
+    segments, positions, ends = row["segment_ids"].tolist(), row["position_ids"].tolist(), row["cu_seqlens"].tolist()
+    assert ends[0] == 0
+    assert ends[-1] == length
+    assert ends == sorted(ends)
+    sequences = [(a, b) for a, b in pairwise(ends) if b > a]
+    assert int(row["max_seqlen"]) == max(b - a for a, b in sequences)
+    for number, (begin, end) in enumerate(sequences):
+        padding = segments[begin] == 0
+        assert segments[begin:end] == [0 if padding else number + 1] * (end - begin)
+        assert positions[begin:end] == ([0] * (end - begin) if padding else list(range(end - begin)))
+        assert not padding or number == len(sequences) - 1
+
+
+def ids_of(batches):
+    return [batch["input_ids"]._local_value().numpy().tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "blocks"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_are_resumed_on_another_mesh_and_certified(shuffle, workers):
+    lengths = np.random.default_rng(0).integers(1, 40, 60).tolist()
+
+    def loader(at, batch_size, workers=0):
+        packed = Packed(Texts(lengths), 16, lengths=lengths, window=8)
+        given = DataLoader(packed, batch_size=batch_size, shuffle=shuffle is True, num_workers=workers)
+        return sharded(given, at, shuffle=shuffle if isinstance(shuffle, str) else None, tail="drop")
+
+    straight = [row for batch in ids_of(loader(ONE, 4)) for row in batch]
+
+    def first():
+        one = loader(mesh([0, 1], "dp"), 4, workers)
+        with iter(one) as batches:
+            found = [next(batches)["input_ids"]._local_value().numpy().tolist() for _ in range(5)]
+        return found, json.loads(json.dumps(one.state_dict()))
+
+    per_rank = on_each_rank([0, 1], first)
+    before = [
+        row for parts in zip(*(found for found, _ in per_rank.values()), strict=True) for part in parts for row in part
+    ]
+    again = loader(ONE, 2)
+    again.load_state_dict(per_rank[0][1])
+    after = [row for batch in ids_of(again) for row in batch]
+
+    assert before + after[: len(straight) - 20] == straight
+
+
+def test_a_state_of_other_lengths_is_refused():
+    one, other = [5, 3, 4, 4], [4, 4, 5, 3]
+    states = [sharded(DataLoader(Packed(Texts(n), 8, lengths=n), batch_size=2), ONE).state_dict() for n in (one, other)]
+
+    assert states[0]["fingerprint"]["num_samples"] == states[1]["fingerprint"]["num_samples"]
+    with pytest.raises(StateError, match="packed: saved"):
+        sharded(DataLoader(Packed(Texts(other), 8, lengths=other), batch_size=2), ONE).load_state_dict(states[0])
+    mixed = [Mixture({"a": Packed(Texts(n), 8, lengths=n)}) for n in (one, other)]
+    state = sharded(DataLoader(mixed[0], batch_size=2), ONE).state_dict()
+    with pytest.raises(StateError, match="packed: saved"):
+        sharded(DataLoader(mixed[1], batch_size=2), ONE).load_state_dict(state)
+
+
+def test_sources_of_a_mixture_may_be_packed():
+    packed = {name: Packed(Texts([9] * 20), 10, lengths=[9] * 20) for name in ("web", "code")}
+    loader = sharded(DataLoader(Mixture(packed, {"web": 3, "code": 1}, num_samples=24), batch_size=4), ONE)
+
+    assert sum(len(batch["input_ids"]) for batch in loader) == 24
+    assert {name: drawn.drawn for name, drawn in loader.sources().items()} == {"web": 18, "code": 6}
+
+
+def test_long_documents_are_split_dropped_or_refused():
+    lengths = [3, 20, 5]
+
+    assert sum(n["segment_ids"].astype(bool).sum() for n in rows(Packed(Texts(lengths), 8, lengths=lengths))) == 28
+    dropped = Packed(Texts(lengths), 8, lengths=lengths, long="drop")
+    assert sum(n["segment_ids"].astype(bool).sum() for n in rows(dropped)) == 8
+    assert dropped.num_dropped == 1
+    with pytest.raises(ArgumentError, match="document 1 has 20 tokens"):
+        Packed(Texts(lengths), 8, lengths=lengths, long="error")
+
+
+def rows(packed):
+    return [packed[at] for at in range(len(packed))]
+
+
+# Counting
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_documents_are_counted_once_and_the_lengths_kept(tmp_path, as_dict):
+    texts, path = Texts([4, 1, 7] * 30, as_dict), tmp_path / "new folder" / "lengths.npz"
+    first = Packed(texts, 8, lengths=path)
+    counted, texts.reads = texts.reads, 0
+    second = Packed(texts, 8, lengths=str(path))
+
+    assert counted >= 90
+    assert texts.reads <= 32
+    assert [row["input_ids"].tolist() for row in rows(first)] == [row["input_ids"].tolist() for row in rows(second)]
+    assert not list(path.parent.glob(".*part"))
+    assert len(Packed(texts, 8)) == len(first)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ([4, 1, 7] * 29, "87 documents"),
+        ([4, 1, 8] * 30, "is of other documents: document"),
+        (None, "is no file of lengths"),
+    ],
+)
+def test_a_file_of_other_documents_or_a_damaged_one_is_refused(tmp_path, lengths, says):
+    path = tmp_path / "lengths.npz"
+    Packed(Texts([4, 1, 7] * 30), 8, lengths=path)
+    if lengths is None:
+        path.write_bytes(path.read_bytes()[:100])
+
+    with pytest.raises(StateError, match=says):
+        Packed(Texts(lengths or [4, 1, 7] * 30), 8, lengths=path)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_the_row_and_its_documents(workers):
+    class Wrong(Texts):
+        def __getitem__(self, index):
+            if index == 2:
+                raise OSError("gone")
+            return super().__getitem__(index)
+
+    loader = sharded(DataLoader(Packed(Wrong([5, 5, 5]), 8, lengths=[5, 5, 5]), batch_size=1, num_workers=workers), ONE)
+    with pytest.raises(DataReadError, match=r"reading sample 'row \d of documents \[2\]' failed.*\n?.*gone"):
+        list(loader)
+
+
+def test_lengths_that_are_wrong_are_found_when_the_document_is_read():
+    with pytest.raises(ValueError, match="document 1 has 3 tokens, but lengths says 2"):
+        rows(Packed(Texts([4, 3]), 8, lengths=[4, 2]))
+
+
+def test_documents_of_other_fields_or_dtypes_are_named():
+    one, other = {"input_ids": np.arange(3)}, {"input_ids": np.arange(3), "mask": np.ones(3)}
+    with pytest.raises(ValueError, match=r"document 1 has the fields \['input_ids', 'mask'\], but document 0"):
+        rows(Packed([one, other], 8, lengths=[3, 3]))
+    with pytest.raises(ValueError, match="entries of float64"):
+        rows(Packed([np.arange(3), np.ones(3)], 8, lengths=[3, 3]))
+    with pytest.raises(ValueError, match=r"has the fields \['position_ids'\] already"):
+        rows(Packed([{"input_ids": np.arange(3), "position_ids": np.arange(3)}], 8, lengths=[3]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"lengths": [1]}, ArgumentError, "an entry for each of the 2 documents"),
+        ({"long": "cut"}, ArgumentError, "long must be one of"),
+        ({"length": 0}, ArgumentError, "length must be an int in"),
+        ({"documents": iter([])}, ArgumentTypeError, "must have a length and an index"),
+        ({"documents": "text"}, ArgumentTypeError, "must have a length and an index"),
+        ({"documents": [1, 2], "lengths": None}, ArgumentError, "tokens of document 0 cannot be counted"),
+        ({"key": "cu_seqlens"}, ArgumentError, "must differ from each other"),
+        ({"labels": "input_ids"}, ArgumentError, "must differ from each other"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, says):
+    given = {"documents": Texts([3, 4]), "length": 8, "lengths": [3, 4], **options}
+    with pytest.raises(error, match=says):
+        Packed(given.pop("documents"), given.pop("length"), **given)
