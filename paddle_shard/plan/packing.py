@@ -19,7 +19,7 @@ _FEWER = 0.2
 _PAIR = MAX_WINDOW
 _ONE_BY_ONE = 1 / 16
 """Share of a window's pieces, the shortest ones, that are placed one by one."""
-_ROWS = 16
+_ROWS = 64
 """Fewest rows that take a piece in a round; with fewer, the pieces are placed one by one."""
 
 

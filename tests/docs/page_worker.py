@@ -79,9 +79,7 @@ def taken_for_granted(ranks):
         "texts_of_8": Sequences(),
         **{name: Rows(length) for name, length in (("web", 100), ("code", 40), ("chat", 9), ("books", 7))},
         "more_web": Rows(130),
-        **dict.fromkeys(
-            ("documents", "web_texts", "code_texts"), [np.arange(1, 20 + at * 37 % 300) for at in range(60)]
-        ),
+        **{name: tokens() for name in ("documents", "web_texts", "code_texts")},
         "files": [str(text_file)],
         "images": np.zeros([100, 8], "float32"),
         "classes": np.zeros(100, "int64"),
