@@ -1,1 +1,1 @@
-"""Where a run stands: its epoch, its saved state, and the account of what was delivered."""
+"""The position of a run: its epoch, its saved state, and the account of what was delivered."""

@@ -1,4 +1,4 @@
-"""What has this process delivered, by whichever iterator, since its run began?"""
+"""What has this process delivered since its run began, through all of its iterators?"""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class _Epoch(NamedTuple):
     known: tuple[Leg, ...] = ()
     """Legs from a saved state, or from the last certificate."""
     own: tuple[Leg, ...] = ()
-    """Legs since then, by passes that are closed."""
+    """Legs that closed passes have delivered since then."""
     passes: tuple[tuple[PassProgress, Mark], ...] = ()
-    """Open passes, and their marks at the last certificate."""
+    """The other passes. Each has a mark: where it was at the last certificate, or when it was added."""
     end: int | None = None
-    """Position at which a pass has reached the end of a sampler."""
+    """The position at which the user's sampler has ended; None if no pass has seen it."""
 
     def settled(self) -> _Epoch:
-        """Return the same epoch, with closed passes turned into legs."""
+        """Return the same entry, with the closed passes replaced by their legs."""
         closed = [(progress, mark) for progress, mark in self.passes if progress.closed]
         if not closed:
             return self
@@ -29,23 +29,23 @@ class _Epoch(NamedTuple):
         return _Epoch(self.known, tuple(own), passes, self.seen_end())
 
     def seen_end(self) -> int | None:
-        """Return the position of the end of the sampler, as the newest pass has seen it."""
+        """Return the position at which the newest pass to end has ended; None if no end is known."""
         return next((progress.samples for progress, _ in reversed(self.passes) if progress.ended), self.end)
 
 
 class Delivered:
-    """The account of this process, by epochs.
+    """The account of this process, with one entry for each epoch.
 
-    The entry of an epoch is replaced in one assignment, and a pass counts a batch in one assignment. So a signal
-    handler that saves the state sees a whole batch or nothing of it.
+    An entry is replaced in one assignment. A pass counts what it delivers in one assignment, too. So a signal handler
+    that saves the state finds a batch as a whole or not at all.
     """
 
     def __init__(self, place: tuple[int, int] | None, loaded: LoaderState | None = None) -> None:
         """Begin the account.
 
         Args:
-            place: (data rank, number of data ranks) of this process; None if it holds no data.
-            loaded: The state that the run resumes from, with what had been delivered by then.
+            place: (data rank, number of data ranks) of this process; None if it holds none of the data.
+            loaded: The state that the run resumes from. It says what was delivered before.
         """
         self._place = place
         self._epochs: dict[int, _Epoch] = {}
@@ -56,31 +56,31 @@ class Delivered:
             self._epochs[loaded.epoch] = _Epoch(known, end=loaded.samples if loaded.ended else None)
 
     def count(self, progress: PassProgress) -> None:
-        """Count the deliveries of a pass from now on. Passes that are over are turned into legs."""
+        """Count what a pass delivers from now on. Of closed passes only the legs are kept."""
         for epoch in sorted(self._open):
             self._epochs[epoch] = self._epochs[epoch].settled()
         found = self._epochs.get(progress.epoch, _Epoch())
         self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.mark())))
-        # This comes last, since a signal handler may raise at any line: each open epoch must have an entry.
+        # This is last, since a signal handler may raise at any line, and each epoch in `_open` must have an entry.
         self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
 
     def account(self, epoch: int) -> Account:
-        """Return what this process knows of an epoch."""
+        """Return what this process knows about the deliveries of an epoch."""
         found = self._epochs.get(epoch, _Epoch())
         own = folded([*found.own, *(leg for progress, mark in found.passes for leg in progress.legs(mark))])
         return Account(self._place, found.known, own)
 
     def legs(self, epoch: int) -> tuple[Leg, ...]:
-        """Return the legs of an epoch for a saved state."""
+        """Return the same as legs, for a saved state."""
         _, known, own = self.account(epoch)
         return tuple(folded([*known, *own]))
 
     def end(self, epoch: int) -> int | None:
-        """Return the position at which the user's own sampler has ended; None if no pass has seen it."""
+        """Return the position at which the user's sampler has ended; None if no pass has seen it."""
         return self._epochs.get(epoch, _Epoch()).seen_end()
 
     def replace(self, epoch: int, known: list[Leg]) -> None:
-        """Replace what this rank has delivered by what all ranks together have delivered."""
+        """Replace the legs of this rank by the legs of all ranks."""
         found = self._epochs.get(epoch, _Epoch())
         passes = tuple((progress, progress.mark()) for progress, _ in found.passes)
         self._epochs[epoch] = _Epoch(tuple(known), (), passes, found.end)

@@ -1,4 +1,4 @@
-"""How does the loader's state travel in a checkpoint that holds tensors only?"""
+"""How is the loader's state kept in a checkpoint that can only hold tensors?"""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import paddle
 from paddle_shard.errors import ArgumentTypeError, StateError
 
 VERSION = 1
-"""Version of the layout of the tensor."""
+"""Version of the tensor's layout."""
 NUM_BYTES = 4096
-"""Length of the tensor: the same for every state, so that any can be read into the place of another."""
+"""Length of the tensor. It is the same for every state, so that any state can be loaded into any such tensor."""
 
 _MAGIC = b"pshd"
-_HEADER = struct.Struct("<4sHI")  # magic, version, bytes of JSON
-_CHECKSUM = struct.Struct("<I")  # CRC-32 of all that comes before; the last bytes
+_HEADER = struct.Struct("<4sHI")  # magic, version, length of the JSON in bytes
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of all bytes before it; it is at the end
 _ROOM = NUM_BYTES - _HEADER.size - _CHECKSUM.size
 _WAY_OUT = "Save it beside the checkpoint instead: paddle.save(loader.state_dict(), path)."
 
@@ -28,9 +28,9 @@ _WAY_OUT = "Save it beside the checkpoint instead: paddle.save(loader.state_dict
 def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
     """Put a loader's state into a tensor, for `paddle.distributed.save_state_dict`.
 
-    Such a checkpoint keeps one rank's copy of a tensor that is not distributed. So call
-    `loader.certificate()` on all ranks before, if the certificate is to continue, too: after it all ranks' states
-    are equal. The state of a fresh loader makes the tensor that is loaded into::
+    Such a checkpoint keeps only one rank's copy of a tensor that is not distributed. To continue the certificate after
+    loading, call `loader.certificate()` on all ranks before saving: then the states of all ranks are equal. To load,
+    first make a tensor of a fresh loader's state; the checkpoint is loaded into it::
 
         dist.save_state_dict({**model.state_dict(), "data": state_to_tensor(loader.state_dict())}, path)
         ...
@@ -38,17 +38,18 @@ def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
         dist.load_state_dict(found, path)
         loader.load_state_dict(state_from_tensor(found["data"]))
 
-    Loading needs nothing more on GPUs, with any number of processes. On the CPU Paddle's `load_state_dict` itself
-    serves one process only: several raise "No available device found", and Paddle 3.0 ends the process.
+    On GPUs this works with any number of processes. On the CPU, Paddle's own `load_state_dict` works in a single
+    process only: with several it raises "No available device found", and Paddle 3.0 ends the process.
 
     Args:
-        state: What `loader.state_dict()` returned.
+        state: The result of `loader.state_dict()`.
 
     Returns:
-        uint8[4096], on the current device: JSON with a version and a checksum.
+        A uint8[4096] tensor on the current device. It holds the state as JSON, with a version and a checksum.
 
     Raises:
-        StateError: JSON does not give it back equal, or it is too long: a sampler's own state may be either.
+        StateError: The state is not the same after it is written as JSON and read back, or it is too long. Both can
+            happen with the state of a sampler.
     """
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(f"state must be what state_dict() returned, got {type(state).__name__}: {state!r}.")
@@ -68,13 +69,13 @@ def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
 
 
 def state_from_tensor(tensor: Any) -> dict[str, Any]:
-    """Return the state that `state_to_tensor` has put into a tensor, for `loader.load_state_dict`.
+    """Return the state in a tensor from `state_to_tensor`, for `loader.load_state_dict`.
 
     Args:
-        tensor: As loaded; its device does not matter.
+        tensor: The loaded tensor, on any device.
 
     Raises:
-        StateError: It is no such tensor, is of another version, or a byte of it is not what was saved.
+        StateError: It is not such a tensor, it has another version, or its bytes are not those that were saved.
     """
     if not isinstance(tensor, paddle.Tensor):
         raise ArgumentTypeError(f"tensor must be what state_to_tensor returned, got {type(tensor).__name__}.")

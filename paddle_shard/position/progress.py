@@ -15,10 +15,10 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tally import Tally, Total, plus
 
 numbers = count()
-"""Numbers of passes, and of events between them, in the order in which they occur."""
+"""Numbers the passes, and the events between them, in the order in which they occur."""
 
 Mark = tuple[int, Total, Total]
-"""A position of a pass: the sample, what this process had delivered, what had been drawn."""
+"""A position of a pass: samples of the epoch, total that this process delivered, total that the sampler drew."""
 
 
 class PassProgress:
@@ -35,11 +35,11 @@ class PassProgress:
         """Begin at a position.
 
         Args:
-            start: Where the pass begins.
+            start: The state at which the pass begins.
             batch_size: Rows of every global batch; None if batches differ in size.
-            place: (data rank, number of data ranks) of this process; None if its deliveries are not counted.
-            num_steps: Steps of the whole epoch; None if it is known only at the end.
-            plan: The order of the epoch, with the batch size of this pass; None if a sampler or a stream has the order.
+            place: (data rank, number of data ranks) of this process; None if what it delivers is not counted.
+            num_steps: Steps of the whole epoch; None if they are only known at its end.
+            plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
         self.start, self.plan = start, plan
         self.epoch = start.epoch
@@ -47,24 +47,24 @@ class PassProgress:
         self.number = next(numbers)
         self.num_steps = num_steps
         self.counted = self.closed = False
-        """`counted`: True if the run counts its deliveries. `closed`: True if it delivers no more."""
+        """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
         self._place = place
-        # In one value, so that a signal handler that saves the state finds all of a batch or nothing.
+        # One value, so that a signal handler that saves the state finds a batch as a whole or not at all.
         self._at = (start.samples, start.steps, start.ended, start.sampler, Tally(), Tally())
 
     @property
     def samples(self) -> int:
-        """Samples of the epoch that were delivered."""
+        """Number of delivered samples of the epoch."""
         return self._at[0]
 
     @property
     def steps(self) -> int:
-        """Batches of the epoch that were delivered."""
+        """Number of delivered batches of the epoch."""
         return self._at[1]
 
     @property
     def ended(self) -> bool:
-        """True if the epoch's last batch was delivered."""
+        """True if no batch of the epoch is left."""
         return self._at[2]
 
     def deliver(
@@ -75,14 +75,14 @@ class PassProgress:
         last: bool | None = None,
         drawn: Sequence[Any] | npt.NDArray[np.int64] = (),
     ) -> None:
-        """Count one more batch.
+        """Count one more delivered batch.
 
         Args:
-            num_real: Samples of the global batch.
-            ids: The samples of this process's slice of it, without padding.
-            sampler_state: State of the user's own sampler after this batch.
-            last: True if it was seen that the epoch ends with it; None: its steps are known.
-            drawn: The samples of the global batch that the user's own sampler drew.
+            num_real: Number of samples in the global batch, without padding.
+            ids: Samples in this process's slice of the batch, without padding.
+            sampler_state: State of the user's sampler after this batch.
+            last: True if the epoch is known to end with this batch. None: `num_steps` tells.
+            drawn: Samples in the global batch that the user's sampler drew.
         """
         samples, steps, _, _, tally, of_all = self._at
         ended = steps + 1 == self.num_steps if last is None else last
@@ -90,16 +90,16 @@ class PassProgress:
         self._at = (samples + num_real, steps + 1, ended, sampler_state, tally.added(ids), of_all)
 
     def end(self) -> None:
-        """Note that the epoch has ended with the last batch that was delivered."""
+        """Note that the epoch has ended: no batch is left."""
         samples, steps, _, sampler, tally, of_all = self._at
         self._at = (samples, steps, True, sampler, tally, of_all)
 
     def mark(self) -> Mark:
-        """Return the mark of the present position."""
+        """Return the current position of the pass."""
         return self._at[0], self._at[4].total, self._at[5].total
 
     def legs(self, since: Mark) -> list[Leg]:
-        """Return what has been delivered since a mark."""
+        """Return what was delivered since a mark."""
         (samples, mine, drawn), (first, *before) = self.mark(), since
         if samples == first:
             return []
@@ -111,7 +111,7 @@ class PassProgress:
         return legs
 
     def state(self, fingerprint: Mapping[str, Any], certificate: tuple[Leg, ...]) -> LoaderState:
-        """Return the position as a value, together with the deliveries of the epoch."""
+        """Return the position as a state, with a fingerprint and the epoch's certificate."""
         samples, steps, ended, sampler, *_ = self._at
         return LoaderState(
             epoch=self.epoch,

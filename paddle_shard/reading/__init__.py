@@ -1,1 +1,1 @@
-"""Fetching the samples that a rank needs: in this process or in workers, failures as values."""
+"""Reading the samples that a rank needs, in this process or in workers. Failures are returned as values."""

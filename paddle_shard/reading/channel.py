@@ -18,32 +18,32 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.parcel import pickled, unpickled
 
 _HEAD = struct.Struct("<BxHIIQ")
-"""Kind of the message, number of messages, their pieces, their slot, their bytes."""
+"""Kind of payload, number of messages, number of pieces, slot, number of bytes."""
 _FILE = struct.Struct("i")
 _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
 _INLINE, _SHARED, _MEMORY = range(3)
-"""The payload follows the head; the payload is in shared memory; the message brings shared memory for the next."""
+"""The payload follows the head; the payload is in shared memory; new shared memory is sent, without a payload."""
 _SMALL = 16 << 10
-"""Bytes up to which it goes through the socket."""
+"""Largest payload in bytes that is sent through the socket."""
 _ALIGNMENT = 64
 _GRAIN = 64 << 10
 
 
 class Channel:
-    """One end of a connection between two processes. It carries whole messages in order, several at a time, both ways.
+    """One end of a connection between two processes. It carries whole messages, in order, in both directions.
 
-    A large message lies in memory that both processes have mapped, in one of several slots. Nothing guards a slot: a
-    sender must know that the message before in the same slot has been received. It knows if slots are used in turn,
-    each `send` is answered by one `send`, and at most `num_slots` are unanswered. All slots are in one file, since each
-    mapping costs a process one of its open files, and often only 1024 are allowed.
+    A large payload lies in memory that both processes have mapped, in one of several slots. Slots have no lock: before
+    a sender reuses a slot, it must know that the last payload in it was received. This is certain if slots are taken in
+    turn, each `send` is answered by one `send`, and at most `num_slots` of them are unanswered. All slots are in one
+    file, since each mapping needs one of the process's open files, and often only 1024 are allowed.
     """
 
     def __init__(self, connection: socket.socket, num_slots: int) -> None:
         """Take over one of a pair of sockets that keep messages apart (SOCK_SEQPACKET).
 
         Args:
-            connection: The socket. If it does not block, `receive` and `send` do not wait.
-            num_slots: The same at both ends.
+            connection: The socket. It must be non-blocking if `receive` and `send` must not wait.
+            num_slots: Number of slots, the same at both ends.
         """
         self._connection, self._num_slots = connection, num_slots
         self._small = memoryview(bytearray(_HEAD.size + _SMALL))
@@ -51,23 +51,23 @@ class Channel:
         self._ours: _Slots | None = None
         self._num_sent = 0
         self.num_bytes = 0
-        """Size in bytes of the message that was received last."""
-        self._poll = select.poll()  # not select: file numbers above 1023 are common in a training process
+        """Size in bytes of the last payload that was received."""
+        self._poll = select.poll()  # not select: it fails for file numbers above 1023, which are common in training
         self._poll.register(connection, select.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a message, or for the end of the connection; return True if one came."""
+        """Wait for a message or for the end of the connection; return whether one of them has come."""
         return bool(self._poll.poll(seconds * 1000))
 
     def receive(self, failed: Callable[[Exception], Any]) -> list[Any]:
-        """Return the messages that were sent together next. Nothing else refers to their arrays.
+        """Return the next messages that were sent together. Only the caller holds their arrays.
 
         Args:
-            failed: Returns a replacement for a message that cannot be read, and for those after it.
+            failed: Returns the replacement for a message that cannot be read, and for those after it.
 
         Raises:
             BlockingIOError: No message has come yet.
-            EOFError: The other side has gone, and everything that it sent was received.
+            EOFError: The other side has closed, and everything that it sent was received.
         """
         while True:
             try:
@@ -89,15 +89,15 @@ class Channel:
             return unpickled(*_read(self._theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
 
     def send(self, *messages: Any, slot: int | None = None) -> None:
-        """Send messages that are received together.
+        """Send messages, which are received together.
 
         Args:
             messages: One or more.
-            slot: The slot for large messages; None: the next one in turn.
+            slot: The slot to use if they are large; None: the next slot in turn.
 
         Raises:
-            BlockingIOError: Nothing was sent: the other side must receive some messages first.
-            OSError: The other side has gone, or there is not enough memory.
+            BlockingIOError: Nothing was sent: the other side must receive earlier messages first.
+            OSError: The other side has closed, or there is not enough memory.
             Exception: Whatever pickling raises; nothing was sent.
         """
         pieces = pickled(messages)
@@ -113,19 +113,19 @@ class Channel:
         self._num_sent += 1
 
     def interrupt(self) -> None:
-        """Make a `wait` in another thread return; no message can be received after this."""
+        """End the connection, so that a `wait` in another thread returns."""
         self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end of the connection."""
+        """Close this end."""
         self._connection.close()
         if self._ours is not None:
             self._ours.close()
 
     def _slot(self, number: int, size: int) -> memoryview:
-        """Return memory for a message that the other side has mapped."""
+        """Return shared memory for a payload. If there is too little, new memory is made and sent to the other side."""
         if self._ours is None or self._ours.room < size:
-            ample = -(-(size + size // 4) // _GRAIN) * _GRAIN  # batches differ in size
+            ample = -(-(size + size // 4) // _GRAIN) * _GRAIN  # with some reserve, since batches differ in size
             slots = _Slots(self._num_slots, ample)
             try:
                 socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, 0, 0, len(slots.memory))], [slots.file])
@@ -139,18 +139,18 @@ class Channel:
 
 
 class _Slots:
-    """Some slots of the same size, in an unnamed file in memory. It exists as long as a process holds it open."""
+    """Slots of equal size in an unnamed file in memory. It exists as long as a process has it open or mapped."""
 
     def __init__(self, num_slots: int, room: int) -> None:
-        """Make the file and map it; it does not take up memory yet.
+        """Make the file and map it; it takes no memory yet.
 
         Raises:
             OSError: The file cannot be made or mapped.
         """
         self.room = room
-        """Bytes of a slot."""
+        """Size of a slot in bytes."""
         self._there = [0] * num_slots
-        if hasattr(os, "memfd_create"):  # missing if Python was built for a C library older than 2018
+        if hasattr(os, "memfd_create"):  # missing if Python was built for a C library from before 2018
             self.file = os.memfd_create("paddle_shard")
         else:
             with tempfile.TemporaryFile(dir="/dev/shm") as file:
@@ -163,7 +163,7 @@ class _Slots:
             raise
 
     def slot(self, number: int, size: int) -> memoryview:
-        """Return a slot with at least `size` bytes of memory.
+        """Return a slot, of which at least `size` bytes are allocated.
 
         Raises:
             OSError: There is not enough memory.
@@ -171,19 +171,19 @@ class _Slots:
         start = number * self.room
         if self._there[number] < size:
             there = min(-(-size // _GRAIN) * _GRAIN, self.room)
-            os.posix_fallocate(self.file, start, there)  # or a write would end the process if memory has run out
+            os.posix_fallocate(self.file, start, there)  # else a write would kill the process if memory is short
             self._there[number] = there
         return self.memory[start : start + self.room]
 
     def close(self) -> None:
-        """Close the file; safe to call again."""
+        """Close the file, so that its number is free; safe to call again."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
 
 
 def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | None:
-    """Map memory that was sent; None if no more files can be opened, or no addresses are left."""
+    """Map memory that was sent; None if no more files can be opened, or if no addresses are left."""
     if not files:
         return None
     (file,) = _FILE.unpack(files[0][2])
@@ -197,7 +197,7 @@ def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | 
 
 
 def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each piece begins, after a table of their lengths, and where the last one ends."""
+    """Return where each piece begins, after a table of their lengths, and where the last piece ends."""
     starts, end = [], 8 * len(lengths)
     for length in lengths:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""What does a reader deliver of a stream's step, and how do the chunks of several workers become one slice?"""
+"""What does a reader deliver for a step of a stream, and how are the chunks of several workers joined to a slice?"""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Dispatched(NamedTuple):
     """Samples that the main process has read for a reader."""
 
     samples: Mapping[int, Sequence[tuple[int, Any]]]
-    """For each part (round, sample)."""
+    """Part -> (round, sample) for each of its samples."""
     spare: Mapping[int, Sequence[Any]]
-    """Part -> first samples, for some parts; missing rows are made from them."""
+    """Part -> its first samples, for some parts. Missing rows are filled with them."""
     why: str = ""
-    """Why there are no samples."""
+    """Why there are no spare samples."""
     first: bytes = b""
-    """Part -> first samples, pickled, for some parts; they show what is usual. They are read a second time."""
+    """First samples of some parts, which tell what is usual. Pickled on their own, as each may be processed twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ChunkRequest:
     """A reader's share of a step: some rows of each part that it holds."""
 
     number: int
-    """Number of the pass. A request of another pass makes the reader begin again."""
+    """Number of the pass. A reader starts over when it gets a request of another pass."""
     opening: Opening
     """The parts, and where the pass begins in them."""
     step: int
@@ -41,29 +41,29 @@ class ChunkRequest:
     first_step: int
     """First step that this reader serves in the pass."""
     stride: int = 1
-    """Steps from one that this reader serves to the next."""
+    """Number of steps from one step that this reader serves to the next."""
     stripe: int
     """Rows of a micro-batch that come from one part."""
     accumulation: int = 1
     """Micro-batches in the step."""
     pad: bool = False
-    """True if missing rows are filled with copies of other samples."""
+    """True if missing rows are filled."""
     repeat: bool = False
     """True if a part that has ended is opened again."""
     whole_items: bool = False
-    """True if a sample is a whole batch, which is not collated."""
+    """True if each sample is a whole batch, so samples are not put together."""
     local_rows: int | None = None
-    """If a sample is a rank's own batch: its rows, or 0 if the first one decides. None: it is a global batch."""
+    """If a sample is a rank's own batch, its number of rows; 0: the first batch tells. None: it is no such batch."""
     skip_errors: bool = False
-    """True if a sample that the user's code fails on is a row that is not valid."""
+    """True if a sample on which the user's code fails becomes an invalid row."""
     rows_are_split: bool = False
     """True if other rows of the global batch are collated elsewhere."""
     lengths_vary: bool = False
-    """True if rows may differ in length only; they are padded when they are placed."""
+    """True if rows may differ in length, but in nothing else. They are padded when they are placed."""
     compared: bool = False
-    """True if what is read for it is compared with what other readers of the same stream read."""
+    """True if the samples are compared with those that other readers of the same stream read."""
     dispatched: Dispatched | bytes | None = None
-    """The samples, pickled or not, if the main process has read them; None: the reader reads."""
+    """The samples, pickled or not, if the main process has read them; None: the reader reads them."""
     failure: ReadFailure | None = None
     """The failure, if the main process could not read the samples."""
 
@@ -74,12 +74,12 @@ class ChunkRequest:
 
     @property
     def samples_per_part(self) -> int:
-        """Samples of each part."""
+        """Number of samples of each part."""
         return self.stripe * self.accumulation
 
     @property
     def position(self) -> int:
-        """Samples of each part that stand before this step."""
+        """Number of samples of each part before this step."""
         return self.opening.skip + (self.step - self.first_step) // self.stride * self.samples_per_part
 
     @property
@@ -92,19 +92,19 @@ class Chunk(NamedTuple):
     """Some rows of a step."""
 
     batch: Any
-    """The collated batch; None if rows are missing that are not filled."""
+    """The collated rows; None if rows are missing and were not filled."""
     real: bytes
-    """One byte per row: 1 if the row is real, 0 if it was filled."""
+    """One byte for each row: 1 if the row is real, 0 if it is missing or was filled."""
     fresh: bool
-    """True if a row is of its part's first round."""
+    """True if a row comes from the first round of its part."""
     state: Any = None
-    """State to resume the pass with after this step, if the source has a state of its own."""
+    """State to resume the pass after this step, if the source has a state of its own."""
     skipped: Sequence[tuple[int, str]] = ()
-    """(row, why) of samples that could not be read; the row holds another sample's data."""
+    """(row, why) of samples that could not be read. Such a row holds the data of another sample."""
     why: str = ""
     """Why missing rows could not be filled."""
     digest: int = 0
-    """Digest of what all readers of the stream have read up to here; 0 if each reads other data."""
+    """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
 
 
 class Slice(NamedTuple):
@@ -119,7 +119,7 @@ class Slice(NamedTuple):
     why: str = ""
     """Why missing rows could not be filled."""
     digest: int = 0
-    """See `Chunk`."""
+    """Digest of its chunks, which have the same."""
 
     @property
     def whole(self) -> bool:
@@ -137,19 +137,19 @@ NO_STAND_IN = (
 )
 
 Gather = Callable[[Sequence[Any], Rows], Any]
-"""Joins tensors by their first dim and takes rows of them."""
+"""Joins tensors along their first dim and takes rows of the result."""
 Even = Callable[[Sequence[Any]], Sequence[Any]]
-"""Pads the rows of several batches to the same length, if they may differ."""
+"""Pads the rows of several batches to the same length, if lengths may differ."""
 
 
 def as_they_are(batches: Sequence[Any]) -> Sequence[Any]:
-    """Return the batches unchanged: their rows must be alike already."""
+    """Return the batches unchanged, as their rows must be alike."""
     return batches
 
 
 @dataclass(slots=True)
 class Joiner:
-    """Puts the chunks of a step together, in the order of the global batch's rows."""
+    """Joins the chunks of a step, in the order of the global batch's rows."""
 
     places: Sequence[Rows]
     """For each chunk, the places of its rows in the slice."""
@@ -167,6 +167,7 @@ class Joiner:
 
         Raises:
             ValueError: The chunks differ in structure or in the shape of a row; the text says where.
+            LookupError: Some rows are real, and no sample can fill the missing ones.
         """
         found = self._joined(chunks)._replace(digest=chunks[0].digest)
         if not any(chunk.skipped for chunk in chunks):
@@ -179,7 +180,7 @@ class Joiner:
     def _joined(self, chunks: Sequence[Chunk]) -> Slice:
         fresh = any(chunk.fresh for chunk in chunks)
         real = np.concatenate([np.frombuffer(chunk.real, np.bool_) for chunk in chunks])
-        real = real[self._order] if len(real) == len(self._order) else real  # a local batch has rows of its own
+        real = real[self._order] if len(real) == len(self._order) else real  # not so in a rank's own batch
         there = [chunk.batch is not None for chunk in chunks]
         if not all(there):
             why = next((chunk.why for chunk in chunks if chunk.why), "")
@@ -194,17 +195,17 @@ class Joiner:
 
 
 def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: Gather, path: str = "") -> Any:
-    """Return some rows of several batches that are laid end to end.
+    """Return some rows of several batches, joined one after the other.
 
     Args:
         batches: Batches of the same structure.
-        sizes: The rows of each batch.
+        sizes: Number of rows of each batch.
         rows: The rows to take, counted over all batches.
         gather: Joins tensors and takes rows of them.
-        path: The place in the batches, for messages.
+        path: Path of this field in the batches, for messages.
 
     Raises:
-        ValueError: They differ in structure or in the shape of a row; the text says where.
+        ValueError: The batches differ in structure or in the shape of a row; the text says where.
     """
     first = batches[0]
     if isinstance(first, Mapping):
@@ -221,7 +222,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, gather: 
                 "sample; add what is the same for all samples in the training loop."
             )
         _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", path)
-        if isinstance(first, np.ndarray):  # an array of objects, which no tensor can hold
+        if isinstance(first, np.ndarray):  # of objects or the like, which no tensor can hold
             return np.concatenate(batches)[rows]
         return gather(batches, rows)
     if not is_sequence(first):

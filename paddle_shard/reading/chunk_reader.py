@@ -1,4 +1,4 @@
-"""How does a reader go through the parts of a stream that it holds?"""
+"""How does a reader read the parts of a stream that it holds?"""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from paddle_shard.stages.stripe import FAILED_AT, Stripe
 
 
 class ChunkReader:
-    """Serves the requests of one pass after another, each in the order of its steps.
+    """Serves the requests of one pass after another, in the order of the steps.
 
-    It lives in a worker, or in the main process without workers, and holds the open parts of its pass.
+    It runs in a worker, or in the main process if there are no workers. It keeps the parts of its pass open.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class ChunkReader:
         """Set up the reader.
 
         Args:
-            stage: What opens the parts.
-            dataset: What the user's functions see as their data set.
-            collate_fn: The user's, or None to stack the samples with `collate`.
-            generators: Global generators to seed before each piece of the user's code.
+            stage: The stage that opens the parts.
+            dataset: The data set that the user's functions see.
+            collate_fn: The user's function, or None to stack the samples with `collate`.
+            generators: Global generators to seed before each call of the user's code.
         """
         self._stage, self.dataset = stage, dataset
         self._collate_fn, self._generators = collate_fn, generators
         self._number: int | None = None
         self._digest, self._see_every = 0, 1
-        self._ahead: deque[tuple[int, int]] = deque()  # (turn of the parts, digest up to it)
+        self._ahead: deque[tuple[int, int]] = deque()  # (turn of the parts, digest up to the turn's first sample)
         self._ahead_digest = 0
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
@@ -62,7 +62,7 @@ class ChunkReader:
         self._usual: Usual | None = None
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
-        """Return the chunk of a request, or its failure."""
+        """Return the rows of a request, or its failure."""
         at: dict[str, Any] = {"what": f"opening parts {list(request.opening.parts)}", "index": None}
         if request.failure is not None:
             return request.failure
@@ -93,11 +93,11 @@ class ChunkReader:
             return Chunk(batch, bytes(real), fresh, state, skipped, digest=self._seen_at(request))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # also SystemExit, which would end a worker without a word
+        except BaseException as error:  # also SystemExit, which would end a worker silently
             if worker is None and raised_by_a_handler(error):
                 raise
             index = getattr(error, FAILED_AT, None)
-            if index is not None:  # the sample belongs to another reader, and was read on the way to this one's
+            if index is not None:  # it failed before the cut, perhaps at another reader's sample
                 at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
             elif at["index"] is not None and not isinstance(error, PaddleShardError):
                 part, number = at["index"]
@@ -105,7 +105,7 @@ class ChunkReader:
             return ReadFailure.of(error, worker=worker, **at)
 
     def close(self) -> None:
-        """Close the open parts."""
+        """Drop the open parts."""
         self._padding = None
         self._number, self._parts, self._dispatched = None, [], {}
 
@@ -118,7 +118,7 @@ class ChunkReader:
         self._number, self._next_step, self._parts = request.number, request.first_step, []
         self._state, self._digest, self._ahead_digest = request.opening.state, 0, 0
         self._ahead.clear()
-        if request.dispatched is not None:  # the process that dispatches has skipped samples and counts the rounds
+        if request.dispatched is not None:  # the dispatching process counts the rounds and leaves out `skip`
             self._padding = Padding(self._stage, opening)
             self._dispatched = {part: deque() for part in opening.parts}
             opening = replace(opening, dispatched={part: _taken(queue) for part, queue in self._dispatched.items()})
@@ -131,7 +131,7 @@ class ChunkReader:
         else:
             self._padding = Padding(self._stage, opening)
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
-            # Readers that repeat their parts may come to a round's beginning at different steps.
+            # Readers that repeat their parts may begin a round at different steps.
             compared = request.compared and not (request.repeat or _splits_behind_the_cut(self._stage))
             seen = self._see if compared else opening.seen
             times = None if request.repeat else 1
@@ -140,25 +140,25 @@ class ChunkReader:
         self._usual = self._most_like(first, request) if request.skip_errors else None
 
     def _see(self, number: int, sample: Any) -> None:
-        """Look at a sample that all readers read: all come to the first of each turn, and so past those before it."""
+        """Add a sample to the digest. All readers get to the first sample of each turn, so digests are noted there."""
         self._ahead_digest = digest(sample, self._ahead_digest)
         if number % self._see_every == 0:
             self._ahead.append((number // self._see_every, self._ahead_digest))
 
     def _seen_at(self, request: ChunkRequest) -> int:
-        """Return the digest of the turns that every reader has read by the end of a step, however far this one is."""
+        """Return the digest up to the last turn of a step, which all readers reach; this one may have read further."""
         last = (request.position + request.samples_per_part - 1) // request.opening.stripe
         while self._ahead and (request.whole_items or self._ahead[0][0] <= last):
             _, self._digest = self._ahead.popleft()
         return self._digest
 
     def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
-        """Return the samples in the order of their rows, which of them are real, and whether any is fresh."""
+        """Return the samples in the order of the rows, whether each is real, and whether any row is fresh."""
         size, fresh, padding = request.samples_per_part, False, self._padding
         assert padding is not None
         if isinstance(request.dispatched, Dispatched):
             fresh = any(number == 0 for pairs in request.dispatched.samples.values() for number, _ in pairs)
-        # [part][row of it]
+        # columns[part][row of the part]
         columns: list[list[Any]] = []
         for part, items in zip(request.opening.parts, self._parts, strict=True):
             column: list[Any] = []
@@ -188,7 +188,7 @@ class ChunkReader:
         return [columns[part][row] for part, row in order], real, fresh
 
     def _padded(self, columns: list[list[Any]], request: ChunkRequest, at: dict[str, Any]) -> bool:
-        """Fill missing rows; return True if they were to be filled and could be."""
+        """Fill missing rows if the request says so; return whether they are filled now."""
         if not request.pad or request.whole_items:
             return False
         assert self._padding is not None
@@ -214,7 +214,7 @@ class ChunkReader:
         return {"shard": request.opening.parts[0], "rows": request.local_rows, "library": self._state}
 
     def _most_like(self, first: Sequence[Any], request: ChunkRequest) -> Usual | None:
-        """Return what most of a stream's first samples are like."""
+        """Return what most of the stream's first samples are like."""
         self._seed(request.opening.key(0, "compare"))
         readable = [sample for sample in first if not isinstance(sample, Unreadable)]
         return usual_of(readable, lambda rows: self._collated(rows, request), self._collate_fn, request)
@@ -222,7 +222,7 @@ class ChunkReader:
     def _batch(
         self, samples: list[Any], real: list[bool], request: ChunkRequest
     ) -> tuple[Any, Sequence[tuple[int, str]]]:
-        """Return a batch, and (row, why) for each row that holds another sample, since its own cannot be read."""
+        """Return a batch, and (row, why) of the rows that hold another sample, as their own failed."""
         if not request.skip_errors:
             return self._collated(samples, request), ()
         failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
@@ -249,13 +249,13 @@ class ChunkReader:
             ) from None
 
     def _named(self, part: int, number: int, request: ChunkRequest) -> str:
-        """Return the description of a sample, for messages."""
+        """Return the name of a sample, for messages."""
         origin = None if request.whole_items else self._stage.origin(request.opening, part, number)
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
     @staticmethod
     def _place_of(row: int, request: ChunkRequest) -> tuple[int, int]:
-        """Return the part and the number in it of a chunk's row."""
+        """Return the part of a chunk's row, and the number of its sample in the part."""
         parts = request.opening.parts
         micro, row = divmod(row, len(parts) * request.stripe)
         part, row = divmod(row, request.stripe)
@@ -268,12 +268,12 @@ class ChunkReader:
 
 
 def _taken(queue: deque[Any]) -> Iterator[Any]:
-    """Yield the samples that are dispatched to a part. The part has ended if fewer come than were asked for."""
+    """Yield the samples that are dispatched to a part. If there are fewer than requested, the part has ended."""
     while queue:
         yield queue.popleft()
 
 
 def _splits_behind_the_cut(stage: Stage) -> bool:
-    """True if a sample may be a piece of a larger one, so that a position does not tell how far a reader must read."""
+    """True if samples are split after the cut. Then a position does not tell how far a reader must have read."""
     behind = takewhile(lambda one: not isinstance(one, Stripe), stage.line())
     return any(isinstance(one, Unbatch) for one in behind)

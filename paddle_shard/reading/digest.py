@@ -1,4 +1,4 @@
-"""How can samples be compared in a few microseconds?"""
+"""How are the samples that were read compared, in a few microseconds?"""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from paddle_shard.tree import is_sequence
 
 _ITEMS = 64
-"""Most elements of an array, characters of a text or items of a list that are looked at."""
+"""Number of characters of a text that are looked at, at most; of elements of an array or list, less than twice that."""
 
 
 def digest(value: Any, before: int = 0) -> int:
-    """Return a number in [0, 2^32) for a sample and all samples before it.
+    """Return a digest in [0, 2^32) of a sample and of the samples before it, whose digest is `before`.
 
-    It is a look at some of each leaf, enough to tell one sample of a data set from another: two that differ have
-    different digests nearly always, and the same sample has the same in every process. Of objects that are neither
-    numbers, text, arrays nor containers only the type counts.
+    It looks at some items of each leaf, which is enough to tell the samples of a data set apart. Different samples
+    nearly always have different digests, and the same sample has the same digest in every process. Of an object that
+    is not a number, text, array or container, only the type counts.
 
     Examples:
         >>> digest([1, "a"]) == digest([1, "a"]), digest([1, "a"]) == digest([2, "a"])

@@ -1,4 +1,4 @@
-"""How does the main process read a stream and dispatch it to its workers?"""
+"""How does the main process read a stream for its workers, and dispatch the samples to them?"""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from paddle_shard.stages.stage import Stage
 from paddle_shard.stages.stripe import FAILED_AT
 
 _SPARE = 64
-"""Samples that are sent for missing rows, in case the workers cannot use one of them."""
+"""Samples that are sent to fill missing rows if errors are skipped: the workers' stages may fail on some of them."""
 
 
 def dispatch(
     requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequence[Generator], *, to_workers: bool
 ) -> Iterator[Any]:
-    """Yield each step's requests with the samples that they are for.
+    """Yield the requests of each step, with their samples.
 
     Args:
-        requests: The requests of the pass, without an end.
-        stage: The stage before the dispatch; all parts of this rank are opened at once.
-        generators: Global generators to seed before each piece of the user's code; their state is restored.
-        to_workers: True if the samples go to other processes. They are pickled here then: what cannot be would be
-            lost in the queue's thread.
+        requests: The requests of each step, without an end.
+        stage: The stage before the dispatch. It opens all parts of this rank at once.
+        generators: Global generators to seed before each call of the user's code; their state is restored.
+        to_workers: True if the samples go to other processes. Then they are pickled here, so that an error in
+            pickling is a failure of its step, and names the parts.
     """
 
     def seed(number: int) -> None:
@@ -41,7 +41,7 @@ def dispatch(
 
     parts: dict[int, Iterator[tuple[int, Any]]] | None = None
     padding: Padding | None = None
-    told: set[int] = set()  # parts whose first samples were sent
+    told: set[int] = set()  # parts whose spare samples were sent
     failure: ReadFailure | None = None
     first = b""
     for step in requests:
@@ -93,7 +93,7 @@ def dispatch(
 
 
 def _pickled(first: Any) -> bytes:
-    """Return the samples pickled on their own; nothing if they cannot be pickled, which is reported with their step."""
+    """Return the pickled samples; empty if they cannot be pickled, which raises an error when they are delivered."""
     try:
         return pickle.dumps(first)
     except Exception as error:
@@ -102,12 +102,12 @@ def _pickled(first: Any) -> bytes:
 
 
 def _with_spare(found: Dispatched, part: int, padding: Padding, count: int) -> Dispatched:
-    """Return the samples of a step, and samples that can fill a part's missing rows, if there are any."""
+    """Return what is dispatched, with samples added that can fill a part's missing rows, as far as there are any."""
     spare, why = {number: list(samples) for number, samples in found.spare.items()}, "every part is empty"
     try:
         for number, sample in islice(padding.candidates(part), count):
             spare.setdefault(number, []).append(sample)
-    except Exception as error:  # it cannot be opened again, which matters only if a row is missing that is delivered
+    except Exception as error:  # it cannot be opened again; this matters only if missing rows are delivered
         raise_if_a_handlers(error)
         why = text_of(error)
     for number in padding.empty():

@@ -1,4 +1,4 @@
-"""Which samples of a stream show what is usual, for all readers alike?"""
+"""Which samples of a stream tell what is usual, the same in every reader?"""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from paddle_shard.stages.repeat import Repeat, in_rounds
 from paddle_shard.stages.stage import Stage
 
 _COMPARED, _PARTS = 16, 4
-"""Samples that are compared, and parts that they come from, if the parts have so many."""
+"""Number of samples that are compared, and of parts that they come from if these have enough."""
 
 
 def opened_with_first(
     stage: Stage, opening: Opening, times: int | None
 ) -> tuple[list[Iterator[tuple[int, Any]]], dict[int, list[Any]]]:
-    """Open parts, and look at the stream's first samples if errors are skipped.
+    """Open parts; if errors are skipped, also read the stream's first samples.
 
-    All readers look at the same samples, whichever parts they hold: the first ones of some parts, spread evenly over
-    all. If the pass begins with them, they come from its own reading, since a stream may not be readable twice.
+    Every reader reads the same first samples, whichever parts it holds: those of some parts, spread evenly over all
+    parts. If the pass begins with them, they are taken from it, since the stream may be readable only once.
 
     Args:
-        stage: What is opened.
-        opening: Of the reader's parts.
+        stage: The stage to open.
+        opening: The opening of the reader's parts.
         times: As for `in_rounds`.
 
     Returns:
-        The parts as of `in_rounds`, and the first samples: none where errors are not skipped, or where a stream that
-        can be opened once only is resumed.
+        The parts, as from `in_rounds`, and the first samples. There are none if errors are not skipped, or if the
+        stream can be opened only once and is resumed or repeats.
     """
     if not opening.skip_errors:
         return in_rounds(stage, opening, times), {}
@@ -48,7 +48,7 @@ def opened_with_first(
 
 
 def first_of_dispatched(stage: Stage, opening: Opening, dispatched: Dispatched) -> list[Any]:
-    """Return the same samples of a stream that the main process reads, after the stages that follow the dispatch."""
+    """Return the first samples of a stream that the main process reads, as the stages after the dispatch make them."""
     if not dispatched.first:
         return []
     first: dict[int, list[Any]] = pickle.loads(dispatched.first)
@@ -58,18 +58,18 @@ def first_of_dispatched(stage: Stage, opening: Opening, dispatched: Dispatched) 
 
 
 def _repeats(stage: Stage) -> bool:
-    """True if the stream opens itself again, for all parts at once; it would keep samples that nobody reads."""
+    """True if the stream reopens its parts. It reopens all at once, so parts that nobody reads would stay open."""
     return any(isinstance(one, Repeat) for one in stage.line())
 
 
 def _opened(stage: Stage, opening: Opening) -> dict[int, Iterator[Any]]:
-    """Open all parts, those of the reader first. A part is read only when it is asked for a sample."""
+    """Open all parts, the reader's own first. A part is read only when it is iterated over."""
     every = tuple(dict.fromkeys([*opening.parts, *range(opening.num_parts)]))
     return dict(zip(every, stage.open(replace(opening, parts=every)), strict=True))
 
 
 def _read(parts: dict[int, Iterator[Any]], num_parts: int) -> dict[int, list[Any]]:
-    """Read the first samples of four parts, or of more if those have too few samples that can be read."""
+    """Read the first samples of four parts, and of more parts if these have too few readable samples."""
     spread = [num_parts * number // _PARTS for number in range(_PARTS)]
     of_each, missing = -(-_COMPARED // min(_PARTS, num_parts)), _COMPARED
     first: dict[int, list[Any]] = {}

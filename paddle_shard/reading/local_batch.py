@@ -1,4 +1,4 @@
-"""How does a short batch of a rank get as many rows as its other batches?"""
+"""How does a rank's own short batch get as many rows as the others?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paddle_shard.tree import is_sequence, leaves, rebuild
 
 
 def num_rows_of(batch: Any) -> int:
-    """Return the rows of a batch: the first dim of its first array or tensor."""
+    """Return the number of rows of a batch: the first dim of its first array or tensor that has a dim."""
     for leaf in arrays_of(batch):
         if len(leaf.shape):
             return int(leaf.shape[0])
@@ -22,13 +22,16 @@ def num_rows_of(batch: Any) -> int:
 
 
 class OwnRows:
-    """Gives each batch of a rank as many rows as its first, whichever worker has read it."""
+    """Gives each of a rank's own batches as many rows as the first one, whichever worker has read it."""
 
     def __init__(self, gather: Gather) -> None:
         self._gather, self._wanted = gather, 0
 
     def of(self, found: Slice, request: ChunkRequest) -> Slice:
-        """Return a batch with its last row repeated in every array, tensor and list that has an item for each row.
+        """Return a batch with as many rows as the first.
+
+        With `pad` or `repeat`, its last row is repeated in every array, tensor and list that has an item for each row.
+        Otherwise a short batch becomes None.
 
         Raises:
             BatchStructureError: It has more rows than the first.

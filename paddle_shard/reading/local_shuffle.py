@@ -1,4 +1,4 @@
-"""How are the rows of several batches mixed that a rank has read?"""
+"""How are the rows of several batches that a rank has read mixed?"""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paddle_shard.reading.stream_pass import StreamPass
 class MixedPass(Pass):
     """A pass that mixes the rows of several slices at a time, in the main process.
 
-    It mixes samples of different parts, but only of those that this rank holds: another number of data ranks
-    gives other batches. Each window of batches has a key of its own, so a pass can begin at any window.
+    It mixes samples of different parts, but only of the parts that this rank holds. So the batches depend on the
+    number of data ranks. Each window of batches has its own key, so a pass can begin at any window.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class MixedPass(Pass):
 
         Args:
             reading: The pass that reads the slices; it begins at a window.
-            gather: For tensors.
-            even: Pads the rows of batches to the same length.
-            window: Number of batches that are mixed.
-            first_window: Number of the window at which the reading begins.
-            skip: Batches of that window to leave out.
-            num_steps: Batches from the window's first one to the end; None if that is not known.
+            gather: Joins tensors and takes rows of them.
+            even: Pads the rows of several batches to the same length, if lengths may differ.
+            window: Number of batches that are mixed together.
+            first_window: Number of the first window.
+            skip: Batches of the first window to leave out.
+            num_steps: Batches from the start of the first window to the end; None: the end is not known yet.
             key: Key of this rank's order in the epoch.
         """
         self._reading, self._gather, self._even = reading, gather, even
         self._window, self._number, self._skip, self._key = window, first_window, skip, key
         self._left = -1 if num_steps is None else num_steps
-        """Batches that are left to read; below 0: the end is not known."""
+        """Number of batches left to read; below 0: the end is not known."""
         self._mixed: deque[Slice] = deque()
         self._behind: Slice | None = None
 
@@ -57,7 +57,7 @@ class MixedPass(Pass):
         Raises:
             DataReadError: Reading failed.
         """
-        while not self._mixed:  # a whole last window may have been delivered already
+        while not self._mixed:  # the whole last window may have been delivered before
             self._fill()
             while self._skip and self._mixed:
                 self._mixed.popleft()
@@ -65,20 +65,20 @@ class MixedPass(Pass):
         return self._mixed.popleft()
 
     def at_hand(self, count: int = 1) -> bool:
-        """Return whether the next slices can be had without waiting for the workers."""
+        """Return whether the next slices are ready, so that `next` need not wait for the workers."""
         wanted = self._skip + count - len(self._mixed)
         return wanted <= 0 or self._reading.at_hand(self._window * -(-wanted // self._window))
 
     def interrupt(self) -> None:
-        """Make a call of `next` return that waits in another thread."""
+        """Make a call of `next` that waits in another thread return."""
         self._reading.interrupt()
 
     def finish(self) -> None:
-        """End the pass in order; persistent workers stay for the next pass."""
+        """End the pass normally; persistent workers stay for the next pass."""
         self._reading.finish()
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers of the pass."""
         self._reading.close()
 
     def _next(self) -> Slice:
@@ -89,7 +89,7 @@ class MixedPass(Pass):
         return next(self._reading)
 
     def _is_end(self, found: Slice) -> bool:
-        """True if this batch comes after an end that was not known; such batches are not mixed."""
+        """True if this batch comes after the end. Such a batch is not mixed."""
         return found.batch is None or found.empty or (self._left < 0 and not found.fresh)
 
     def _fill(self) -> None:
@@ -110,7 +110,7 @@ class MixedPass(Pass):
             return
         sizes = [len(one.real) for one in held]
         real = np.concatenate([one.real for one in held])
-        # Missing rows stay where they are: a batch holds as many real ones as it would have unmixed.
+        # Missing rows stay in their places, so that each batch has as many real rows as without mixing.
         order, own = np.arange(len(real)), np.flatnonzero(real)
         order[own] = own[Permutation(len(own), derive_key(self._key, number, size=64))(np.arange(len(own)))]
         skipped = np.concatenate([np.zeros_like(one.real) if one.skipped is None else one.skipped for one in held])

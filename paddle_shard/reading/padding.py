@@ -1,4 +1,4 @@
-"""Which sample fills the rows of a part that has no more samples?"""
+"""What fills the rows for which a part has no samples?"""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from paddle_shard.stages.stage import Stage
 _NOTHING = object()
 
 Spare = dict[int, list[Any]]
-"""Part -> first samples, for some parts; an empty list for a part that is known to have none."""
+"""Part -> its first samples, for some parts; an empty list if the part is known to have none."""
 
 
 class Padding:
-    """A part's own first sample; for a part without any, that of the lowest part that has one.
+    """Fills missing rows of a part with its own first sample, or with that of the lowest part that has one.
 
-    A sample that cannot be read is left out. So the choice depends on the order alone: not on who holds which parts,
-    nor on where the pass began. The first samples of a pass are kept. If it begins later, and for the parts of other
-    readers, the stream is opened again. Of dispatched streams some samples are given, and it is opened only if none of
-    them can be used.
+    Samples that cannot be read are passed over. So the choice depends on the order alone, not on which reader holds
+    which parts, nor on where the pass began. The first samples that a pass reads are kept. If it begins later, and for
+    other readers' parts, the stream is opened again. Of a dispatched stream some samples are given, and it is opened
+    only if none of them fits.
     """
 
     def __init__(self, stage: Stage, opening: Opening) -> None:
-        """Open nothing yet.
+        """Set up; nothing is opened yet.
 
         Args:
-            stage: What opens the parts.
-            opening: Of the pass.
+            stage: The stage that opens the parts.
+            opening: The opening of the pass.
         """
         self._stage, self._source = stage, _before_dispatch(stage)
         self._opening = replace(opening, skip=0, state=None)
@@ -44,7 +44,7 @@ class Padding:
         self._given: Spare = {}
 
     def note(self, part: int, samples: Sequence[Any], *, ended: bool) -> None:
-        """Look at what the pass has read next of a part, and whether that is its end."""
+        """Note the samples of a part that the pass has read next, and whether the part has ended after them."""
         if not self._from_beginning or part in self._first:
             return
         left = None if self._most is None else max(0, self._most - self._num_noted[part])
@@ -54,7 +54,7 @@ class Padding:
             self._first[part] = first
 
     def give(self, spare: Mapping[int, Sequence[Any]]) -> None:
-        """Take the first samples of some parts, as they are before the stages that follow the dispatch."""
+        """Take the first samples of some parts, as they would be dispatched to the stage."""
         for part, samples in spare.items():
             self._given.setdefault(part, []).extend(samples)
             if not samples:
@@ -65,7 +65,7 @@ class Padding:
         return [part for part, first in self._first.items() if first is _NOTHING]
 
     def candidates(self, part: int) -> Iterator[tuple[int, Any]]:
-        """Yield (part, sample) for each sample that can fill a part's rows; the first one is used."""
+        """Yield (part, sample) of the samples that could fill a part's rows; the first one is used."""
         for candidate in (part, *range(self._opening.num_parts)):
             if candidate not in self._first:
                 yield from ((candidate, sample) for sample in self._opened(candidate))
@@ -76,7 +76,7 @@ class Padding:
         """Return the sample that fills a part's rows.
 
         Raises:
-            LookupError: No part has a sample.
+            LookupError: No part has a sample that can be read.
         """
         for _, sample in self.candidates(part):
             return sample
@@ -91,14 +91,14 @@ class Padding:
             self._first.setdefault(part, _NOTHING)
 
     def _readings(self, part: int) -> Iterator[Iterator[Any]]:
-        """Yield the samples of a part from its beginning: first those that were given, then all."""
+        """Yield iterators over a part from its beginning: first over the given samples, then over the whole part."""
         opening = replace(self._opening, parts=(part,), rounds=Counter())
         if self._source is None:
             yield self._stage.open(opening)[0]
             return
         if part in self._given:
             yield self._stage.open(replace(opening, dispatched={part: iter(self._given[part])}))[0]
-        if part not in self._first and opening.skip_errors:  # the functions after the dispatch fail on all of them
+        if part not in self._first and opening.skip_errors:  # the stages after the dispatch fail on all given samples
             dispatched = self._source.open(opening)[0]
             yield self._stage.open(replace(opening, dispatched={part: dispatched}))[0]
 

@@ -1,4 +1,4 @@
-"""What is in a batch of any structure?"""
+"""How are batches of any structure sent to another process, and made into tensors?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.tree import mapped, mapped_at
 
 _NO_TENSOR = "OSUVMm"
-"""numpy's kinds of arrays that no tensor can hold; they stay as they are."""
+"""Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
 
 ToTensors = Callable[[Sequence[Any]], Sequence[Any]]
-"""Makes tensors of arrays and of tensors."""
+"""Converts arrays and tensors to Paddle's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class _Slot:
 
 
 def _as_array(tensor: Any) -> Any:
-    # bfloat16 is uint16 in numpy, and Paddle takes uint16 for bfloat16.
-    if "float8" in str(tensor.dtype):  # int8 to numpy
+    # A bfloat16 tensor becomes a uint16 array, and Paddle reads a uint16 array as bfloat16.
+    if "float8" in str(tensor.dtype):  # it would become an int8 array
         raise TypeError(f"a tensor of dtype {tensor.dtype} cannot leave a worker; convert it, or view it as int8.")
     return np.asarray, (tensor.numpy(),)
 
 
 def _as_memory(array: np.ndarray[Any, Any]) -> Any:
-    """Reduce an array for pickling, as numpy does, in half the time."""
+    """Reduce an array for pickling as numpy does, in half the time."""
     dtype = array.dtype
     if dtype.kind in "biufc" and dtype.isnative and array.flags.c_contiguous:
         return _of_memory, (array.shape, dtype.char, pickle.PickleBuffer(array))  # type: ignore[arg-type]
@@ -50,16 +50,16 @@ _REDUCERS = {np.ndarray: _as_memory, paddle.Tensor: _as_array}
 
 
 def pickled(messages: Sequence[Any]) -> list[memoryview]:
-    """Return the pickles of messages and the memory of their arrays; tensors become arrays.
+    """Return the pickles of messages, then the memory of each array; Paddle's tensors are sent as arrays.
 
-    No two messages have anything in common when they are unpickled.
+    When they are unpickled, no two messages share an object.
 
     Raises:
         Exception: Whatever pickling raises.
     """
     text, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickle.Pickler(text, 5, buffer_callback=arrays.append)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}  # the first is the user's own, who may add to it
+    pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}  # users may add to copyreg's table
     for message in messages:
         pickler.dump(message)
         pickler.clear_memo()
@@ -67,10 +67,10 @@ def pickled(messages: Sequence[Any]) -> list[memoryview]:
 
 
 def unpickled(text: Any, arrays: Sequence[Any], count: int, failed: Callable[[Exception], Any]) -> list[Any]:
-    """Return the messages. One that cannot be unpickled, and those after it, are replaced by what `failed` returns."""
+    """Return `count` messages. If one cannot be unpickled, the result of `failed` replaces it and those after it."""
     pickles, memory, found = io.BytesIO(text), iter(arrays), list[Any]()
     try:
-        while len(found) < count:  # an Unpickler each, since it would remember what it has read
+        while len(found) < count:  # each with its own Unpickler, since an Unpickler remembers objects
             found.append(pickle.Unpickler(pickles, buffers=memory).load())
     except Exception as error:
         raise_if_a_handlers(error)
@@ -82,7 +82,7 @@ def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
     """Return whether an array can become a tensor.
 
     Raises:
-        TypeError: It looks like one, but Paddle does not have its dtype.
+        TypeError: It holds numbers, but Paddle does not have its dtype or its byte order.
     """
     if array.dtype.kind in _NO_TENSOR:
         return False
@@ -101,7 +101,7 @@ def check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a leaf is a framework's tensor: no array, but with a shape, and a place or DLPack."""
+    """Return whether a leaf is a framework's tensor: it is not an array, and has a shape, and a place or DLPack."""
     if isinstance(value, np.ndarray | np.generic):
         return False
     return hasattr(value, "shape") and (hasattr(value, "place") or hasattr(value, "__dlpack__"))
@@ -122,14 +122,14 @@ def _restore(value: Any, leaves: Sequence[Any]) -> Any:
 
 
 def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
-    """Return a batch with tensors in place of every array that can be one, and of every tensor.
+    """Return a batch in which tensors replace every array that can be a tensor, and every tensor.
 
     Args:
         value: The batch.
-        to_tensors: Makes tensors of its leaves.
+        to_tensors: Converts arrays and tensors.
 
     Raises:
-        TypeError: An array of a dtype that Paddle does not have.
+        TypeError: An array has a dtype or a byte order that Paddle does not have.
     """
     if type(value) is np.ndarray:
         return to_tensors([value])[0] if check_dtype(value, "") else value

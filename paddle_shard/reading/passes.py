@@ -1,4 +1,4 @@
-"""What is a pass over a stream of requests, and how are they read in this process?"""
+"""What is a pass over a stream of requests, and how are requests read in this process?"""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from paddle_shard.samplers.randomness import Generator, refresh, restore, snapsh
 
 
 class Pass(Iterator[Any]):
-    """One pass over a stream of requests. It yields their batches in order, then ends or raises.
+    """One pass over a stream of requests: it yields their batches in order, then ends or raises.
 
-    The defaults are for a pass that can only be asked for its next batch.
+    The defaults here are for a pass that can only be asked for its next batch.
     """
 
     skipped: deque[list[tuple[int, str]]]
-    """For each batch: (row, why) of each sample that could not be read, if errors are skipped."""
+    """For each batch of indexed data, if errors are skipped: (row, why) of the samples that could not be read."""
 
     def __next__(self) -> Any:
-        """Return the next batch, its arrays as tensors.
+        """Return the next batch, with its arrays as tensors.
 
         Raises:
             DataReadError: Reading it failed.
@@ -42,35 +42,35 @@ class Pass(Iterator[Any]):
 
     @property
     def runs_free(self) -> bool:
-        """True if another thread can read it: reading draws no random numbers in this process."""
+        """True if another thread may read it: reading draws no random numbers in this process."""
         return True
 
     def next_free(self) -> Any:
-        """Return the next batch while the caller is busy; `AGAIN` if the caller must read it."""
+        """Return the next batch, beside the training thread; `AGAIN` if the training thread must read it."""
         return next(self)
 
     def at_hand(self, count: int = 1) -> bool:
-        """True if the next `count` batches can be had without waiting."""
+        """True if the next `count` batches are ready, so that `next` need not wait."""
         return True
 
     def several(self, count: int) -> Sequence[Any]:
-        """Return at most `count` batches, read in one go; fewer, or none, if `next` has to handle them."""
+        """Return at most `count` batches, read in one go; fewer or none if `next` must handle the rest."""
         return ()
 
     def interrupt(self) -> None:
-        """Make a `next` that waits in another thread return, if possible. The pass must be closed after this."""
+        """Make a call of `next` that waits in another thread return, if possible. Then the pass must be closed."""
 
     def finish(self) -> None:
-        """End a pass that is no longer wanted, though nothing has failed; persistent workers may stay."""
+        """End a pass that is no longer needed, though nothing has failed; persistent workers may stay."""
         self.close()
 
     def close(self) -> None:
-        """End its workers and threads; safe to call again."""
+        """End the workers and threads of the pass; safe to call again."""
         raise NotImplementedError
 
 
 def finished(batch: Any, to_tensors: ToTensors, skipped: deque[list[tuple[int, str]]]) -> Any:
-    """Return what was read, its arrays as tensors, or the failure; samples that were skipped are logged and noted."""
+    """Return what was read, with its arrays as tensors, or the failure. Skipped samples are logged and noted."""
     if isinstance(batch, ReadFailure):
         return batch
     try:
@@ -89,8 +89,8 @@ def finished(batch: Any, to_tensors: ToTensors, skipped: deque[list[tuple[int, s
 class DirectPass(Pass):
     """Reads in this process, on the caller's thread, when asked.
 
-    `paddle.io.DataLoader` without workers reads in a thread of its own; there the global generators, which
-    are seeded for each sample, would be pulled from under the training thread.
+    Without workers, `paddle.io.DataLoader` reads in another thread. There, seeding the global generators for each
+    sample would change the random numbers of the training thread.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DirectPass(Pass):
 
     @property
     def runs_free(self) -> bool:
-        """True if the data set is known to draw nothing."""
+        """True if reading the data set is known to draw no random numbers."""
         return getattr(self._reader, "draws", True) is False
 
     def next_free(self) -> Any:
@@ -140,7 +140,7 @@ class DirectPass(Pass):
             return []
         requests, found, skipped = self._drawn(count), list[Any](), len(self.skipped)
 
-        def take(batch: Any) -> bool:  # at once: the user may write the next batch to the same memory
+        def take(batch: Any) -> bool:  # at once: the user's code may write the next batch to the same memory
             found.append(finished(batch, self._to_tensors, self.skipped))
             return not isinstance(found[-1], ReadFailure)
 
@@ -155,7 +155,7 @@ class DirectPass(Pass):
         return found[:num_good]
 
     def _drawn(self, count: int) -> list[Request]:
-        """Return up to `count` further requests; an error of the sampler is left to `next`."""
+        """Return at most `count` next requests. If the sampler fails, `next` raises its error."""
         requests: list[Request] = []
         try:
             while len(requests) < count:
@@ -188,7 +188,7 @@ def _raising(error: Exception) -> Iterator[Any]:
 def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:
     """Return a DataLoader of another class with the same attributes.
 
-    `copy.copy` would look for methods on an empty instance, which a subclass's `__getattr__` may not stand.
+    `copy.copy` looks for methods on an empty instance, on which the `__getattr__` of a subclass may fail.
     """
     other: Any = object.__new__(cls)
     vars(other).update(vars(dataloader))

@@ -1,4 +1,4 @@
-"""What does a rank ask of its reader at a step?"""
+"""What does a rank ask its reader for at a step?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paddle_shard.plan.seeding import derive_seed, mix
 
 
 class Request(Protocol):
-    """A request to a reader, with the names that an error uses."""
+    """A request to a reader, with what an error says about it."""
 
     @property
     def epoch(self) -> int:
@@ -31,10 +31,10 @@ class Reader(Protocol):
     """Serves requests, in a worker or in the main process."""
 
     dataset: Any
-    """The data set as the user's functions see it."""
+    """The data set that the user's functions see."""
 
     def read(self, request: Any, worker: int | None) -> Any:
-        """Return the batch of a request, or a `ReadFailure`."""
+        """Return what was asked for, or a `ReadFailure`."""
 
 
 class ReadRequest(NamedTuple):
@@ -45,13 +45,13 @@ class ReadRequest(NamedTuple):
     indices: list[Any] | npt.NDArray[np.int64]
     """Indices into the data set, one for each row; a single one if an item is a whole batch."""
     item_is_batch: bool
-    """True if the data set serves whole batches (`batch_size=None`)."""
+    """True if the items of the data set are whole batches (`batch_size=None`)."""
     key: int
     """Seed of the epoch's random numbers, in [0, 2^64)."""
     rows_are_split: bool
-    """True if other data ranks read the other rows, so that rows that depend on their neighbours are refused."""
+    """True if other data ranks read the other rows. A row that depends on its neighbours is refused then."""
     lengths_vary: bool = False
-    """True if rows may differ in length only; they are padded when they are placed."""
+    """True if rows may differ in length, but in nothing else. They are padded when they are placed."""
 
     def sample_seed(self, index: Any) -> int:
         """Return the seed for reading one sample: a function of (seed, epoch, index)."""

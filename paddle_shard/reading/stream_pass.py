@@ -43,14 +43,14 @@ class StreamLoader:
         """Set up the loader.
 
         Args:
-            dataloader: The user's; read only.
-            stage: What opens the stream's parts.
-            generators: Global generators to seed before each piece of the user's code.
-            copied: Makes tensors of arrays.
-            zero_copy: The same for arrays that nothing else refers to.
-            gather: For tensors.
+            dataloader: The user's DataLoader, which is not changed.
+            stage: The stage that opens the stream's parts.
+            generators: Global generators to seed before each call of the user's code.
+            copied: Converts arrays to tensors.
+            zero_copy: The same for arrays that only the batch holds, perhaps without a copy.
+            gather: Joins tensors and takes rows of them.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
-            even: Pads the chunks of several workers to the same length.
+            even: Pads what several workers have collated to the same length, if lengths may differ.
         """
         self._dataloader, self._stage, self._generators, self.even = dataloader, stage, generators, even
         self._copied, self._zero_copy, self.gather, self._worker_timeout = copied, zero_copy, gather, worker_timeout
@@ -58,12 +58,12 @@ class StreamLoader:
         self._idle: list[WorkerPool] = []
 
     def start(self, requests: Iterator[list[ChunkRequest]], places: Sequence[Rows], num_workers: int) -> StreamPass:
-        """Start a pass of its own.
+        """Start a new pass.
 
         Args:
-            requests: For each step a list of requests, one for each reader.
+            requests: The chunk requests of each step: one for each reader, always as many.
             places: For each chunk, the places of its rows in the slice.
-            num_workers: Number of readers, at most the workers of the user's DataLoader; 0: this process reads.
+            num_workers: Number of workers that read, at most that of the user's DataLoader; 0: this process reads.
         """
         asked: deque[ChunkRequest] = deque()
         core: Pass
@@ -93,12 +93,12 @@ class StreamLoader:
             self._idle.pop().shut_down()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # the workers have ended already
+        if not ending():  # else the interpreter has ended the workers already
             self.close()
 
 
 class StreamPass(Pass):
-    """One pass. It yields the slices of this rank's steps; the caller knows the end."""
+    """One pass: it yields the slices of this rank's steps, and does not end by itself."""
 
     def __init__(self, core: Pass, joiner: Joiner, asked: deque[ChunkRequest]) -> None:
         self._core, self._joiner, self._asked = core, joiner, asked
@@ -129,19 +129,19 @@ class StreamPass(Pass):
             raise failure.error(request) from None
 
     def at_hand(self, count: int = 1) -> bool:
-        """Return whether the next slices can be had without waiting for the workers."""
+        """Return whether the next slices are ready, so that `next` need not wait for the workers."""
         return self._core.at_hand(count * len(self._joiner.places))
 
     def interrupt(self) -> None:
-        """Make a call of `next` return that waits in another thread."""
+        """Make a call of `next` that waits in another thread return."""
         self._core.interrupt()
 
     def finish(self) -> None:
-        """End the pass in order; persistent workers stay for the next pass."""
+        """End a pass that is no longer needed; persistent workers stay for the next pass."""
         self._core.finish()
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers of the pass."""
         self._core.close()
 
 

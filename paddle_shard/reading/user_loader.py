@@ -1,4 +1,4 @@
-"""How do the user's own DataLoader and its subclass stay in charge of reading, unchanged?"""
+"""How does the user's DataLoader, or a subclass of it, keep control of reading, and stay unchanged?"""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _END = object()
 
 
 class _ReadsRequests(paddle.io.DataLoader):
-    """A DataLoader whose batches are those that were requested.
+    """A DataLoader that yields the requested batches.
 
-    It stands between `paddle.io.DataLoader` and the user's subclass, whose own `__iter__` goes on to call
+    It is a base class between `paddle.io.DataLoader` and the user's subclass. So the subclass's `__iter__` still calls
     `super().__iter__()` and sees ordinary batches.
     """
 
@@ -48,14 +48,14 @@ class UserLoader:
         *,
         skip_errors: bool,
     ) -> None:
-        """Copy the settings. The given object is never changed.
+        """Copy the settings; the given object is never changed.
 
         Args:
-            dataloader: The user's; may be of a subclass.
-            generators: Global generators that are seeded for each sample.
-            copied: Makes tensors of arrays on the loader's place, with a copy.
-            zero_copy: The same for arrays that nothing else refers to.
-            skip_errors: True if the row of a sample that cannot be read holds another sample, instead of a failure.
+            dataloader: The user's DataLoader, perhaps of a subclass.
+            generators: Global generators to seed before each sample.
+            copied: Converts arrays to tensors on the loader's place.
+            zero_copy: The same for arrays that only the batch holds, perhaps without a copy.
+            skip_errors: True if a sample that cannot be read is replaced by another one, and is not a failure.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
         """
         self._generators = generators
@@ -76,11 +76,11 @@ class UserLoader:
         self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
 
     def start(self, requests: Iterator[ReadRequest]) -> Any:
-        """Start a pass of its own; any number may be open at once."""
+        """Start a new pass; any number may be open at once."""
         return UserPass(self, requests) if self._has_iter else self.core_pass(requests)
 
     def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
-        """Start reading requests, below the user's subclass."""
+        """Start a pass that reads requests, without the `__iter__` of the user's subclass."""
         if self.dataloader.num_workers == 0:
             to_tensors = self._zero_copy if self._reader.makes_arrays else self._copied
             return DirectPass(requests, self._reader, self._generators, to_tensors)
@@ -97,14 +97,14 @@ class UserLoader:
             self._idle.pop().shut_down()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # then the workers are ended already
+        if not ending():  # else the interpreter has ended the workers already
             self.close()
 
 
 class UserPass(Pass):
     """One pass through the `__iter__` of the user's DataLoader subclass, which may change batches and read ahead.
 
-    The rows of a batch, the valid ones among them and the position of the run are known by the number of the batch. So
+    What is known about a batch (its rows, which of them are valid, the position of the run) is found by its number. So
     a batch that is not yielded in its turn is refused.
     """
 
@@ -115,7 +115,7 @@ class UserPass(Pass):
         self._taken = taken = deque[Any]()  # batches that the user's code has taken and not yielded yet
         self._over = False
 
-        def start_pass() -> Iterator[Any]:  # no reference to self: an abandoned pass ends its workers at once
+        def start_pass() -> Iterator[Any]:  # does not refer to self, so that dropping the pass ends its workers at once
             if cores:
                 raise BatchStructureError(
                     f"{name} goes through its batches more than once; a sharded pass can read them once only."
@@ -124,7 +124,7 @@ class UserPass(Pass):
             return _noted(cores[0], taken)
 
         self._start = start_pass
-        # Each pass has a copy, so that passes that are open at once stay apart.
+        # Each pass has its own copy, so that passes that are open at once stay apart.
         dataloader = shallow_copy(loader.dataloader, loader._class)
         dataloader._start_pass = start_pass
         self._batches = iter(dataloader)
@@ -146,7 +146,7 @@ class UserPass(Pass):
         return batch
 
     def _check_turn(self, batch: Any) -> None:
-        """Refuse a batch that is not the next one of those that were taken; a batch is known by its tensors."""
+        """Refuse a batch that is not the next of those that were taken. It is recognized by its tensors."""
         own = {id(leaf) for leaf in arrays_of(batch)}
         shared = [sum(id(leaf) in own for leaf in arrays_of(other)) for other in self._taken]
         if max(shared) == 0 or shared.count(max(shared)) > 1:
@@ -163,7 +163,7 @@ class UserPass(Pass):
             )
 
     def _check_end(self) -> None:
-        """Refuse an end that comes before the last batch."""
+        """Refuse an end before all batches were yielded."""
         if self._over:
             return
         self._over = True
@@ -186,11 +186,11 @@ class UserPass(Pass):
         return self._cores[0].skipped
 
     def at_hand(self, count: int = 1) -> bool:
-        """Return True if the next batches can be had without waiting; the user's code may still wait."""
+        """Return whether the next batches are ready, unless the user's code itself waits or reads ahead."""
         return not self._cores or self._cores[0].at_hand(max(0, count - len(self._taken)))
 
     def next_free(self) -> Any:
-        """See `Pass`. This bypasses `__iter__`, so it is only for a plain DataLoader."""
+        """See `Pass`. It bypasses the user's `__iter__`, but is not called: such a DataLoader is not prefetched."""
         return self._cores[0].next_free()
 
     def interrupt(self) -> None:
@@ -198,7 +198,7 @@ class UserPass(Pass):
         self._cores[0].interrupt()
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers of the pass."""
         for core in self._cores:
             core.close()
         self._batches, self._over = iter(()), True

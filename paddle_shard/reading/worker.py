@@ -22,7 +22,7 @@ from paddle_shard.reading.worker_guards import end_with_the_parent
 from paddle_shard.reading.worker_info import ShownInfo, shown
 
 MOST_AT_ONCE = 8
-"""Most requests that are sent to a worker in one message."""
+"""Largest number of requests that are sent to a worker in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class WorkerSettings:
     init_fn: Callable[[int], None] | None
     """The user's `worker_init_fn`."""
     reads_all: bool
-    """True if `init_fn` is shown a single worker."""
+    """True if every worker reads the whole data set; then `init_fn` is told that there is a single worker."""
     seed: int
     """Seed of the workers' random generators."""
     num_ahead: int
@@ -42,12 +42,12 @@ class WorkerSettings:
 
 
 def work(number: int, connection: socket.socket, settings: WorkerSettings) -> None:
-    """Answer requests until the other side has gone."""
+    """Answer requests until the other side has closed."""
     _leave_signals_alone()
     end_with_the_parent()
     channel = Channel(connection, settings.num_ahead * MOST_AT_ONCE)
-    os.register_at_fork(after_in_child=channel.close)  # processes that the user starts here may outlive this one
-    with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # no other device's driver outlives a fork
+    os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
+    with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # other devices' drivers do not work after a fork
         failure = _set_up(number, settings)
 
         def lost(error: Exception) -> ReadFailure:
@@ -65,11 +65,11 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
                     _send(channel, answer, number, turn % settings.num_ahead * MOST_AT_ONCE + place)
                 except ConnectionError:
                     return
-                del answer  # or it would take up memory while the next one is read
+                del answer  # else it takes memory while the next one is read
 
 
 def _leave_signals_alone() -> None:
-    """Leave Ctrl-C to the process that has started this one, and remove its other signal handlers."""
+    """Ignore Ctrl-C, which the parent process handles, and reset the other handlers inherited from the parent."""
     for signalled in signal.valid_signals():
         if callable(signal.getsignal(signalled)):
             signal.signal(signalled, signal.SIG_IGN if signalled == signal.SIGINT else signal.SIG_DFL)
@@ -85,10 +85,10 @@ def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
     paddle_worker._worker_info = own
     try:
         if settings.init_fn is not None:
-            # Paddle's documentation narrows a stream here to split it. A stream that is cut later must stay whole.
+            # As Paddle documents, users split a stream here. A stream that is cut later must stay whole.
             with shown(ShownInfo(0, 1, dataset, settings.seed) if settings.reads_all else own):
                 settings.init_fn(number)
-    except BaseException as error:  # also SystemExit, which would end the worker without a word
+    except BaseException as error:  # also SystemExit, which would end the worker silently
         return ReadFailure.of(error, what="worker_init_fn", index=None, worker=number)
     return None
 

@@ -1,4 +1,4 @@
-"""What protects worker processes and their parent from each other?"""
+"""What can go wrong around worker processes, and how is it prevented?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 _PARENT_SECONDS = 1.0
-"""Seconds between two checks of a worker that its parent is alive."""
+"""Seconds between two checks of a worker whether its parent is alive."""
 
 
 def end_with_the_parent() -> None:
     """End this worker when its parent has been killed.
 
-    Without this, the worker would notice only after the read, which may take long.
+    Its channel tells it that only after it has read what was requested, and reading may take long.
     """
     made_by = multiprocessing.parent_process()
     parent = made_by.pid if made_by is not None and multiprocessing.get_start_method() == "fork" else os.getppid()
@@ -33,7 +33,7 @@ def end_with_the_parent() -> None:
 
 
 in_use = threading.RLock()
-"""Held while another thread works with Paddle: a child that is forked then would find Paddle's locks locked."""
+"""Held while a thread works with Paddle, so that no fork happens then: a child would never see Paddle's locks freed."""
 
 os.register_at_fork(before=in_use.acquire, after_in_parent=in_use.release, after_in_child=in_use.release)
 
@@ -42,9 +42,9 @@ os.register_at_fork(before=in_use.acquire, after_in_parent=in_use.release, after
 def garbage_left_to_the_parent() -> Iterator[None]:
     """Keep forked children from collecting this process's garbage.
 
-    Finalizers of readers that were abandoned here wait for threads that a child does not have, and never end.
+    The finalizers of readers that were dropped here wait for threads that a child does not have, so they never end.
     """
-    if gc.get_freeze_count():  # the user has frozen it; thawing would undo that
+    if gc.get_freeze_count():  # the user has frozen objects, and unfreezing would undo that
         gc.collect()
         yield
         return
@@ -57,19 +57,19 @@ def garbage_left_to_the_parent() -> Iterator[None]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold back signals that Python code handles.
+    """Delay signals that Python code handles.
 
-    An exception that a handler raises during a fork is lost, and a child would run the user's handlers. A thread that
-    is being started would be lost, too.
+    What a handler raises during a fork is lost, and a child would run the user's handlers. If a handler raises while a
+    thread is being started, nobody would end that thread.
     """
-    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
+    if threading.current_thread() is not threading.main_thread():  # no handler runs in this thread
         yield
         return
     heard: list[int] = []
     handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
     before = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
-        for number in before:  # the handler of a signal that is not held yet may raise
+        for number in before:  # the handler of a signal that is not delayed yet may raise
             signal.signal(number, lambda number, _: heard.append(number))
         yield
     finally:
@@ -77,7 +77,7 @@ def signals_held() -> Iterator[None]:
 
 
 def _let_go(before: dict[int, Callable[..., Any]], heard: list[int]) -> None:
-    """Restore the handlers, and call those of all signals that came, whatever one of them raises."""
+    """Restore the handlers and raise all delayed signals again, even if a handler raises."""
     try:
         while before:
             number = next(iter(before))

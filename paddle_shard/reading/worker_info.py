@@ -20,7 +20,7 @@ _END = object()
 
 @dataclass(slots=True)
 class ShownInfo:
-    """A `WorkerInfo` as the user's code sees it."""
+    """The `WorkerInfo` that the user's code sees."""
 
     id: int
     num_workers: int
@@ -30,7 +30,7 @@ class ShownInfo:
 
 @contextmanager
 def shown(info: ShownInfo | None) -> Iterator[None]:
-    """Let `paddle.io.get_worker_info()` return another value inside a `with` block."""
+    """Let `paddle.io.get_worker_info()` return `info` inside the `with` block."""
     own = paddle_worker._worker_info
     paddle_worker._worker_info = info
     try:
@@ -40,10 +40,9 @@ def shown(info: ShownInfo | None) -> Iterator[None]:
 
 
 class AsOneReader:
-    """A user's stream, which is not told that there are workers: it would give each only some of its samples.
+    """A user's stream that is not told of the workers, since it would give each worker only some of its samples.
 
-    Every reader reads all of it, and the stream is cut afterwards. (A stream that splits itself by the number of its
-    worker would be cut twice.)
+    Every reader reads the whole stream, which is cut later. If it split itself, it would be cut twice.
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
@@ -54,7 +53,7 @@ class AsOneReader:
 
 
 def _begun(dataset: Iterable[Any] | Callable[[], Iterable[Any]], info: ShownInfo | None) -> Iterator[Any]:
-    """Iterate over the user's stream, with another worker info all the time."""
+    """Iterate over the user's stream, which sees `info` instead of its worker all the time."""
     with shown(info):
         items = iter(dataset if isinstance(dataset, Iterable) else dataset())
     return _going_on(items, info)
@@ -73,8 +72,8 @@ def _going_on(items: Iterator[Any], info: ShownInfo | None) -> Iterator[Any]:
 class SelfSplit(Stage):
     """A user's stream that splits itself by `paddle.io.get_worker_info()`: it is shown "worker p of P".
 
-    So each sample is read once, whatever the number of readers. It must yield different samples for each p,
-    and the same ones whenever it is opened for an epoch.
+    So each sample is read once, whatever the number of readers. The stream must yield different samples for each p,
+    and the same samples each time it is opened for an epoch.
     """
 
     def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
@@ -87,11 +86,11 @@ class SelfSplit(Stage):
 
     @property
     def cuts(self) -> bool:
-        """It opens a part by itself."""
+        """True: the stream opens each part by itself."""
         return True
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the parts."""
+        """Return the samples of each part."""
         begun: dict[int, tuple[int, int]] = {}
         return [self._items(part, opening, begun) for part in opening.parts]
 
@@ -105,7 +104,7 @@ class SelfSplit(Stage):
             return
         try:
             second = next(items, _END)
-        except Exception as error:  # a failure is raised at its own sample
+        except Exception as error:  # it is raised below, at its own sample
             raise_if_a_handlers(error)
             second, failure = _END, error
         if second is not _END:
@@ -119,7 +118,7 @@ class SelfSplit(Stage):
             yield from items
 
     def _check(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> None:
-        """Refuse a stream if all its parts that are read here begin with the same two samples."""
+        """Refuse a stream if all parts that are opened here begin with the same two different samples."""
         alike = len(begun) == len(opening.parts) > 1 and len(set(begun.values())) == 1
         if alike and len(set(begun[part])) > 1:
             raise SplitError(

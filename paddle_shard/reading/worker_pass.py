@@ -1,4 +1,4 @@
-"""How do worker processes read a pass?"""
+"""How does a pass read in worker processes?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
 
 class WorkerPass(Pass):
-    """A pass that worker processes read, ahead of the caller."""
+    """Reads in worker processes, ahead of the caller."""
 
     def __init__(
         self,
@@ -29,16 +29,16 @@ class WorkerPass(Pass):
         """Start the pass.
 
         Args:
-            requests: The requests; they are drawn ahead, on the caller's thread.
-            pool: The workers; no other pass uses them.
-            idle: The list to which a persistent pool returns after the pass.
-            to_tensors: Makes tensors of arrays that nothing else refers to.
+            requests: The requests, which are drawn ahead on the caller's thread.
+            pool: A pool that is not in use.
+            idle: The list that a persistent pool returns to when the pass has ended.
+            to_tensors: Converts arrays that only the batch holds to tensors.
         """
         self._pool: WorkerPool | None = pool
         self._idle = idle
         self._to_tensors = to_tensors
         self._over = False
-        """True if all requests were answered, and no more will be sent."""
+        """True if all answers have come and no more requests will be sent."""
         self.skipped = deque()
         try:
             pool.start(requests)
@@ -67,7 +67,7 @@ class WorkerPass(Pass):
             self.close()
             failure = ReadFailure.of(lost, what="reading", index=None, worker=lost.worker)
             raise failure.error(pool.pending[0]) from None
-        except BaseException:  # an error of the sampler or a handler: it is not known what was requested
+        except BaseException:  # from the sampler or a signal handler: the missing answers are unknown
             self.close()
             raise
         if not isinstance(found, ReadFailure):
@@ -82,25 +82,25 @@ class WorkerPass(Pass):
         return 0 if pool is None else pool.num_ahead
 
     def at_hand(self, count: int = 1) -> bool:
-        """Return whether the next batches can be had without waiting for the workers."""
+        """Return whether the next batches are ready, so that `next` need not wait for the workers."""
         pool = self._pool
         return pool is None or self._over or pool.at_hand(count)
 
     def interrupt(self) -> None:
-        """Cut off the workers that `next` waits for."""
+        """End the connections to the workers, so that a waiting call of `next` returns."""
         pool = self._pool
         if pool is not None:
             pool.interrupt()
 
     def finish(self) -> None:
-        """End the pass; persistent workers finish what they were asked for, and wait for another."""
+        """End the pass; persistent workers finish their requests and wait for another pass."""
         pool = self._pool
         if pool is None or self._over or not pool.persistent or pool.unsent or pool.error:
             self.close()
             return
         pool.stop_asking()
         try:
-            while pool.pending:  # requests cannot be taken back
+            while pool.pending:  # requests that were sent cannot be taken back
                 pool.next()
         except WorkersLostError:
             self.close()
@@ -111,13 +111,13 @@ class WorkerPass(Pass):
         self._leave(pool)
 
     def close(self) -> None:
-        """End the workers, also persistent ones, which may be in the middle of a batch."""
+        """End the workers, also persistent ones: they may be in the middle of a batch."""
         if self._pool is not None:
             self._pool.shut_down()
-        self._pool = None  # not earlier, since a handler may raise in between
+        self._pool = None  # only now, as a signal handler may raise before this line
 
     def _leave(self, pool: WorkerPool) -> None:
-        """End the pass after the last answer; `close` waits for workers that are not persistent."""
+        """End the pass when all answers have come; `close` waits for workers that do not persist."""
         if pool.persistent and not pool.interrupted:
             self._idle.append(pool)
             self._pool = None
@@ -126,5 +126,5 @@ class WorkerPass(Pass):
             pool.let_go()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # the workers have ended already
+        if not ending():  # else the interpreter has ended the workers already
             self.close()

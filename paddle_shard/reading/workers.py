@@ -1,4 +1,4 @@
-"""How are worker processes sent requests, and ended?"""
+"""How are worker processes started, sent requests, and ended?"""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_us
 from paddle_shard.samplers.randomness import NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
-"""Seconds that a worker has to finish its sample when its pass is closed; then it is killed."""
+"""Seconds that a worker has to finish its sample when its pass is closed. After that it is killed."""
 _LOOK_SECONDS = 1.0
 """Seconds between two checks for killed workers while no answer comes."""
 _OTHERS_SECONDS = 5.0
-"""Seconds to wait for a worker after another was killed, which may have held a lock."""
+"""Seconds without an answer after which a dead worker ends the pass: it may have held a lock that others wait for."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_leave_workers_to_the_parent)
 
 @atexit.register
 def _shut_down_all() -> None:
-    """End the workers before `multiprocessing` asks them with a SIGTERM, which they may ignore as this process does."""
+    """End the workers before `multiprocessing` sends them a SIGTERM: like this process, they may ignore it."""
     for pool in list(_pools):
         pool.shut_down()
 
@@ -64,9 +64,9 @@ class WorkersLostError(Exception):
 class WorkerPool:
     """Some worker processes, each of which reads one request after another. Persistent ones serve several passes.
 
-    Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests;
-    so each worker's channel is a queue of its own, and nothing has to be put in order. If batches are quick and small,
-    a message has several requests; each is answered as soon as it is read.
+    Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests.
+    So each worker's channel is a queue, and nothing needs to be sorted. If batches are quick and small, a message has
+    several requests; each is answered as soon as it is read.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class WorkerPool:
         worker_timeout: float = math.inf,
         reads_all: bool = False,
     ) -> None:
-        """Start nothing yet.
+        """Set up; nothing is started yet.
 
         Args:
-            settings: The settings of the user's DataLoader; only read.
-            reader: What the workers run.
-            num_workers: Number of workers, if fewer than in the settings; None: as many.
+            settings: The user's DataLoader, which is not changed.
+            reader: The reader that the workers run.
+            num_workers: Number of workers; None: as in the settings.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
-            reads_all: True if every worker reads the whole data set and keeps some of it. The user's `worker_init_fn`
-                is then shown a single worker, so that it leaves the data set whole.
+            reads_all: True if every worker reads the whole data set and keeps some of it. Then the user's
+                `worker_init_fn` is told that there is a single worker, so that it leaves the data set whole.
         """
         self.persistent = bool(settings._persistent_workers)
         self.num_workers: int = num_workers or settings.num_workers
@@ -97,26 +97,26 @@ class WorkerPool:
         self._channels: list[Channel] = []
         self._requests: Iterator[Request] = iter(())
         self.pending: deque[Request] = deque()
-        """Requests that were sent and not answered."""
+        """Requests that were drawn and whose answers were not taken."""
         self.unsent: deque[tuple[int, list[Request]]] = deque()
-        """Messages whose requests are in `pending`, and their workers."""
+        """(worker, requests) of each message that was not sent yet. The requests are in `pending`, too."""
         self._under_way: list[deque[int]] = []
-        """For each worker: the unanswered requests of each message."""
+        """For each worker and each message sent: the number of requests whose answers were not taken."""
         self.error: Exception | None = None
-        """The error that is raised after the last of `pending`."""
+        """The error to raise after the last of `pending`."""
         self._num_asked = self._num_taken = 0
         self._pace, self._looked, self._at_once = Pace(), 0, 1
         """Pace of the batches; number of batches at the last look at the clock; requests per message."""
         self.interrupted = False
         self.process = os.getpid()
-        """The process that has started the workers."""
+        """Id of the process that the workers belong to."""
         _pools.add(self)
 
     def start(self, requests: Iterator[Request]) -> None:
-        """Start a pass; the one before it must have ended.
+        """Start a pass; the previous pass must have ended.
 
         Args:
-            requests: The requests. If they cannot always be drawn, `ready(count)` tells how many of `count` can.
+            requests: The requests. If they cannot always be drawn, `ready(count)` returns how many of `count` can be.
         """
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
@@ -131,12 +131,12 @@ class WorkerPool:
         self._ask()
 
     def next(self) -> tuple[Request, Any]:
-        """Return the next request and what it was answered with.
+        """Return the next request and its answer.
 
         Raises:
             StopIteration: There is no further request.
-            WorkersLostError: It will never come; it is the first of `pending`.
-            Exception: What drawing the requests raised.
+            WorkersLostError: The answer will never come. Its request is the first of `pending`.
+            Exception: Drawing or sending the next request failed.
         """
         number = self._num_taken % self.num_workers
         under_way = self._under_way[number]
@@ -158,17 +158,17 @@ class WorkerPool:
 
     @property
     def num_ahead(self) -> int:
-        """Requests that may be drawn before they are taken."""
+        """Number of requests that may be drawn before their answers are taken."""
         return self.num_workers * self._ahead * self._at_once
 
     def at_hand(self, count: int) -> bool:
-        """Return True if the next `count` answers have come, or will never come, or if there are no more."""
+        """Return whether the next `count` answers have come or will never come; True also if there are no more."""
         workers = self.num_workers
         coming = range(self._num_taken, min(self._num_taken + count, self._num_asked))[:workers]
         return all(self._channels[i % workers].wait(0) for i in coming)
 
     def stop_asking(self) -> None:
-        """Send no further requests; answers to those that were sent can still be taken."""
+        """Draw no further requests. The answers to those in `pending` can still be taken."""
         self._requests = iter(())
 
     def interrupt(self) -> None:
@@ -179,13 +179,13 @@ class WorkerPool:
                 channel.interrupt()
 
     def let_go(self) -> None:
-        """Tell the workers to end; no more requests can be sent."""
+        """Close the channels, so that the workers end by themselves."""
         self._requests = iter(())
         for channel in self._channels:
             channel.close()
 
     def shut_down(self) -> None:
-        """End the workers; safe to call again, also when the call before was interrupted."""
+        """End the workers; safe to call again, also after an interrupted call."""
         self.let_go()
         deadline = time.monotonic() + CLOSE_SECONDS
         try:
@@ -199,15 +199,15 @@ class WorkerPool:
         self._workers, self._channels = [], []
 
     def leave_to_the_parent(self) -> None:
-        """Forget the workers in a forked child: they belong to its parent, which alone may hold their channels."""
+        """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""
         for channel in self._channels:
             channel.close()
-        # The interpreter would end them with this process.
+        # Else the interpreter would end the workers together with this process.
         multiprocessing.process._children.difference_update(self._workers)  # type: ignore[attr-defined]
         self._workers, self._channels = [], []
 
     def _start_workers(self) -> None:
-        with kept([NumpyGenerator()]):  # Paddle draws it there, too, but from the user's generator
+        with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
             seed = int(np.random.randint(sys.maxsize))
         settings = WorkerSettings(
             reader=self._reader,
@@ -226,7 +226,7 @@ class WorkerPool:
             raise
 
     def _start_worker(self, number: int, settings: WorkerSettings) -> None:
-        with in_use:  # no other thread forks between the making of a socket and its note
+        with in_use:  # no other thread may fork before the new socket is noted
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
             self._channels.append(Channel(ours, self._ahead * MOST_AT_ONCE))
@@ -243,13 +243,13 @@ class WorkerPool:
             number, requests = self.unsent[0]
             try:
                 self._channels[number].send(*requests)
-            except BlockingIOError:  # it is busy with earlier requests
+            except BlockingIOError:  # the worker is busy with earlier messages
                 return
-            except ConnectionError:  # this is found out when its answer is due
+            except ConnectionError:  # reported when the answer is due
                 pass
             except Exception as error:
-                raise_if_a_handlers(error)  # it may have been sent
-                self._leave_out(requests.pop(), error)  # if an earlier request is at fault, the next attempt tells
+                raise_if_a_handlers(error)  # by a signal handler: the message may have been sent
+                self._leave_out(requests.pop(), error)  # if an earlier one is at fault, the next attempt fails
                 if requests:
                     continue
             self.unsent.popleft()
@@ -257,8 +257,8 @@ class WorkerPool:
                 self._under_way[number].append(len(requests))
 
     def _leave_out(self, request: Request, error: Exception) -> None:
-        """End the pass at a request that cannot be sent. Answers to later requests are not taken."""
-        if not any(request is other for other in self.pending):  # after an earlier failure
+        """End the pass at a request that cannot be sent. Answers to later requests of other workers are not taken."""
+        if not any(request is other for other in self.pending):  # it comes after another one that cannot be sent
             return
         failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
         self._requests, self.error = iter(()), failure.error(request)
@@ -277,7 +277,7 @@ class WorkerPool:
                 drawn.append(next(self._requests))
         except StopIteration:
             pass
-        except Exception as error:  # an error of the user's sampler is raised at its own step
+        except Exception as error:  # from the user's sampler: it is raised at its own step, not ahead
             raise_if_a_handlers(error)
             self._requests, self.error = iter(()), error
         self.unsent.extend(((first + i) % workers, drawn[i::workers]) for i in range(min(len(drawn), workers)))
@@ -286,7 +286,7 @@ class WorkerPool:
         return bool(drawn)
 
     def _look_at_the_clock(self, num_bytes: int) -> None:
-        """Send as many requests in one message as suits the time and size of batches."""
+        """Set the number of requests per message that suits the time and the size of the batches."""
         if self._num_taken - self._looked >= 2 * self.num_ahead:  # at most half of them were ready at the last look
             self._looked = self._num_taken
             self._pace.look(self._num_taken, num_bytes)
@@ -312,7 +312,7 @@ class WorkerPool:
 
     def _answer(self, channel: Channel, number: int) -> Any:
         def failed(error: Exception) -> ReadFailure:
-            raise_if_a_handlers(error)  # the worker may not have received it
+            raise_if_a_handlers(error)  # by a signal handler: the answer may be lost
             return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
 
         try:
@@ -324,7 +324,7 @@ class WorkerPool:
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""
         if not self.interrupted:
-            self._workers[number].join(_LOOK_SECONDS)  # the worker may still be ending
+            self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
         ended = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode is not None}
         named = ", ".join(f"worker {at} (exit code {code})" for at, code in ended.items() if code or at == number)
         return WorkersLostError(f"a worker process ended: {named or f'worker {number}'}", number)
