@@ -2,8 +2,8 @@
 
     python benchmarks/packing.py
 
-The same documents, of log-normal lengths, are packed into rows of 4,096 tokens by each peer in the same run. The documents
-per second include reading all rows, in one process. Peers that are not installed are left out, and it says so.
+The same documents, of log-normal lengths, are packed into rows of 4,096 tokens by each peer in the same run. The time
+includes reading all rows, in one process. Peers that are not installed are left out, and it says so.
 """
 
 import importlib.util

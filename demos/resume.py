@@ -186,12 +186,12 @@ def parse_mesh(text):
 class Run:
     """A training run on this host, through launch/local.py; what is left of it is ended on leaving `with`."""
 
-    def __init__(self, directory, checkpoint, axes, workers):
+    def __init__(self, directory, checkpoint, axes, workers, script=__file__):
         self.directory, self.record = directory, directory / "record"
         self.processes = math.prod(parse_mesh(axes).values())
         directory.mkdir()
         self.record.touch()
-        command = [LAUNCH, "--processes", self.processes, "--log-dir", directory / "log", __file__]
+        command = [LAUNCH, "--processes", self.processes, "--log-dir", directory / "log", script]
         command += ["--as-rank", checkpoint, self.record, axes, workers]
         with open(directory / "output", "wb") as output:
             self.launch = subprocess.Popen([sys.executable, *map(str, command)], stdout=output, stderr=output)

@@ -72,6 +72,7 @@ class Mixture:
             raise ArgumentTypeError(f"Mixture: num_samples must be an int, got {num_samples!r}.")
         if stop not in STOPS:
             raise ArgumentError(f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}.")
+        _check_rows(self.sources)
         self.schedule: tuple[tuple[int, Weights], ...] = _schedule(names, lengths, weights)
         """(first sample of the run, integer weights) of each stretch."""
         for at, name in enumerate(names):
@@ -158,6 +159,19 @@ def _checked(sources: Any) -> Mapping[str, Any]:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
     return sources
+
+
+def _check_rows(sources: Mapping[str, Any]) -> None:
+    """Refuse packed sources whose rows have other shapes, which no batch could hold."""
+    packed = {name: source.rows for name, source in sources.items() if isinstance(source, Packed)}
+    for what in ("length", "labels", "most_pieces"):
+        found = {name: getattr(rows, what) for name, rows in packed.items()}
+        if len(set(found.values())) > 1:
+            way_out = f"max_pieces={max(found.values())}" if what == "most_pieces" else f"the same {what}="
+            raise ArgumentError(
+                f"Mixture: the packed sources have rows of different forms: {what.replace('_', ' ')} {found}. Give every "
+                f"Packed {way_out}."
+            )
 
 
 def _length(name: str, source: Any) -> int:

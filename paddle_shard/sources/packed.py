@@ -31,7 +31,7 @@ class Packed:
       Padding at the end of a row is 0, or `pad_values`.
     - `position_ids`, int64 `[length]`: the place of a token in its piece; 0 in padding.
     - `segment_ids`, int32 `[length]`: 1 for the first piece of the row, 2 for the next, ...; 0 in padding.
-    - `cu_seqlens`, int32 `[most pieces of a row + 2]`: where each piece begins, then where the last one ends, then
+    - `cu_seqlens`, int32 `[max_pieces + 2]`: where each piece begins, then where the last one ends, then
       `length` up to the end of the array. Padding counts as a sequence, and sequences of no token follow it.
     - `max_seqlen`, int32: the longest of these sequences.
     - `labels`, if asked for: the next token of the same document; `ignore_index` for the last one and in padding.
@@ -57,6 +57,7 @@ class Packed:
         ignore_index: int = -100,
         pad_values: Mapping[str, float] | None = None,
         window: int = 4096,
+        max_pieces: int | None = None,
     ) -> None:
         """Plan the rows, from the lengths of the documents.
 
@@ -74,6 +75,8 @@ class Packed:
             pad_values: For each field, the number that fills the end of a row; 0 for fields that are not named.
             window: Documents that are packed together, at most 65536. A row's documents are near each other in the data
                 set. A larger window leaves less padding.
+            max_pieces: Most pieces of a row, which gives the size of `cu_seqlens`. None: those of the row that has most
+                of them. The sources of a mixture, and data that grows, need one number.
 
         Raises:
             ArgumentTypeError: The documents have no length or index, or an argument has another type.
@@ -104,12 +107,20 @@ class Packed:
             say_once("Packed: %d of %d documents are longer than a row and left out", self.num_dropped, len(counts))
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
+        most = self.packing.most_pieces
+        if max_pieces is not None and (isinstance(max_pieces, bool) or not isinstance(max_pieces, int | np.integer)):
+            raise ArgumentTypeError(f"Packed: max_pieces must be an int or None, got {max_pieces!r}.")
+        if max_pieces is not None and max_pieces < most:
+            raise ArgumentError(
+                f"Packed: max_pieces={max_pieces}, but a row holds {most} pieces. Give max_pieces={most} or more, or "
+                "leave it out."
+            )
         windows = -(-self.packing.num_pieces // self.packing.window)
         self.block_size = max(1, self.packing.num_rows // windows)
         """Rows that hold documents near each other, for `shuffle="blocks"`."""
         self._rows = PackedRows(
             length=self.packing.length,
-            most_pieces=self.packing.most_pieces,
+            most_pieces=most if max_pieces is None else int(max_pieces),
             key=key,
             labels=labels,
             ignore_index=ignore_index,
@@ -159,6 +170,11 @@ class Packed:
             "window": self.packing.window,
             "documents": zlib.crc32(lengths.tobytes()),
         }
+
+    @property
+    def rows(self) -> PackedRows:
+        """The form of the rows; the same for all sources of a mixture."""
+        return self._rows
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a document's piece that have an entry for each token."""

@@ -19,11 +19,11 @@ DEADLINE = 400
 MARK = "TEST_DEMO_RESUME"  # what its processes have in their environment, however deep
 
 
-def run_demo(arguments, directory):
+def run_demo(arguments, directory, name="resume.py"):
     """Return the exit code and the text of a run, whose processes have all been ended, and those it left behind."""
     mark = uuid.uuid4().hex
     demo = subprocess.Popen(
-        [sys.executable, str(DEMO), *arguments],
+        [sys.executable, str(DEMO.with_name(name)), *arguments],
         env={**os.environ, "TMPDIR": str(directory), MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -121,6 +121,19 @@ def test_a_state_of_other_lengths_is_refused():
         sharded(DataLoader(mixed[1], batch_size=2), ONE).load_state_dict(state)
 
 
+def test_packed_sources_of_a_mixture_have_rows_of_one_form():
+    few, many = [9, 9], [1] * 9
+    made = {"few": Packed(Texts(few), 9, lengths=few), "many": Packed(Texts(many), 9, lengths=many)}
+    with pytest.raises(ArgumentError, match=r"most pieces .*'few': 1, 'many': 9.* Give every Packed max_pieces=9"):
+        Mixture(made)
+    made = {name: Packed(Texts(n), 9, lengths=n, max_pieces=9) for name, n in (("few", few), ("many", many))}
+    assert len(list(DataLoader(Mixture(made), batch_size=3))) == 1
+    with pytest.raises(ArgumentError, match="rows of different forms: labels"):
+        Mixture({"few": made["few"], "many": Packed(Texts(many), 9, lengths=many, max_pieces=9, labels="labels")})
+    with pytest.raises(ArgumentError, match="max_pieces=8, but a row holds 9 pieces"):
+        Packed(Texts(many), 9, lengths=many, max_pieces=8)
+
+
 def test_sources_of_a_mixture_may_be_packed():
     packed = {name: Packed(Texts([9] * 20), 10, lengths=[9] * 20) for name in ("web", "code")}
     loader = sharded(DataLoader(Mixture(packed, {"web": 3, "code": 1}, num_samples=24), batch_size=4), ONE)
