@@ -1,4 +1,4 @@
-"""How is a pass begun: what is read for each step, and made of it?"""
+"""How does a pass begin: what does it read for each step, and what does it make of it?"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from paddle_shard.say_once import say_once
 def _requests(
     setup: PassSetup, start: LoaderState, batches: Iterator[IndexBatch], pending: deque[Pending]
 ) -> Iterator[ReadRequest]:
-    """Yield the request of this rank for each step, and add the step to `pending`."""
+    """Yield what this rank reads at each step, and append the step to `pending`."""
     source = setup.source
     key = derive_seed("sample", setup.options.seed, start.epoch)
     step = start.steps
@@ -66,7 +66,7 @@ def _requests(
 
 
 def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
-    """Return a pass over data that has an index; it yields (placed batch, its `Pending`)."""
+    """Return a pass over data that has an index; it yields (placed batch, `Pending`)."""
     pending: deque[Pending] = deque()
     source = setup.source.batches
     batches = (source.untouched() if look else source).epoch(start.epoch, start)
@@ -84,7 +84,7 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
         reading, draw = setup.reading.start(requests), _draw_nothing
     else:
         drawn, given = DrawnAhead(requests), setup.dataloader
-        drawn.draw(given.prefetch_factor * given.num_workers)  # the first requests of the workers
+        drawn.draw(given.prefetch_factor * given.num_workers)  # the first requests that the workers get
         reading = setup.reading.start(drawn)
 
         def draw(count: int) -> None:
@@ -107,13 +107,13 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
 
 
 def _draws_for_all(source: Source) -> bool:
-    """Return whether each rank draws the global batches from the user's own sampler."""
+    """Return whether each rank draws the whole global batches from the user's own sampler."""
     return isinstance(source.batches, UserBatches) and not source.split
 
 
 @contextmanager
 def _closed_on_failure(reading: Any) -> Iterator[None]:
-    """Close a reading if its pass cannot be made, or if a signal handler raises before it is made."""
+    """Close a reading if no pass over it can be made, or if a signal handler raises before the pass is made."""
     try:
         yield
     except BaseException:
@@ -122,11 +122,11 @@ def _closed_on_failure(reading: Any) -> Iterator[None]:
 
 
 def _draw_nothing(count: int) -> None:
-    """Do nothing: the reading itself draws its requests, on the caller's thread."""
+    """Draw nothing: the reading draws the requests itself, on the caller's thread."""
 
 
 def stream_pass(setup: PassSetup, start: LoaderState) -> StepPass:
-    """Return a pass over a stream; it yields (placed batch, its `Pending`)."""
+    """Return a pass over a stream; it yields (placed batch, `Pending`)."""
     source = setup.source
     assert source.stream is not None
     num_steps = source.stream.batches.steps_left(start)
@@ -156,7 +156,7 @@ def _step_pass(
     digest: Any = None,
     **how: Any,
 ) -> StepPass:
-    """Return a pass that keeps in step with the other ranks, if there are any. `how` is passed on to `StepPass`."""
+    """Return a pass that keeps in step with the other ranks, if there are any; `how` goes to `StepPass`."""
     alone = alone or len(setup.agreeing_ranks) == 1
     agreement: Agreement | AloneAgreement = AloneAgreement()
     if not alone:
@@ -181,7 +181,7 @@ def _step_pass(
 
 
 class _StreamSteps:
-    """Turns a slice of a stream into a placed batch."""
+    """Turns a stream's slices into what is delivered."""
 
     def __init__(self, setup: PassSetup, start: LoaderState) -> None:
         source = setup.source
@@ -194,10 +194,10 @@ class _StreamSteps:
         self._rows = None if plan is None else setup.rows.of_stream()
         self._begun = False
         self._first: Any = None
-        """The first batch of a rank that has batches of its own."""
+        """The first batch of the epoch, if the rank has batches of its own."""
 
     def __call__(self, found: Slice) -> tuple[Any, Pending] | None:
-        if found.batch is None and not (self._pads and found.empty):  # only if the end was known
+        if found.batch is None and not (self._pads and found.empty):  # only possible if the end was known
             raise DataReadError(
                 "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
                 "make rows up. Count the source again (its index may be of older files)."
@@ -211,7 +211,7 @@ class _StreamSteps:
         except DataReadError:
             if self._start.samples == 0:
                 raise
-            return None  # the run was probably resumed past the end, so nothing is delivered
+            return None  # most likely the pass was resumed past the end, so there is nothing to deliver
         made = StreamBatch(
             num_rows=self._size or 0,
             micro_size=self._micro_size,
@@ -223,7 +223,7 @@ class _StreamSteps:
         return _placed(self._setup, batch, Pending(made, self._rows, True, [], is_first=first, skipped=found.skipped))
 
     def _own(self, batch: Any) -> Any:
-        """Return a rank's own batch. If its data has ended, this is its first batch of the epoch, again."""
+        """Return a rank's own batch; if the rank's data has ended, return its first batch of the epoch again."""
         if batch is None:
             if self._first is None:
                 self._first = self._read_first()
@@ -247,7 +247,7 @@ class _StreamSteps:
 
 
 def _placed(setup: PassSetup, batch: Any, pending: Pending) -> tuple[Any, Pending]:
-    """Place a batch. With `pad_to`, only what needs no padding is placed: the ranks have not told their lengths yet."""
+    """Return a placed batch; with `pad_to`, tensors stay `Unplaced` until all ranks' row lengths are known."""
     if pending.is_first and setup.split_check is not None:
         pending.first = first_batch((leaf.numpy() for leaf in tensors(batch)), setup.run.num_steps_or_none())
     if pending.rows is None:
@@ -267,7 +267,7 @@ def _placed(setup: PassSetup, batch: Any, pending: Pending) -> tuple[Any, Pendin
 
 @lru_cache(maxsize=64)
 def _measured(shapes: tuple[Any, ...]) -> tuple[Sequence[Any], int]:
-    """Return (dtype, *shape of a row) of each tensor, and the bytes of all, from (dtype, *shape) of each."""
+    """Return (dtype, *shape of a row) of each tensor and the bytes of all tensors, given (dtype, *shape) of each."""
     num_bytes = sum(math.prod(shape) * _element_size(dtype) for dtype, *shape in shapes)
     return [[str(dtype).rsplit(".", 1)[-1], *shape[1:]] for dtype, *shape in shapes], num_bytes
 
@@ -278,7 +278,7 @@ def _element_size(dtype: Any) -> int:
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
-    """Return the error for ranks whose data with an index has different numbers of batches."""
+    """Return the error to raise if ranks have different numbers of batches; for data with an index, make another."""
     if setup.source.stream is not None:
         return error
     where = f"at step {error.step} the data of global ranks {list(error.ended)} has ended and that of "
@@ -294,8 +294,8 @@ def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
 
 
 def _least_ahead(setup: PassSetup) -> int:
-    """Return the least number of steps that ranks that agree on them read ahead."""
-    if setup.prefetch and not setup.if_worth_it:  # the user has set it
+    """Return the least number of steps to read ahead if ranks agree on them."""
+    if setup.prefetch and not setup.if_worth_it:  # the user chose it
         return setup.prefetch
     return PREFETCH if setup.dataloader.num_workers else PREFETCH_ALONE
 
@@ -317,12 +317,13 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
 
 
 def _reading(setup: PassSetup, stream: StreamSetup, start: LoaderState, num_steps: int | None) -> Any:
-    """Start reading a stream's slices from a position on."""
+    """Start to read a stream's slices at a position."""
     mixed = stream.batches.mixed
     compared = len(setup.agreeing_ranks) > 1 or len(stream.chunks) > 1
     if mixed is None:
         return setup.reading.start(stream.requests(start, compared), stream.places(), stream.num_workers)
-    assert stream.batches.plan is not None  # the pass begins at a window of batches
+    assert stream.batches.plan is not None
+    # Rows are mixed in windows of batches, so reading begins at the start of a window.
     skip = start.steps % mixed[0]
     begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
     own = setup.own_layout

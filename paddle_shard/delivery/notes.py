@@ -1,4 +1,4 @@
-"""What do ranks tell each other of a step, besides that they can serve it?"""
+"""What do ranks tell each other about a step, besides that they can serve it?"""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from paddle_shard.reading.reader import RAGGED
 class StepNotes:
     """The notes that a rank sends and receives on the steps of a pass.
 
-    - The dtype and shape of a row, when they change. Rows that differ only between ranks would make a ragged global
-      batch, and no rank alone could see that. With `pad_to`, all ranks pad their rows to the longest.
-    - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them as invalid.
-    - A summary of the first batch, if each data rank has rows of its own.
+    A note holds up to three things:
+
+    - The dtype and shape of a row, when they change. If only they differed between ranks, the global batch would be
+      ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
+    - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them invalid.
+    - A summary of the first batch, if the user says that the data is split already.
     """
 
     def __init__(self, *, holds_rows: bool, split_check: SplitCheck | None = None, pad_to: PadTo | None = None) -> None:
         """Begin a pass.
 
         Args:
-            holds_rows: True if the rows that this rank reads belong to the global batch; False on a rank on no mesh.
-            split_check: Compares the first batches, if the user says that the data is split already.
-            pad_to: What rows are padded to. If given, batches are placed after the ranks have told their lengths.
+            holds_rows: True if this rank's rows are in the global batch. False: it reads rows that no rank uses.
+            split_check: Compares the ranks' first batches, if the user says that the data is split already.
+            pad_to: What rows are padded to. If given, the batches are not placed yet.
         """
         self._holds_rows, self._split_check, self._pad_to = holds_rows, split_check, pad_to
         self._said: Any = None
         self._shapes: dict[int, Any] = {}
 
     def say(self, item: Any) -> bytes | None:
-        """Return what the other ranks should know of a step, from its (batch, `Pending`); None if there is nothing."""
+        """Return the note on a step, given as (batch, `Pending`); None if there is nothing to say."""
         if item is None:
             return None
         pending: Pending = item[1]
@@ -53,17 +55,17 @@ class StepNotes:
         return json.dumps(told).encode() if told else None
 
     def alone(self, item: Any) -> Any:
-        """Return the batch that would be delivered if there were no other ranks."""
+        """Return what would be delivered if there were no other ranks."""
         if item is None or self._pad_to is None:
             return item
         return self._pad_to.finished(item[0], {0: item[1].row_shapes}), item[1]
 
     def heed(self, item: Any, heard: Sequence[tuple[int, bytes]]) -> Any:
-        """Apply what the ranks have said of a step that is about to be delivered, and return its batch.
+        """Apply the ranks' notes on a step that is about to be delivered, and return the step to deliver.
 
         Raises:
-            BatchStructureError: The rows of the ranks differ in dtype or shape; on all ranks.
-            SplitError: The data is not split as the user says; on all ranks.
+            BatchStructureError: The rows of the ranks differ in dtype or shape; raised on all ranks.
+            SplitError: The data is not split as the user said; raised on all ranks.
         """
         if item is None or not (heard or self._pad_to):
             return item

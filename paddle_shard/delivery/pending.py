@@ -1,4 +1,4 @@
-"""What is known of a step, from its request to its delivery?"""
+"""What is known about a step, from its request to its delivery?"""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Pending:
     rows: BatchRows | None
     """Rows to read; None until they are read."""
     local: bool
-    """True if the rows of the batch belong to this rank only."""
+    """The batch's rows are this rank's only."""
     indices: list[Any] | npt.NDArray[np.int64]
     num_bytes: int = 0
     """Size in bytes of the rows that were read."""
     layout: FieldLayout | None = None
     """Layout of the batch's last field."""
     row_shapes: Any = ()
-    """(dtype, *shape of a row) of each tensor. With `pad_to`: path -> that of each tensor that is not placed yet."""
+    """(dtype, *shape of a row) of each tensor; with `pad_to`, a dict of them for the `Unplaced` tensors, by path."""
     digest: int = 0
     """Digest of the batches that a user's sampler has drawn so far."""
     is_first: bool = False
@@ -36,15 +36,15 @@ class Pending:
     first: dict[str, Any] | None = None
     """Summary of the first batch that ranks compare if each has rows of its own."""
     skipped: npt.NDArray[np.bool_] | None = None
-    """Mask of the rows whose sample could not be read; None if all could be read."""
+    """Mask of the rows whose sample could not be read; None: there are none."""
 
     @property
     def all_real(self) -> bool:
-        """True if every row is real; False also if that is not known."""
+        """True if every row is known to be real."""
         return self.skipped is None and self.batch.all_real
 
     def valid(self) -> Any:
-        """bool, one for each row that is read."""
+        """Return one bool for each row that this process reads: True if the row is real."""
         found = self._served()
         return found if self.skipped is None else found & ~self.skipped
 
@@ -52,7 +52,7 @@ class Pending:
         assert self.rows is not None
         if self.local:
             return self.batch.valid(np.arange(len(self.rows.read)))
-        if self.batch.num_rows != self.rows.num_rows:  # an item that is a whole batch has no padding rows
+        if self.batch.num_rows != self.rows.num_rows:  # an item that is a whole batch has no padding
             return np.ones(len(self.rows.read), bool)
         return self.batch.valid(self.rows.read)
 
@@ -62,15 +62,15 @@ class Pending:
         return len(self.rows.read)
 
     def num_real_rows(self) -> int:
-        """Return the number of real rows that this process reads."""
+        """Return how many of the rows that this process reads are real."""
         return self.num_rows() if self.all_real else int(np.count_nonzero(self.valid()))
 
     def num_skipped(self) -> int:
-        """Return the number of rows of this process whose sample could not be read."""
+        """Return how many of the rows that this process reads replace samples that could not be read."""
         return 0 if self.skipped is None else int(np.count_nonzero(self.skipped & self._served()))
 
     def own_ids(self, layout: FieldLayout) -> list[Any] | npt.NDArray[np.int64]:
-        """Return the samples of this process's slice, without padding."""
+        """Return the ids of the samples in this process's slice, without padding."""
         if self.rows is None or self.local or len(self.indices) != len(self.rows.read):
             return self.indices
         if not layout.on_mesh:

@@ -18,28 +18,27 @@ from paddle_shard.reading.pace import Pace
 from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
-"""Seconds to wait for a read that cannot be interrupted, when a pass is closed. Its thread ends by itself later."""
+"""Seconds that closing a pass waits for a read that cannot be interrupted. Its thread then ends by itself later."""
 
 _open: weakref.WeakSet[Ahead] = weakref.WeakSet()
 
 
 class Ahead:
-    """Does a pass's work in a thread of its own, some steps ahead of the caller.
+    """Does a pass's work in a separate thread, some steps ahead of the caller.
 
-    The thread does only work that is known to draw nothing from the global random generators. So nothing is drawn or
-    seeded while the training thread runs. The caller does all other work itself, when it needs the result.
+    The thread only does work that draws nothing from the global random generators. So no generator is used or seeded
+    in parallel to the training thread. The caller does the other work itself, when it needs it.
     """
 
     def __init__(self, work: Callable[[bool], bool], runs_free: Callable[[], bool], pace: Pace | None = None) -> None:
-        """Start nothing yet.
+        """Keep the arguments; `start` starts the thread.
 
         Args:
-            work: Does one step and returns True if it is done; raises StopIteration after the last step. Its argument
-                is True in the thread, while the caller may be busy too. It may then return False: the caller must do
-                the step.
-            runs_free: Returns True if the thread can probably do the next step.
-            pace: The pace of the steps that the caller does. The thread costs about 50 us a step, so it is started when
-                steps are known not to be quick. None: it is started at once.
+            work: Does one step and returns True if the step is done; raises StopIteration if there are no more steps.
+                Its argument is True in the thread. Then it may return False: the caller has to do the step.
+            runs_free: Returns True if the thread can do the next step, as far as is known.
+            pace: The pace of the steps that the caller's thread does. The thread starts once they are known not to be
+                quick, since it costs about 50 us per step. None: it starts at once.
         """
         self._work, self._runs_free, self._pace = work, runs_free, pace
         self._changed = threading.Condition()
@@ -51,14 +50,14 @@ class Ahead:
         self._place = _current_expected_place()
 
     def start(self) -> bool:
-        """Start the thread if it pays off; return True if it works while the caller does other things."""
+        """Start the thread if it pays off; return True if the thread can do the next step."""
         pace = self._pace
         if self._thread is None and pace is not None and (not pace.reads_known or pace.reads_quickly):
             return False
         with self._changed:
             if self._thread is None and not self._over and self._runs_free():
                 thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
-                with signals_held():  # the thread is noted before a handler's exception is raised
+                with signals_held():  # a handler may raise only once the thread is stored and can be stopped
                     thread.start()
                     _open.add(self)
                     self._thread = thread
@@ -68,7 +67,7 @@ class Ahead:
         return self._thread is not None and self._runs_free()
 
     def need(self, count: int, limit: int) -> None:
-        """Do up to `count` steps; the thread may continue up to `limit` steps in the meantime."""
+        """Wait until `count` steps are done, or all if there are fewer; the thread continues up to `limit`."""
         if self._thread is None:
             while self._done < count and not self._over:
                 self._do_here()
@@ -85,12 +84,12 @@ class Ahead:
             raise self._failure
 
     def stop(self, interrupt: Callable[[], None] = lambda: None) -> bool:
-        """End the thread; return whether it has ended. Safe to call again, and from any thread.
+        """End the thread and return whether it has ended. It is safe to call this again, and from any thread.
 
         Args:
-            interrupt: Makes a read that waits return.
+            interrupt: Makes a waiting read return.
         """
-        if os.getpid() != self._process:  # a forked child has no such thread, and its lock may stay locked
+        if os.getpid() != self._process:  # a forked child has no thread, and its copy of the lock may stay locked
             return True
         with self._changed:
             self._over = True
@@ -104,7 +103,7 @@ class Ahead:
         return not thread.is_alive()
 
     def _do_here(self) -> None:
-        """Do a step on the caller's thread; the other thread, if there is one, does none in the meantime."""
+        """Do a step on the caller's thread. The other thread, if there is one, must not do it."""
         done, began = self._done, time.perf_counter()
         try:
             self._done += self._work(False)
@@ -114,7 +113,7 @@ class Ahead:
             self._pace.has_read(time.perf_counter() - began)
 
     def _run(self) -> None:
-        _set_expected_place(self._place)  # each thread has its own current device
+        _set_expected_place(self._place)  # each thread has a current place of its own
         try:
             while True:
                 with self._changed:
@@ -130,7 +129,7 @@ class Ahead:
                     self._changed.notify_all()
         except StopIteration:
             pass
-        except BaseException as failure:  # `work` handles the failures of batches; this is another one
+        except BaseException as failure:  # `work` reports the failures of batches itself, so this is another failure
             self._failure = failure
         finally:
             with self._changed:
@@ -140,32 +139,32 @@ class Ahead:
 
 @atexit.register
 def _stop_all() -> None:
-    """End the threads before the interpreter shuts down, since they would continue to work while it does."""
+    """End the threads before the interpreter shuts down, since they would continue to work during the shutdown."""
     for ahead in list(_open):
         ahead.stop()
 
 
 class DrawnAhead:
-    """Requests that the caller's thread draws, since it runs the user's sampler, and another thread takes."""
+    """Requests that are drawn on the caller's thread, since the user's sampler may run, and taken in another thread."""
 
     def __init__(self, requests: Iterator[Any]) -> None:
         self._requests, self._drawn, self._count = requests, deque[Any](), 0
         self._end: Exception | None = None
 
     def draw(self, count: int) -> None:
-        """Draw until `count` requests were drawn in all, or the sampler ends."""
+        """Draw until `count` requests were drawn in all, or there are no more."""
         while self._count < count and self._end is None:
             try:
                 self._drawn.append(next(self._requests))
                 self._count += 1
             except StopIteration:
                 self._end = StopIteration()
-            except Exception as error:  # an error of the sampler is raised after the requests that it has drawn
+            except Exception as error:  # the sampler's: raised after the requests that it has drawn
                 raise_if_a_handlers(error)
                 self._end = error
 
     def ready(self, count: int) -> int:
-        """Return how many of the next `count` requests can be taken now."""
+        """Return how many of `count` requests can be taken now."""
         return count if self._end is not None else min(count, len(self._drawn))
 
     def __iter__(self) -> DrawnAhead:
@@ -175,6 +174,6 @@ class DrawnAhead:
         if self._drawn:
             return self._drawn.popleft()
         assert self._end is not None, "more is taken than was drawn"
-        if isinstance(self._end, StopIteration):  # a copy: a raised exception keeps the caller's frames alive
+        if isinstance(self._end, StopIteration):  # a new object: a stored one would keep the caller's frames alive
             raise StopIteration
         raise self._end

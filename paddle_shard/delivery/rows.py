@@ -34,7 +34,7 @@ class LoaderRows:
         return self._of_size[key]
 
     def of_split(self, num_local_rows: int) -> BatchRows:
-        """Return the rows of a batch in which each data rank has rows of its own."""
+        """Return the rows of a batch for which each data rank has rows of its own."""
         rows = BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own])
         rows.apart = True
         if not self._own.on_mesh:
@@ -57,13 +57,13 @@ class LoaderRows:
         """Return the rows of a batch that was read whole.
 
         Raises:
-            BatchStructureError: It cannot be split evenly.
+            BatchStructureError: The batch cannot be split evenly.
         """
         num_rows = self._placer.num_rows(batch, keys)
         if self._source.split:
             return self.of_split(1 if num_rows is None else num_rows)
         unit = math.lcm(*(layout.num_data_ranks for layout in self._placer.layouts)) * self._source.accumulation
-        if num_rows is None:  # no field is split
+        if num_rows is None:  # nothing is split
             num_rows = unit
         if num_rows % unit:
             raise BatchStructureError(

@@ -1,4 +1,4 @@
-"""What does a pass need to know of its loader?"""
+"""What does a pass need to know about its loader?"""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from paddle_shard.position.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class PassSetup:
-    """The settings of a loader when a pass begins, and the objects that its passes share."""
+    """A loader's settings when a pass begins, and the objects that all its passes share."""
 
     options: LoaderOptions
     source: Source
     dataloader: paddle.io.DataLoader
-    """The user's DataLoader; it is only read."""
+    """The user's DataLoader, which is only read and never changed."""
     name: str
     """Description of the loader, for `repr`."""
     placer: BatchPlacer
@@ -38,7 +38,7 @@ class PassSetup:
     run: Run
     stats: LoaderStats
     input_keys: Sequence[Any] | None
-    """The keys that the user gave, or that a trainer has assigned since."""
+    """The keys as the user gave them, or as a trainer has assigned them later."""
     pad_to: PadTo | None
     agreeing_ranks: tuple[int, ...]
     facts: Mapping[str, Any]
@@ -46,4 +46,4 @@ class PassSetup:
     split_check: SplitCheck | None
     prefetch: int
     if_worth_it: bool
-    """True if a prefetch thread is started only if reading a step takes long enough."""
+    """True if the prefetch thread is started only if reading a step takes long enough."""

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of what was delivered to this rank over some time, and where the time went."""
+    """Counts of what was delivered to this rank in some period, and how the time was spent."""
 
     batches: int = 0
     samples: int = 0
     """Real rows of this rank's slices."""
     padding: int = 0
-    """Rows of padding in this rank's slices, after the data or a part of a stream has ended."""
+    """Padding rows in this rank's slices, which follow the end of the data or of a part of a stream."""
     skipped: int = 0
     """Rows of samples that could not be read (`on_error="skip"`); their ids are in the log."""
     bytes: int = 0
@@ -67,7 +67,7 @@ class LoaderStats:
 
 
 class PassClock:
-    """Measures how the time of a pass is divided between the loader and the user's code."""
+    """Measures the time of one pass: how much is spent in the loader, and how much in the user's code?"""
 
     def __init__(self, stats: LoaderStats) -> None:
         self._stats, self._pass = stats, stats.begin()

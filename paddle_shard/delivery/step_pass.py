@@ -22,7 +22,7 @@ from paddle_shard.reading.worker_guards import in_use
 
 
 class Readiness(Enum):
-    """Tells if the data that was read for a step can be delivered."""
+    """Whether the data that was read for a step can be delivered."""
 
     OK = "deliver it"
     EXHAUSTED = "deliver it, but it holds nothing new, and nothing new will come"
@@ -32,15 +32,16 @@ class Readiness(Enum):
 
 OK, EXHAUSTED, END, UNEQUAL = Readiness
 _ENOUGH = 2
-"""Steps ready after the next one, so that no rank waits for its workers. Without a table: half of the prefetch."""
+"""Number of ready steps after the next one with which a rank does not wait for its workers. Without a progress table,
+it is half of the steps to read ahead."""
 
 
 class StepPass:
-    """The steps of one pass, read, placed and delivered; all ranks deliver the same ones, and fail at the same one.
+    """Reads, places and delivers the steps of one pass. All ranks deliver the same steps and fail at the same step.
 
-    Steps are read ahead on the caller's thread, by workers, or in a thread of its own. What all ranks can serve is
-    agreed on in the background, ahead of delivery. A rank that is alone reads ahead only what a thread of its own
-    reads, and small steps that are read quickly, since the same work over and over takes less.
+    Steps are read ahead on the caller's thread, by workers, or in a prefetch thread. The ranks agree in the background,
+    ahead of delivery, on what all of them can serve. A rank that is alone reads ahead in only two cases: in a prefetch
+    thread, or if steps are small and quick, since reading several in one go is faster.
     """
 
     def __init__(
@@ -61,19 +62,19 @@ class StepPass:
         """Start the pass.
 
         Args:
-            reading: The pass that reads this rank's steps.
-            agreement: The agreement on this pass. It knows the least number of steps to read ahead; quick and small
-                steps are read further ahead.
-            prepare: Makes the batch to deliver from what was read. It is called before the agreement on the step, so
-                that its failure is raised on every rank.
-            readiness: Tells if what was read can be delivered; None: everything can.
-            num_steps: Number of steps to the end, the same on every rank; None if it is not known.
-            notes: What the ranks tell each other of each step.
-            in_bursts: True if quick steps are read several at a time. False with workers, which would wait meanwhile.
-            prefetch: Number of steps that a thread of its own keeps ready; 0: no thread.
+            reading: An iterator over this rank's steps.
+            agreement: The pass's agreement. Its `prefetch` is the number of steps to read ahead at first; later, quick
+                and small steps are read further ahead.
+            prepare: Turns what was read into what is delivered. It is called ahead of delivery, so that all ranks learn
+                of its failure.
+            readiness: Tells whether what was read can be delivered; None: it always can.
+            num_steps: Number of steps from here to the end, the same on every rank; None if it is not known.
+            notes: What the ranks tell each other about each step.
+            in_bursts: True if quick steps are read several at a time. Not with workers, which would wait meanwhile.
+            prefetch: Number of steps that a prefetch thread keeps ready; 0: there is no thread.
             if_worth_it: True if the thread is started only if reading a step takes long enough.
-            draw: Draws the requests of a number of steps, on the caller's thread.
-            digest: Returns a digest of (what was read, the batch), if all ranks read the same data.
+            draw: Draws the requests of so many steps, on the caller's thread.
+            digest: Returns a digest of (what was read, what was made of it); None unless all ranks must read the same.
         """
         self._reading, self._agreement, self._alone = reading, agreement, isinstance(agreement, AloneAgreement)
         self._prepare, self._readiness, self._num_steps = prepare, readiness, num_steps
@@ -84,10 +85,10 @@ class StepPass:
             self._ahead = Ahead(self._step, lambda: reading.runs_free, self._pace if if_worth_it else None)
         self._in_bursts, self._least_ahead = in_bursts, agreement.prefetch
         self._direct = self._alone and not prefetch and readiness is None and num_steps is None and notes is None
-        """True if each step is read when it is asked for, and no other rank has to know of it."""
+        """True if each step is read when it is asked for, and nothing has to be announced."""
         self._peeked: list[tuple[Any, Exception | None]] = []
         self._ready: deque[Any] = deque()
-        """Steps that are prepared and announced."""
+        """Steps that can be delivered."""
         self._burst = 0
         """Number of steps to read in one go."""
         self._several: deque[Any] = deque()
@@ -97,19 +98,19 @@ class StepPass:
         self._announced = self._delivered = 0
         self._failure: BaseException | None = None
         self._over = False
-        """True if no further step is read."""
+        """True if nothing more will be read."""
 
     def __iter__(self) -> StepPass:
         return self
 
     def __next__(self) -> Any:
-        """Return what was read for the next step.
+        """Return what `prepare` made of the next step.
 
         Raises:
-            DataReadError: Reading it failed, on this rank or another; on every rank.
-            UnequalEndsError: The ranks do not end together, and that is not to be; on every rank.
+            DataReadError: Reading the step failed on this rank or another; raised on every rank.
+            UnequalEndsError: The ranks do not end together, but must; raised on every rank.
             PeerLostError: Another rank died or is silent.
-            BatchStructureError: The ranks' rows do not fit together; on every rank.
+            BatchStructureError: The ranks' rows do not fit together; raised on every rank.
         """
         if self._direct:
             return self._prepare(next(self._reading))
@@ -124,7 +125,7 @@ class StepPass:
             self.close()
             mine = self._failure is not None and failure.step == self._announced
             raise (self._failure if mine else failure_of_another(failure)) from None  # type: ignore[misc]
-        except PeerLostError as lost:  # the timeout of a worker may have expired because of the failure here
+        except PeerLostError as lost:  # it may have timed out because of the failure on this rank
             if self._failure is None or self._announced != step:
                 raise
             self.close()
@@ -136,7 +137,7 @@ class StepPass:
         return found
 
     def _has_plenty(self, step: int) -> bool:
-        """Return True if no step need be read now, because quick steps are read several at a time."""
+        """Return whether enough steps are ready, so that nothing has to be read now."""
         if not self._in_bursts:
             return False
         if self._alone:
@@ -163,7 +164,7 @@ class StepPass:
             if self._announced > step + enough and not self._reading.at_hand():
                 break
             self._step()
-        if self._in_bursts:  # otherwise another thread may be about to announce its step
+        if self._in_bursts:  # otherwise the prefetch thread may be about to announce the steps itself
             self._burst = 0
             self._say()
 
@@ -171,7 +172,7 @@ class StepPass:
         return self._pace.reads_quickly and self._pace.stays_cached(1 + self._prefetch)
 
     def _look_at_the_clock(self, step: int) -> None:
-        """Read ahead as many steps as suits the time that a step takes."""
+        """Set the number of steps to read ahead by the time and the size of a step."""
         newest = self._ready[-1] if self._ready else None
         self._pace.look(step, 0 if newest is None else newest[1].num_bytes)
         if self._pace.num_bytes:
@@ -180,7 +181,7 @@ class StepPass:
                 self._agreement.prefetch = ahead
 
     def _in_order(self) -> None:
-        """End a pass whose end all ranks have reached; its workers may serve another pass."""
+        """End a pass after all ranks have reached its end; its workers may serve another pass."""
         self._over = True
         self._agreement.close()
         if self._ahead is not None and not self._ahead.stop():
@@ -189,10 +190,10 @@ class StepPass:
             self._reading.finish()
 
     def peek(self) -> Any:
-        """Return the first batch without delivering it, and without an agreement.
+        """Return the step that will be delivered first, without delivering it and without an agreement.
 
         Raises:
-            StopIteration: There is nothing.
+            StopIteration: There is no step.
         """
         if not self._peeked:
             try:
@@ -200,7 +201,7 @@ class StepPass:
             except StopIteration:
                 self._num_steps = 0
                 raise
-            except Exception as failure:  # a failure is raised at its own step, on all ranks
+            except Exception as failure:  # raised at its own step, on all ranks
                 raise_if_a_handlers(failure)
                 self._peeked.append((None, failure))
         found, failed = self._peeked[0]
@@ -212,7 +213,7 @@ class StepPass:
         return made if self._notes is None else self._notes.alone(made)
 
     def close(self) -> None:
-        """End the workers and threads, and leave the agreement; safe to call again."""
+        """End the workers and threads, and leave the agreement. It is safe to call this again."""
         self._over = True
         self._agreement.close()
         if self._ahead is not None:
@@ -233,13 +234,13 @@ class StepPass:
         return found
 
     def _say(self) -> None:
-        """Announce the steps that are ready."""
+        """Announce the ready steps."""
         steps, self._unsaid = self._unsaid, 0
         if steps:
             self._agreement.announce_ok(steps)
 
     def _step(self, free: bool = False) -> bool:
-        """Read the next step and announce if it can be served; return True if that is done."""
+        """Read the next step and announce whether it can be served; return False if another thread has to read it."""
         say = self._agreement
         if self._over:
             raise StopIteration
@@ -269,7 +270,7 @@ class StepPass:
                 say.note(note)
         except StopIteration:
             return self._end()
-        except Exception as failure:  # also the failure of a batch that does not fit the meshes
+        except Exception as failure:  # also if a batch does not fit the meshes
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._say()
@@ -293,11 +294,11 @@ class StepPass:
 
 
 def stream_readiness(tail: Tail, num_steps: int | None) -> Callable[[Slice], Readiness]:
-    """Return the function that tells if a stream's slice can be delivered.
+    """Return the function that tells whether a stream's slice can be delivered.
 
     Args:
         tail: What to do if the stream's parts end at different times.
-        num_steps: Number of steps if the end is known; then all steps before it can be delivered.
+        num_steps: Number of steps if the end is known. Then all steps before the end can be delivered.
     """
 
     def readiness(found: Slice) -> Readiness:

@@ -1,1 +1,1 @@
-"""The user's input: a DataLoader or a Stream, and its order."""
+"""What the user gives: a DataLoader or a Stream, and the order that it defines."""

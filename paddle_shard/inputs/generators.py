@@ -13,7 +13,7 @@ class PaddleGenerator:
     """The generators of Paddle's devices."""
 
     def seed(self, seed: int) -> None:
-        """Seed them."""
+        """Seed the generators."""
         paddle.seed(seed & 0x7FFFFFFFFFFFFFFF)
 
     def get_state(self) -> Any:
@@ -21,15 +21,15 @@ class PaddleGenerator:
         return paddle.get_rng_state()
 
     def set_state(self, state: Any) -> None:
-        """Put states back."""
+        """Restore the states."""
         paddle.set_rng_state(state)
 
     def mark(self) -> Any:
-        """Not known."""
+        """Return None: Paddle has no such value."""
         return None
 
 
 def generators(*, with_paddle: bool) -> tuple[Generator, ...]:
-    """Return numpy's and Python's generators, and Paddle's where asked for."""
+    """Return numpy's and Python's generators, and also Paddle's if asked for."""
     both = (NumpyGenerator(), PythonGenerator())
     return (*both, PaddleGenerator()) if with_paddle else both

@@ -1,4 +1,4 @@
-"""What is a loader asked for?"""
+"""What can a user ask of a loader?"""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ON_ERROR = ("raise", "skip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """The arguments of `shard_dataloader`, which describes them. What does not depend on the data is checked here.
+    """The arguments of `shard_dataloader`, whose docstring describes them. Checks that need no data are done here.
 
     Raises:
-        ArgumentError: One is not what it can be.
+        ArgumentError: The value of an argument is not allowed.
     """
 
     dataloader: Any
@@ -66,23 +66,23 @@ class LoaderOptions:
 
     @property
     def skip_errors(self) -> bool:
-        """True if a sample that cannot be read is an invalid row, and no error."""
+        """True if a sample that cannot be read becomes an invalid row, not an error."""
         return self.on_error == "skip"
 
     def padding(self) -> PadTo | None:
-        """Return what rows are padded to; None if they are not."""
+        """Return what rows are padded to; None if they are not padded."""
         return PadTo.of(self.pad_to, self.pad_values)
 
     def of(self, dataloader: Any, *, split: bool) -> LoaderOptions:
-        """Return the options for a DataLoader that was made of the given one."""
+        """Return the options for a DataLoader that was made from the given one."""
         return replace(self, dataloader=dataloader, is_dataset_splitted=split)
 
     def compared(self) -> dict[str, Any]:
-        """Return the options that must be the same on all ranks: name -> value. The order has its own fingerprint."""
+        """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
         names = ("seed", "seed_paddle", "input_keys", "timeout", "on_error", "num_batches", "num_parts")
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()
-        if padding is not None:  # in one form, whatever form the user chose
+        if padding is not None:  # in one form, however the user wrote it
             found["pad_to"] = list(padding.sizes) or LONGEST
             found["pad_values"] = {str(key): float(value) for key, value in sorted(padding.values.items(), key=str)}
         return found
@@ -104,7 +104,7 @@ def check_no_stream_options(options: LoaderOptions) -> None:
     """Refuse the options of streams for data with an index.
 
     Raises:
-        ArgumentError: One is given.
+        ArgumentError: Such an option is given.
     """
     kind = type(options.dataloader.dataset).__name__
     for name, value in (("num_batches", options.num_batches), ("num_parts", options.num_parts)):
@@ -115,18 +115,18 @@ def check_no_stream_options(options: LoaderOptions) -> None:
 
 
 def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) -> tuple[int, bool]:
-    """Return how many batches a thread keeps ready, and whether only if reading takes long enough.
+    """Return how many batches a thread keeps ready, and whether the thread starts only if reading takes long enough.
 
-    If a DataLoader has `use_buffer_reader`, Paddle reads in a thread if there are no workers, and moves batches to the
-    device in a thread. So a thread is the default here, too, if it pays off.
+    If a DataLoader's `use_buffer_reader` is set, Paddle moves batches to the device in a thread, and without workers
+    also reads in a thread. So a thread is the default here, too, if it pays off.
 
     Args:
-        options: Of the loader.
-        stream: True if its data is a stream.
-        dispatched: True if this process reads it for its workers.
+        options: The loader's options.
+        stream: True if the data is a stream.
+        dispatched: True if this process reads the stream for its workers.
 
     Raises:
-        ArgumentError: It is no number, or the DataLoader cannot be read in another thread.
+        ArgumentError: `prefetch` is not an int >= 0, or the DataLoader cannot be read in another thread.
     """
     prefetch, dataloader = options.prefetch, options.dataloader
     own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__

@@ -1,4 +1,4 @@
-"""Is what was given another library's stream, which Paddle or this library would read as something else?"""
+"""Did the user give another library's stream, which Paddle or this library would misread?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STREAMS = {"DataLoader", "WebLoader", "IterableDataset"}
 
 
 def is_iterable_dataset(given: object) -> bool:
-    """True if something is only iterated, though it may have a `__getitem__` that raises, as torch's do."""
+    """True if an object can only be iterated, even if it has a `__getitem__` that raises, as torch's streams have."""
     return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
 
 
@@ -21,12 +21,12 @@ def check_is_paddles(given: Any, loader: paddle.io.DataLoader | None = None) -> 
     """Refuse another library's loader or stream.
 
     Args:
-        given: A data set, or what was given in place of a loader.
-        loader: Of the data set.
+        given: A data set, or what the user gave in place of a loader.
+        loader: The data set's loader; None if `given` is not a data set.
 
     Raises:
-        ArgumentTypeError: Paddle would take it for data with an index, or this library for whole batches; the text
-            names the way that works.
+        ArgumentTypeError: Paddle would read it as data with an index, or this library as whole batches; the text names
+            the way that works.
     """
     bases = [(base.__module__, base.__name__) for base in type(given).__mro__]
     of = {name for module, _ in bases for start, name in _LIBRARIES.items() if f"{module}.".startswith(f"{start}.")}

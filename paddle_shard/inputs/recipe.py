@@ -1,4 +1,4 @@
-"""What is a stream made of, and what follows from that for those who read it?"""
+"""What is a stream made of, and what follows from that for its readers?"""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Recipe:
 
     source: Stage
     steps: tuple[Step, ...] = ()
-    """Each makes a stage of the one before it."""
+    """Functions that each return a new stage, given the stage before it."""
     batched: int | None = None
     """Size of the lists that the last stage makes, if it is `batch`."""
     mixed: int | None = None
-    """Number of batches whose rows a rank mixes (`local_shuffle`)."""
+    """Number of batches whose rows a rank mixes (`local_shuffle`); None: rows are not mixed."""
 
     def then(self, step: Step, *, one_by_one: bool = False, batched: int | None = None) -> Recipe:
         """Return the recipe with one more stage.
 
         Args:
-            step: Makes it.
-            one_by_one: True if it takes sample by sample, so that it may follow `round_robin`.
-            batched: Size of the lists that it makes, if it is `batch`.
+            step: Makes the stage.
+            one_by_one: True if the stage takes each sample on its own, so that it may follow `round_robin`.
+            batched: Size of the lists that the stage makes, if it is `batch`.
 
         Raises:
-            ArgumentError: The stage before it has to be the last one.
+            ArgumentError: The stage cannot follow the stages before it.
         """
         if self.mixed is not None:
             raise ArgumentError("local_shuffle must be the last stage: it mixes finished batches.")
@@ -46,11 +46,11 @@ class Recipe:
         return replace(self, steps=(*self.steps, step), batched=batched)
 
     def cut(self) -> Recipe:
-        """Return the recipe with a cut right after its source, unless it has a cut."""
+        """Return the recipe with a cut right after its source, unless it has a cut already."""
         return self if self.is_cut else replace(self, steps=(Stripe, *self.steps))
 
     def without_dispatch(self) -> Recipe:
-        """Return the recipe for one reader alone."""
+        """Return the recipe without `round_robin`, for a single reader."""
         return replace(self, steps=tuple(step for step in self.steps if step is not RoundRobin))
 
     def unbatched(self) -> Recipe:
@@ -59,7 +59,7 @@ class Recipe:
 
     @property
     def whole(self) -> Stage:
-        """The stage that opens the stream uncut."""
+        """The last stage, without a cut being added: it opens the stream as the user put it together."""
         stage = self.source
         for step in self.steps:
             stage = step(stage)
@@ -67,31 +67,31 @@ class Recipe:
 
     @property
     def stage(self) -> Stage:
-        """The stage that opens the stream's parts."""
+        """The last stage, with a cut added if there is none: it opens the stream's parts."""
         return self.cut().whole
 
     @property
     def is_cut(self) -> bool:
-        """True if a stage can open a part by itself."""
+        """True if a stage can open a part by itself, or cuts the stream."""
         return any(stage.cuts for stage in self.whole.line())
 
     @property
     def num_shards(self) -> int | None:
-        """Number of files of the stream, if a part cannot have less than one file."""
+        """Number of the stream's files, if each part needs at least one; None: files are counted, or there are none."""
         counted = self.source.lengths(Opening(parts=(0,), num_parts=1)) is not None
         return None if counted else self.source.num_shards
 
     @property
     def most_even_parts(self) -> int | None:
-        """Most parts to which those files can be assigned evenly, as far as their sizes are known."""
+        """Most parts to which these files can be assigned evenly, as far as known; None as for `num_shards`."""
         return None if self.num_shards is None else self.source.most_even_parts
 
     @property
     def is_read_whole(self) -> bool:
-        """True if every reader reads the whole stream, to keep its own parts of it."""
+        """True if every reader reads the whole stream and keeps its own parts of it."""
         return not self.source.cuts
 
     @property
     def is_dispatched(self) -> bool:
-        """True if one reader of each data rank dispatches to its workers."""
+        """True if one reader of each data rank dispatches samples to its workers."""
         return RoundRobin in self.steps

@@ -1,4 +1,4 @@
-"""How does a user put a stream together?"""
+"""How does a user build a stream?"""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from paddle_shard.stages.stage import Stage
 
 
 class Stream(StreamStages):
-    """A data set without an index: a source, and the stages after it.
+    """A data set without an index: a source and the stages after it.
 
-    Each method returns a new stream. Give it to a `paddle.io.DataLoader` with the global batch size and the
-    workers, and that to `shard_dataloader`. The stages run in the workers.
+    Each method returns a new stream. Give the stream to a `paddle.io.DataLoader` with the global batch size and the
+    number of workers. Give that DataLoader to `shard_dataloader`. The stages run in the workers.
 
     A stream is cut into parts, and one worker of one data rank reads each part. The cut is at the source if it can open
     a part by itself (files), or else at `sharding_filter()`, or else right after the source. Stages before the cut run
@@ -112,11 +112,12 @@ class Stream(StreamStages):
         shuffle_shards: bool = True,
         resample: bool = False,
     ) -> Stream:
-        """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict); empty lines are no rows.
+        """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
         Args:
             paths: The same as for `lines`.
-            header: The first row of each file names the fields: samples are dicts. False: samples are lists.
+            header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
+                lists.
             counts: The same as for `lines`.
             shuffle_shards: The same as for `lines`.
             resample: The same as for `lines`.
@@ -137,13 +138,13 @@ class Stream(StreamStages):
         r"""Return a stream of the lines of text files, as `str` without their ends ("\n" or "\r\n").
 
         Args:
-            paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, patterns such as `data/*.txt`,
-                of which the files are sorted, or URLs that fsspec opens.
-            counts: Count the lines now, which reads the files once, so that parts are equal and their lengths known.
-                None: if all files are local and none is packed, and the stream has an end. What was counted is kept
-                in the user's cache directory for other ranks and later runs.
-            shuffle_shards: Permute the files, in each epoch in another order.
-            resample: Make each part an endless stream of files, sampled with replacement; set `num_batches=`.
+            paths: One or more UTF-8 files, plain or compressed by gzip, bzip2 or xz: paths, patterns such as
+                `data/*.txt`, whose files are sorted, or URLs that fsspec opens.
+            counts: If True, count the lines now, which reads the files once. Then parts are equal and their lengths
+                known. None: count if all files are local, none is compressed, and the stream has an end. The counts
+                are kept in the user's cache directory for other ranks and later runs.
+            shuffle_shards: If True, permute the files, in another order each epoch.
+            resample: If True, each part is an endless stream of files, sampled with replacement; set `num_batches=`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -158,15 +159,13 @@ class Stream(StreamStages):
     def jsonl(
         cls, paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
     ) -> Stream:
-        """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are no samples.
+        """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
 
         Args:
-            paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, patterns such as
-                `data/*.jsonl`, or URLs that fsspec opens.
-            counts: If True, the lines are counted now, so that parts are equal and their lengths known. None: if all
-                files are local and none is packed, and the stream has an end.
-            shuffle_shards: If True, files are permuted, in each epoch in another order.
-            resample: If True, each part is an endless stream of files, sampled with replacement; set `num_batches=`.
+            paths: The same as for `lines`.
+            counts: The same as for `lines`.
+            shuffle_shards: The same as for `lines`.
+            resample: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -191,16 +190,18 @@ class Stream(StreamStages):
         """Return a stream of the raw samples of tars: dicts of bytes by file ending, with `__key__` and `__url__`.
 
         Args:
-            urls: Paths, `http(s)://` URLs, or what fsspec opens (`s3://`, ...). Braces (`{000..009}`) and patterns of
-                local files are expanded.
-            shuffle_shards: Permute the tars, in each epoch in another order. Samples keep their order in one: put a
-                `shuffle` after it.
-            resample: Make each part an endless stream of tars, sampled with replacement; set `num_batches=`.
+            urls: Paths, `http(s)://` URLs, or URLs that fsspec opens (`s3://`, ...). Braces (`{000..009}`) and patterns
+                of local files are expanded.
+            shuffle_shards: If True, permute the tars, in another order each epoch. Samples keep their order within a
+                tar: add a `shuffle` stage to permute them, too.
+            resample: If True, each part is an endless stream of tars, sampled with replacement; set `num_batches=`.
             index: An index file, which `python -m paddle_shard.cli.index_shards` makes; True: `index.json` beside the
-                first tar. With it parts are equal, their lengths known, resuming cheap. None: tars that are all local
-                and not packed are counted by their headers now. False: nothing is counted.
-            cache_dir: The folder to which remote tars are downloaded, once. Nothing is ever removed from it.
-            select: Which members are read, by their names.
+                first tar. With an index, parts are equal, their lengths are known, and a resume is cheap. None: count
+                the tars now by their headers, if all are local, none is compressed, and neither `select` nor
+                `resample` is given. False: count nothing.
+            cache_dir: Directory where each remote tar is kept after one download. Nothing is ever removed from it.
+            select: Called with a member's name; True: the member is read. None: all members are read. An index does
+                not fit if whole samples are left out.
 
         Raises:
             MissingDependencyError: webdataset is not installed; the text names the extra.
@@ -229,17 +230,19 @@ class Stream(StreamStages):
         """Return a stream of the rows of Parquet files: dicts by column; see `sources.parquet.parquet_source`.
 
         Args:
-            paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, of which
-                the files are sorted, or URLs that fsspec opens.
+            paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, whose files
+                are sorted, or URLs that fsspec opens.
             columns: Top-level columns to read, in this order; None: all. No others are fetched.
-            allow_nulls: A null is None in the sample. False: it is an error that names the column and the row.
-            shuffle_shards: Permute the row groups, in each epoch in another order. Rows keep their order in one: put a
-                `shuffle` after it.
-            resample: Make each part an endless stream of row groups, drawn with replacement; give `num_batches=`.
+            allow_nulls: If True, a null is None in the sample. If False, a null is an error that names the column and
+                the row.
+            shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a
+                row group: add a `shuffle` stage to permute them, too.
+            resample: If True, each part is an endless stream of row groups, sampled with replacement; set
+                `num_batches=`.
 
         Raises:
             MissingDependencyError: pyarrow is not installed; the text names the extra.
-            ArgumentError: There is no file or no row, or a column is not in a file, or not of the same type in all.
+            ArgumentError: There is no file or no row, or a file lacks a column or has it with another type.
             ShardReadError: A footer cannot be read.
 
         Examples:
@@ -255,12 +258,13 @@ class Stream(StreamStages):
         """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.huggingface_source`.
 
         Args:
-            dataset: Streamed, mapped, filtered and shuffled (with a seed) as you like. It is not changed.
+            dataset: The data set. It may be mapped, filtered and shuffled (with a seed). It is not changed.
 
         Raises:
             MissingDependencyError: datasets is not installed; the text names the extra.
-            ArgumentTypeError: It is something else.
-            SplitError: It was split by node already.
+            ArgumentTypeError: `dataset` is not a `datasets.IterableDataset`.
+            ArgumentError: The data set is shuffled without a seed, or has a state.
+            SplitError: The data set was split by node already.
 
         Examples:
             >>> stream = Stream.huggingface(load_dataset("ag_news", split="train", streaming=True))  # doctest: +SKIP
@@ -276,15 +280,15 @@ class Stream(StreamStages):
         return f"{type(self).__name__}({' > '.join([source, *names, *mixed])})"
 
     def __bool__(self) -> bool:
-        """Return True; whether it has a sample shows when it is read."""
+        """Return True: only reading the stream shows whether it has a sample."""
         return True
 
     def __len__(self) -> int:
-        # A TypeError, so that list(stream) works; Paddle's raises another.
+        # Raise a TypeError, so that list(stream) works. Paddle's `__len__` raises another error.
         raise ArgumentTypeError("the length of a stream shows only at its end.")
 
     def __iter__(self) -> Iterator[Any]:
-        """Read the stream without a loader: in a worker, as many parts as there are workers."""
+        """Read the stream without a loader. In a worker, read its part only: there are as many parts as workers."""
         info = paddle.io.get_worker_info()
         part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
         return self._recipe.without_dispatch().stage.open(Opening(parts=(part,), num_parts=num_parts))[0]
@@ -296,7 +300,7 @@ def recipe_of(stream: Stream) -> Recipe:
 
 
 def batches_of(stream: Stream) -> paddle.io.DataLoader:
-    """Return a DataLoader over a stream that was given without one."""
+    """Return a DataLoader for a stream that the user gave without a DataLoader."""
     recipe = stream._recipe
     if recipe.batched is None:
         return paddle.io.DataLoader(stream, batch_size=None)
@@ -329,7 +333,7 @@ def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stag
 
 
 def _source_of(given: Any) -> Stage:
-    """Return what opens anything that can be iterated, which every reader reads whole."""
+    """Return a source for anything that can be iterated. Every reader reads all of it."""
     if isinstance(given, Stream):
         raise ArgumentTypeError(f"Stream: what is given is a {type(given).__name__} already. Use it as it is.")
     if isinstance(given, str | bytes | os.PathLike):

@@ -1,4 +1,4 @@
-"""What does the rest of the library see of a stream's order?"""
+"""What does the rest of the library know about a stream's order?"""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StreamBatch:
     num_rows: int
     micro_size: int
     num_real: int
-    """Positions of the parts that it serves, rows that are missing at a part's end among them."""
+    """Number of positions of the parts that it serves, including rows that are missing at the end of a part."""
     real: npt.NDArray[np.bool_]
-    """Mask of real rows, of those that this rank reads; a single one for all if items are whole batches."""
+    """Mask of the real rows among those that this rank reads; a single value if items are whole batches."""
     sampler_state: Any = None
 
     @property
@@ -36,7 +36,7 @@ class StreamBatch:
         return bool(self.real.all())
 
     def take(self, rows: Rows | range) -> list[Any]:
-        """A stream has no indices."""
+        """Refuse: a stream has no indices."""
         raise ArgumentTypeError("a stream has no indices")
 
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -49,16 +49,16 @@ class StreamBatches:
     """All global batches of a stream."""
 
     stage: Stage
-    """Opens its parts, or all of it where items are whole batches."""
+    """The stage that opens the stream's parts, or the whole stream if items are whole batches."""
     plan: PartsPlan | None
-    """None: each item is a whole batch."""
+    """How batches are made of the parts; None: each item is a whole batch."""
     tail: Tail
     num_batches: int | None
     seed: int
     split_over: int | None = None
-    """The number of data ranks where each has a stream of its own; such a run is bound to it."""
+    """Number of data ranks, if each has a stream of its own. Such a run is bound to this number."""
     mixed: tuple[int, int] | None = None
-    """With `local_shuffle`: (number of batches whose rows are mixed, data ranks); the order depends on both."""
+    """(batches whose rows each rank mixes, data ranks), if rows are mixed. Such a run is bound to both numbers."""
 
     @property
     def repeats(self) -> bool:
@@ -67,11 +67,11 @@ class StreamBatches:
 
     @property
     def knows_length(self) -> bool:
-        """True if the steps are known before the end."""
+        """True if the number of steps is known before the end."""
         return self._num_steps() is not None
 
     def untouched(self) -> StreamBatches:
-        """Return itself."""
+        """Return itself: an iteration changes nothing."""
         return self
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class StreamBatches:
         return self.steps_left(LoaderState())
 
     def steps_left(self, start: LoaderState) -> int | None:
-        """Return the steps of an epoch from a position on, the same on every rank; None if that is not known yet."""
+        """Return how many steps of an epoch follow a position, the same on every rank; None if it is not known yet."""
         if self.num_batches is not None:
             return max(0, self.num_batches - start.steps)
         if self.split_over is not None:
@@ -113,18 +113,18 @@ class StreamBatches:
         return plan.ending.num_steps(left, size)
 
     def stripe(self, start: LoaderState) -> int:
-        """Return the rows of a micro-batch that come from one part: of the epoch's first, which its cut keeps."""
+        """Return the rows of a micro-batch that come from one part. The batch size at the epoch's start decides it."""
         if self.plan is None:
             return 1
         first_size = start.segments[0][1] if start.segments else self.plan.batch_size
         return max(1, first_size // self.plan.accumulation // self.plan.num_parts)
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[StreamBatch]:
-        """A stream is read, not indexed."""
+        """Refuse: a stream is read, not indexed."""
         raise ArgumentError("a stream has no index: its batches cannot be listed without reading it.")
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the order depends on."""
+        """Return the values that the order depends on."""
         found: dict[str, Any] = {"stream": self.stage.fingerprint(), "seed": self.seed, "tail": str(self.tail)}
         if self.plan is not None:
             found["num_parts"] = self.plan.num_parts

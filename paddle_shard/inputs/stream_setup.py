@@ -1,4 +1,4 @@
-"""What is a rank's reader asked for at each step of a stream?"""
+"""What does a rank request from its readers at each step of a stream?"""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class StreamSetup:
     batches: StreamBatches
     """The stream's order."""
     parts: tuple[int, ...]
-    """Parts that this rank holds; (0,) if items are whole batches."""
+    """Parts that this rank holds. If items are whole batches: (0,), or the data rank if another library reads."""
     num_workers: int
-    """Readers beside the main process; 0: it reads itself."""
+    """Number of worker processes that read; 0: the main process reads."""
     several: bool
     """True if other ranks read other rows."""
     skip_errors: bool = False
-    """True if a sample that the user's code fails on is a row that is not valid."""
+    """True if a sample on which the user's code fails becomes an invalid row."""
     dispatched: bool = False
     """True if the main process reads samples for its workers."""
     foreign: bool = False
-    """True if another library reads, which is told the data rank."""
+    """True if another library reads the data of a given data rank."""
     pads: bool = False
-    """True if rows may be as long as their neighbours, since they are padded when they are placed."""
+    """True if rows may differ in length, since they are padded when they are placed."""
 
     @property
     def stage(self) -> Stage:
@@ -51,13 +51,13 @@ class StreamSetup:
 
     @property
     def read_by_all(self) -> bool:
-        """True if each reader reads the whole stream, and keeps its own samples of it."""
+        """True if each reader reads the whole stream and keeps its own samples of it."""
         striped = any(isinstance(stage, Stripe) for stage in self.stage.line())
         return striped and not self.dispatched and self.batches.split_over is None
 
     @property
     def ends_apart(self) -> int | None:
-        """By how many steps readers of one stream may come to its end; None: by any number."""
+        """By how many steps the ends may differ that readers of one stream see; None: by any number."""
         # Map and Shuffle keep the number of samples.
         cut = next(stage for stage in self.stage.line() if not isinstance(stage, Map | Shuffle))
         if not isinstance(cut, Stripe) or self.batches.repeats:
@@ -66,7 +66,7 @@ class StreamSetup:
 
     @property
     def chunks(self) -> list[tuple[int, ...]]:
-        """The parts of each reader of a step."""
+        """The parts of each reader."""
         return chunks_of(self.parts, self.num_workers)
 
     def read_rows(self) -> Rows:
@@ -75,18 +75,18 @@ class StreamSetup:
         return self.batches.plan.rows_of(self.parts)
 
     def places(self) -> list[Rows]:
-        """Return where the rows of each chunk stand among those that this rank reads."""
+        """Return, for each chunk, the positions of its rows among the rows that this rank reads."""
         plan = self.batches.plan
         if plan is None:
             return [np.zeros(1, np.int64)]
         return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in self.chunks]
 
     def requests(self, start: LoaderState, compared: bool) -> Iterator[list[ChunkRequest]]:
-        """Return what the readers are asked for at each step, without an end.
+        """Yield the requests to the readers for each step, forever.
 
         Args:
-            start: Where the pass begins.
-            compared: True if there are other readers, on any rank, with whom this one's reading can be compared.
+            start: Position where the pass begins.
+            compared: True if there are other readers, on any rank, to compare what is read with.
         """
         number = next(_numbers)
         return (

@@ -1,4 +1,4 @@
-"""What does a loader read that is given a stream, and how is it cut for the mesh?"""
+"""What does a loader over a stream read, and how is the stream cut for the mesh?"""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from paddle_shard.stages.stage import Stage
 
 
 def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
-    """Return the given DataLoader over a stream, or one that is made for a stream; None if there is no stream.
+    """Return the given DataLoader over a stream, or one made for the given stream; None if it is not a stream.
 
     Args:
         given: What the user gave.
-        split: True if it holds a data rank's own rows.
+        split: True if `given` yields a data rank's own rows.
 
     Raises:
-        ArgumentTypeError: Neither a DataLoader nor anything that yields batches.
+        ArgumentTypeError: `given` is neither a DataLoader nor anything that yields batches.
     """
     if isinstance(given, ShardDataloader):
         return None  # `read_source` refuses it
     if isinstance(given, paddle.io.DataLoader):
-        if split and _reads_for_itself(given):  # its batches are used as they are
+        if split and _reads_for_itself(given):  # use its batches as they are
             return paddle.io.DataLoader(Stream.of(lambda: iter(given)), batch_size=None, places=given.places)
         check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
@@ -66,7 +66,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
 
 
 def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
-    """True if a subclass has an `__iter__` that does not call Paddle's, as PaddleNLP's DistDataLoader."""
+    """True if a subclass has an `__iter__` that does not call Paddle's, as PaddleNLP's DistDataLoader has."""
     iterates: Any = type(dataloader).__iter__
     if iterates is paddle.io.DataLoader.__iter__ or not hasattr(iterates, "__code__"):
         return False
@@ -77,14 +77,15 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
 
     Raises:
-        ArgumentError: Something in it cannot be honoured; the text says what can.
+        ArgumentError: A setting cannot be honoured; the text says what works.
+        ArgumentTypeError: The DataLoader has an `__iter__` of its own.
     """
     dataloader = options.dataloader
     _check_arguments(options)
     chosen = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
     num_parts = None if options.num_parts is None else int(options.num_parts)
     num_batches = None if options.num_batches is None else int(options.num_batches)
-    # Then a field cannot be joined row by row.
+    # True if a field's rows are not the samples: then chunks cannot be joined row by row.
     own_rows = any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)
     dataset = dataloader.dataset
     stream = recipe_of(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
@@ -97,7 +98,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     is_dataset_splitted = options.is_dataset_splitted or foreign
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
     size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
-    if size is None and stream.batched is not None:  # a last stage that makes the batches
+    if size is None and stream.batched is not None:  # the last stage makes the batches
         size, stream = (stream.batched or 1) * accumulation, stream.unbatched()
     plan = None
     if size is not None:
@@ -120,7 +121,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     else:
         stage = stream.stage if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
         if not is_dataset_splitted:
-            chosen = TAILS["drop"]  # all ranks read the same batches, which end together
+            chosen = TAILS["drop"]  # all ranks read the same batches, so they end together
     if own_rows and stream.mixed is not None:
         raise ArgumentError(
             "local_shuffle mixes rows, but fields of dense_tensor_idx, and those placed 'as read', need not have a row "
@@ -136,7 +137,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         split_over=own.num_data_ranks if is_dataset_splitted else None,
         mixed=None if stream.mixed is None else (stream.mixed, own.num_data_ranks),
     )
-    if batches.knows_length and len(batches) == 0:  # asking refuses lengths that the tail forbids, too
+    if batches.knows_length and len(batches) == 0:  # this also refuses lengths that the tail forbids
         raise ArgumentError(
             f"the stream has no batch: it is empty, or too short for tail={chosen!r} and batches of {size}. Check its "
             "path and filters, or use a smaller batch or tail='pad'."
@@ -162,7 +163,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         )
         num_workers = 1
     if plan is None and is_dataset_splitted and batches.repeats:
-        num_workers = min(1, num_workers)  # several would repeat each its own batches
+        num_workers = min(1, num_workers)  # each of several would repeat only its own batches
     _say_how_often_it_is_read(stream, own, num_workers, plan, split=is_dataset_splitted)
     setup = StreamSetup(
         batches=batches,
@@ -186,7 +187,10 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
 
 
 def _check_off_mesh(own: FieldLayout, split: bool) -> None:
-    """Say what a rank on none of the meshes reads. It makes the steps of the others without hearing from them."""
+    """Log what a rank on none of the meshes reads; refuse it if it cannot know when the others' data ends.
+
+    Such a rank makes the same steps as the others, but hears nothing from them.
+    """
     if own.on_mesh:
         return
     if split:
@@ -202,7 +206,7 @@ def _check_off_mesh(own: FieldLayout, split: bool) -> None:
 
 
 def _uncut(stream: Recipe, num_batches: int | None, *, split: bool) -> Stage:
-    """Return the stream of whole batches, which is repeated before it is dispatched to the workers."""
+    """Return the stream of whole batches; if `num_batches` is given, repeat it before it is cut for the workers."""
     whole = stream.whole
     return whole if num_batches is None or split else Repeat(whole)
 
@@ -210,7 +214,7 @@ def _uncut(stream: Recipe, num_batches: int | None, *, split: bool) -> Stage:
 def _say_how_often_it_is_read(
     stream: Recipe, own: FieldLayout, num_workers: int, plan: PartsPlan | None, *, split: bool
 ) -> None:
-    """Log once, on one rank, that every sample is read more than once, if that is so."""
+    """Log, once and on one rank, how often every sample is read, if that is more than once."""
     if own.global_rank != 0 or not stream.is_read_whole:
         return
     ranks = 1 if split else own.num_data_ranks
@@ -269,12 +273,12 @@ def _plan(
 
 
 def _held(plan: PartsPlan, layouts: Sequence[FieldLayout], *, split: bool) -> tuple[int, ...]:
-    """Return the parts whose rows this rank reads for any of its fields."""
+    """Return the parts from which this rank reads rows, for any of its fields."""
     if split:
         return tuple(range(plan.num_parts))
     mine = [layout for layout in layouts if layout.on_mesh]
     held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
-    return tuple(sorted(held)) or tuple(range(plan.num_parts))  # off the meshes: to know where they end
+    return tuple(sorted(held)) or tuple(range(plan.num_parts))  # on no mesh: reads all, to know where they end
 
 
 def _check_arguments(options: LoaderOptions) -> None:
@@ -295,8 +299,8 @@ def _check_arguments(options: LoaderOptions) -> None:
 
 
 def gather_tensors(values: Sequence[Any], order: Rows) -> Any:
-    """Join tensors by their first dim and take rows of them."""
-    if values[0].dtype == paddle.float16 and values[0].place.is_cpu_place():  # for which there is no such kernel
+    """Join tensors along their first dim and return rows of the result, in the given order."""
+    if values[0].dtype == paddle.float16 and values[0].place.is_cpu_place():  # Paddle has no such kernel
         rows = np.concatenate([value.numpy() for value in values])[order]
         return paddle.to_tensor(rows, place=values[0].place)
     joined = paddle.concat(list(values)) if len(values) > 1 else values[0]

@@ -37,7 +37,7 @@ class StreamStages(paddle.io.IterableDataset):
 
         Raises:
             MissingDependencyError: webdataset is not installed.
-            ArgumentError: A name that WebDataset does not know.
+            ArgumentError: WebDataset does not know one of the names.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -65,13 +65,13 @@ class StreamStages(paddle.io.IterableDataset):
     def filter(self, predicate: Callable[[Any], bool]) -> Self:
         """Return the stream of the samples for which a function is true.
 
-        After the cut, it may leave more samples in some parts than in others: see `tail=` of `shard_dataloader`.
+        After the cut, a filter may leave more samples in some parts than in others: see `tail=` of `shard_dataloader`.
 
         Args:
             predicate: Called with a sample; True keeps it.
 
         Raises:
-            ArgumentTypeError: The function cannot be called.
+            ArgumentTypeError: The predicate cannot be called.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -84,11 +84,11 @@ class StreamStages(paddle.io.IterableDataset):
     def shuffle(self, window: int = 1000) -> Self:
         """Return the stream with the samples of each part permuted in windows, in another order each epoch.
 
-        A window is read, and its samples are yielded in an order that is a function of the loader's seed, the epoch and
-        the part. So the order does not depend on the reader, and can be resumed anywhere.
+        The order of the samples in a window is a function of the loader's seed, the epoch and the part. So it does not
+        depend on the reader, and a run can be resumed anywhere.
 
         Args:
-            window: Number of samples of each part that are held.
+            window: Number of samples of each part that are held in memory and permuted.
 
         Raises:
             ArgumentError: The window is less than 1.
@@ -189,7 +189,7 @@ class StreamStages(paddle.io.IterableDataset):
         return self._made(self._recipe.then(lambda stage: Repeat(stage, times)))
 
     def sharding_filter(self) -> Self:
-        """Return the stream cut into parts here, by turns. A stream that is cut already, as files are, does not change.
+        """Return the stream cut into parts here, in turns. A stream that is cut already, as files are, does not change.
 
         Stages before the cut run in every reader for the whole stream. Stages after it run in a reader only for its own
         parts. So put it after cheap stages that must see all samples, and before expensive ones.
@@ -209,8 +209,8 @@ class StreamStages(paddle.io.IterableDataset):
     def round_robin(self) -> Self:
         """Return the stream read by the main process of each data rank, which dispatches samples to its workers.
 
-        Use it for data that cannot be opened by every worker, or only at a high cost. Stages before it run in the main
-        process. Only `map` may follow, and runs in the workers.
+        Use it for data that workers cannot open, or only at a high cost. Stages before it run in the main process.
+        Only `map`, and `batch` as the last stage, may follow. They run in the workers.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -223,9 +223,9 @@ class StreamStages(paddle.io.IterableDataset):
     def local_shuffle(self, batches: int) -> Self:
         """Return the stream with the rows of several batches mixed; each rank mixes its own rows.
 
-        Rows are mixed in the main process after batching, over all parts that a rank holds; `shuffle` stays inside a
-        part. The batches then depend on the number of data ranks and the batch size, so a saved state is bound to
-        both. It must be the last stage.
+        Rows are mixed in the main process after batching, over all parts that a rank holds; `shuffle` mixes only within
+        a part. The batches then depend on the number of data ranks and the batch size, so a saved state is bound to
+        both. `local_shuffle` must be the last stage.
 
         Args:
             batches: Number of batches that are held and mixed.

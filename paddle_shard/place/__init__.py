@@ -1,1 +1,1 @@
-"""Turning what a rank has read into distributed tensors, each on its mesh with its placements."""
+"""How the batch that a rank has read becomes distributed tensors, each on its mesh with its placements."""

@@ -14,17 +14,17 @@ Entry = FieldLayout | list[FieldLayout]
 
 
 AS_READ = "as read"
-"""A field's entry in `placements`: its rows are not the samples, and each data rank keeps what was made of its own."""
+"""A field's entry in `placements`: its rows are not the samples; each data rank keeps what was made of its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Layouts by the position or the key of a batch's fields."""
+    """The layout of each field of a batch, found by the field's position or key."""
 
     entries: tuple[Entry, ...]
-    """One layout for each given mesh; a single one is used for every field."""
+    """One entry for each given mesh; a single entry is used for every field."""
     keys: tuple[Any, ...] | None
-    """`input_keys`: the keys of the entries, if the batch is a dict."""
+    """`input_keys`: the keys that the entries belong to, if the batch is a dict."""
     overrides: Mapping[Any, FieldLayout]
     """Layouts of single fields, from `placements`."""
 
@@ -38,7 +38,7 @@ class Assignment:
 
         Args:
             batch: A dict or a list.
-            keys: What `input_keys` is now: Paddle's trainers assign it after construction.
+            keys: The current `input_keys`, since Paddle's trainers assign them after construction.
 
         Raises:
             BatchStructureError: The fields do not match the meshes.
@@ -93,7 +93,7 @@ def assignment(
 
     Raises:
         ArgumentError: An argument is empty, or does not match the others.
-        AxisError: An axis that its mesh does not have.
+        AxisError: A mesh does not have a given axis.
     """
     given = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
     if meshes is None or not given or any(isinstance(m, list | tuple) and not m for m in given):
@@ -131,8 +131,9 @@ def assignment(
 def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:
     """Return the `shard_dims` of each mesh.
 
-    For one mesh a list is several axes that act as one. For several, it has an entry a mesh; in there a tuple
-    is several axes, and a list has an entry for each item of a field that is a list (Paddle's rule).
+    For one mesh, a list names several axes that act as one. For several meshes, a list has one entry per mesh. Such an
+    entry can be a tuple, which names several axes, or a list, which has one entry for each item of a field that is a
+    list (Paddle's rule).
     """
     if shard_dims is None or isinstance(shard_dims, str | int):
         return [shard_dims] * num_meshes

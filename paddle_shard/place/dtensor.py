@@ -1,4 +1,4 @@
-"""How does one local tensor become a distributed one, on this rank's mesh or on another?"""
+"""How does a local tensor become a distributed one, on this rank's mesh or on another?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_shard.plan.partition import Rows, nearest_multiples
 
 
 def take_rows(tensor: Any, positions: Rows) -> Any:
-    """Return some rows of a tensor, in rising order; itself where that is all of them."""
+    """Return the rows of a tensor at ascending positions; the tensor itself if these are all its rows."""
     if len(positions) == tensor.shape[0]:
         return tensor
     first, last = int(positions[0]), int(positions[-1])
@@ -25,10 +25,10 @@ def take_rows(tensor: Any, positions: Rows) -> Any:
 
 
 def split_sequence(tensor: Any, layout: FieldLayout, path: str) -> Any:
-    """Return this process's part of the dims other than the first that the layout splits.
+    """Return this process's part of a tensor, cut along the dims that the layout splits, except the first dim.
 
     Raises:
-        BatchStructureError: The tensor has no such dim, or it cannot be cut evenly.
+        BatchStructureError: The tensor lacks such a dim, or the dim cannot be cut evenly.
     """
     for dim, parts, part, balanced in layout.sequence_splits:
         _check_dim(tensor, dim, parts * (1 + balanced), path)
@@ -40,7 +40,7 @@ def split_sequence(tensor: Any, layout: FieldLayout, path: str) -> Any:
 
 
 def place(local: Any, layout: FieldLayout) -> Any:
-    """Return a distributed tensor whose part on this process is `local`. It takes about 5 us."""
+    """Return the distributed tensor of which this process holds `local` (about 5 us)."""
     return dtensor_from_local(local, layout.mesh, layout.placements)
 
 
@@ -48,11 +48,11 @@ def place_elsewhere(local: Any, read_rows: int, num_rows: int, layout: FieldLayo
     """Return the metadata of a distributed tensor on a mesh that this process is not on.
 
     Args:
-        local: Some rows of the field, or all there are of what has no rows: gives the dtype and the other dims.
-        read_rows: How many rows were read.
-        num_rows: Rows of the global batch.
-        layout: The layout of the field.
-        path: Of the field, for errors.
+        local: Some rows of the field, or the whole field if it has no rows. It gives the dtype and the other dims.
+        read_rows: Number of rows that were read.
+        num_rows: Number of rows of the global batch.
+        layout: The field's layout.
+        path: The field's path, for errors.
     """
     shape = list(local.shape)
     if shape and shape[0] == read_rows:
@@ -64,7 +64,7 @@ def place_elsewhere(local: Any, read_rows: int, num_rows: int, layout: FieldLayo
 
 
 def place_mask(mask: np.ndarray[Any, Any], layout: FieldLayout) -> Any:
-    """Return one bool per row of a global batch, split as the layout splits rows."""
+    """Return this process's mask as a distributed tensor: one bool per row, split as the layout splits rows."""
     tensor = paddle.to_tensor(mask)
     rows_only = tuple((axis, dim) for axis, dim in layout.dims if dim == 0)
     return place(tensor, replace(layout, dims=rows_only))

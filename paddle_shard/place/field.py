@@ -19,8 +19,8 @@ from paddle_shard.plan.partition import Rows, slice_rows
 class Balanced:
     """A tensor dim split load-balanced for causal attention, for use in `placements`.
 
-    The dim has 2c equal chunks. Rank r of an axis of size c holds chunks r and 2c-1-r: the layout of Paddle's own ring
-    attention (`shard_seq_load_balance`).
+    The dim is cut into 2c equal chunks, where c is the size of the axis. Rank r of the axis holds chunks r and 2c-1-r.
+    This is the layout of Paddle's own ring attention (`shard_seq_load_balance`).
     """
 
     dim: int
@@ -35,12 +35,12 @@ class FieldLayout:
     """A `paddle.distributed.ProcessMesh`."""
     layout: MeshLayout
     dims: tuple[tuple[int, int | Balanced], ...]
-    """(axis of the mesh, tensor dim that it splits), by axis; axes not named replicate."""
+    """(axis of the mesh, tensor dim that it splits), sorted by axis. The other axes replicate."""
     global_rank: int
     replicated_in_name: bool = False
-    """Data is split, but placements say `Replicate` (Paddle's auto-DP mode)."""
+    """True if the data is split, but the placements say `Replicate` (Paddle's auto-DP mode)."""
     own_rows: bool = False
-    """The rows are not the samples: each data rank has what was made of its own."""
+    """True if the rows are not the samples; each data rank has what was made of its samples."""
 
     @cached_property
     def on_mesh(self) -> bool:
@@ -59,12 +59,12 @@ class FieldLayout:
 
     @cached_property
     def data_rank(self) -> int:
-        """This process's slice; only where `on_mesh`."""
+        """This process's data rank; defined only if `on_mesh`."""
         return self.layout.data_rank(self.global_rank, self.data_axes)
 
     @cached_property
     def placements(self) -> list[Any]:
-        """The placement of Paddle for each axis."""
+        """One of Paddle's placements for each axis."""
         placements = [dist.Replicate() for _ in self.layout.axes]
         if not self.replicated_in_name:
             for axis, dim in self.dims:
@@ -77,7 +77,7 @@ class FieldLayout:
 
     @cached_property
     def sequence_splits(self) -> tuple[tuple[int, int, int, bool], ...]:
-        """(tensor dim, parts, this process's part, balanced) for each tensor dim but the first that is split.
+        """(tensor dim, parts, this process's part, balanced) for each split tensor dim except the first.
 
         Several axes on one dim act as one, in row-major order.
         """
@@ -118,8 +118,9 @@ def field_layout(
         own_rows: See `FieldLayout`.
 
     Raises:
-        AxisError: An axis that the mesh does not have.
-        ArgumentError: A tensor dim that cannot be split so.
+        AxisError: The mesh does not have an axis, or an axis is named twice.
+        ArgumentError: A tensor dim is not valid, or is split both plainly and `Balanced`.
+        ArgumentTypeError: `mesh` is not a `ProcessMesh`.
     """
     layout = mesh_layout(mesh)
     if isinstance(axes, Mapping):

@@ -1,4 +1,4 @@
-"""How do rows that are longer on one rank than on another become rows of one global batch?"""
+"""How do rows that differ in length between ranks become rows of one global batch?"""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Row = Sequence[Any]
 
 @dataclass(frozen=True)
 class Unplaced:
-    """This rank's rows of a tensor, until it is known how long the rows of the others are."""
+    """This rank's rows of a tensor, kept until it is known how long the other ranks' rows are."""
 
     local: Any
     layout: FieldLayout
     path: str
     elsewhere: tuple[int, int] | None
-    """(rows that were read, rows of the global batch) of what lives on a mesh that this process is not on."""
+    """(rows that were read, rows of the global batch), if the tensor's mesh does not include this process."""
     own_rows: bool
-    """Its rows are not the samples; all ranks must have as many."""
+    """True if its rows are not the samples. Then all ranks must have the same number of rows."""
     fill: float | None
-    """Number that follows the end of its rows; None: its rows must have one length."""
+    """Number that its rows are padded with; None: its rows must have the same length."""
 
     @property
     def row(self) -> Row:
@@ -51,19 +51,19 @@ class Unplaced:
 
 @dataclass(frozen=True)
 class PadTo:
-    """Rows are padded to the longest of their global batch, or to the least of some sizes that holds it."""
+    """Pads rows to the longest row of the global batch, or to the smallest of given sizes that holds this row."""
 
     sizes: tuple[int, ...]
-    """Allowed sizes of dim 1, ascending; empty: the longest size, for each dim but the first."""
+    """Allowed sizes of dim 1, ascending; empty: each dim except the first is padded to its longest size."""
     values: Mapping[Any, float]
-    """Key or position of a field -> the number that follows the end of its rows."""
+    """A field's key or position -> the number that its rows are padded with."""
 
     @classmethod
     def of(cls, pad_to: Any, pad_values: Any) -> PadTo | None:
         """Read the arguments of `shard_dataloader`.
 
         Raises:
-            ArgumentError: They are not what they can be.
+            ArgumentError: The value of an argument is not allowed.
         """
         if pad_to is None:
             if pad_values is not None:
@@ -89,10 +89,10 @@ class PadTo:
         return cls(() if sizes == LONGEST else tuple(sorted({int(size) for size in sizes})), dict(pad_values))
 
     def check(self, fields: Sequence[Any]) -> None:
-        """Refuse values for fields that there are not.
+        """Refuse pad values for fields that the batch does not have.
 
         Raises:
-            BatchStructureError: There are some.
+            BatchStructureError: There is such a pad value.
         """
         unknown = [key for key in self.values if key not in fields]
         if unknown:
@@ -105,11 +105,11 @@ class PadTo:
         """Return a batch as distributed tensors, now that all ranks' rows are known.
 
         Args:
-            batch: With `Unplaced` leaves.
-            said: Global rank -> what `rows_of` its batch are there.
+            batch: A batch with `Unplaced` leaves.
+            said: Global rank -> result of `rows_of` for that rank's batch.
 
         Raises:
-            BatchStructureError: The rows do not fit together, or are longer than any of the sizes; on all ranks alike.
+            BatchStructureError: The rows do not fit together, or are longer than all sizes; raised on all ranks.
         """
 
         for path in dict.fromkeys(path for of_rank in said.values() for path in of_rank):  # the same on all ranks
@@ -125,10 +125,9 @@ class PadTo:
         return mapped(batch, lambda leaf: placed(leaf) if isinstance(leaf, Unplaced) else leaf)
 
     def even(self, batches: Sequence[Any]) -> list[Any]:
-        """Return what several workers have collated for one rank, with rows of one length, so that they can be joined.
+        """Return what several workers have collated for one rank, padded to one length, so that it can be joined.
 
-        Raises:
-            ValueError: They differ in structure.
+        Batches that differ in structure or dtype are returned as they are: joining them reports the difference.
         """
         return self._even(list(batches), self.values.get)
 
@@ -146,12 +145,12 @@ class PadTo:
         fill = fill_of(0)
         kinds = {(value.dtype, len(value.shape)) if isinstance(value, paddle.Tensor) else None for value in values}
         if fill is None or len(kinds) > 1 or None in kinds:
-            return values  # joining them later says what does not fit
+            return values  # joining them reports what does not fit
         row = tuple(max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True))
         return [self._padded(value, row, fill) for value in values]
 
     def _common(self, leaf: Unplaced, rows: Mapping[int, Row]) -> tuple[int, ...]:
-        """Return the shape of a row that holds all ranks' rows of a leaf."""
+        """Return the shape of a row that is large enough for all ranks' rows of a leaf."""
         known = list(rows.values())
         kinds = {(row[0], len(row)) if row else None for row in known}
         if len(kinds) > 1 or (leaf.fill is None and len(set(known)) > 1):
@@ -181,7 +180,7 @@ class PadTo:
 
 
 def rows_of(batch: Any) -> dict[str, Row]:
-    """Return path -> what a row is like, of the leaves that are not placed yet."""
+    """Return path -> kind and shape of a row, for the leaves that are not placed yet."""
     return {leaf.path: leaf.row for leaf in leaves(batch) if isinstance(leaf, Unplaced)}
 
 
@@ -205,7 +204,7 @@ def _differ(path: str, rows: Mapping[int, Row], why: str = "") -> BatchStructure
 
 
 def _check_replicas(leaf: Unplaced, rows: Mapping[int, Row]) -> None:
-    """Refuse rows that are longer on one rank than on another that has the same data."""
+    """Refuse rows that differ between ranks that hold the same data."""
     mesh, of_data_rank = leaf.layout.layout, dict[int, dict[int, Row]]()
     for rank, row in rows.items():
         if rank in mesh.process_ids:
@@ -220,7 +219,7 @@ def check_fill(fill: float | None, dtype: Any, path: str) -> None:
     """Refuse a pad value that tensors of a dtype cannot hold.
 
     Raises:
-        BatchStructureError: It would become another number.
+        BatchStructureError: The tensors would hold another number.
     """
     if fill is None:
         return
@@ -249,7 +248,7 @@ def _same(fill: float | None, _: Any) -> float | None:
 
 
 def _holds_more(value: Any) -> bool:
-    """True if a sequence has fields, and is not a row a sample of strings or numbers."""
+    """True if a sequence holds fields, and not one string or number per sample."""
     return is_sequence(value) and any(
         isinstance(item, Unplaced | paddle.Tensor | Mapping | list | tuple) for item in value
     )

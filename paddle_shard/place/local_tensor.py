@@ -17,25 +17,25 @@ from paddle.framework import core
 class TensorMaker:
     """Makes tensors on one place, as `paddle.io.DataLoader` does.
 
-    `paddle.to_tensor` takes up to four times as long, and in Paddle 3.3 forgets some 110 bytes at every call.
+    `paddle.to_tensor` takes up to four times as long, and in Paddle 3.3 it leaks about 110 bytes per call.
     """
 
     def __init__(self, place: Any) -> None:
-        """Take note of the place: a `CPUPlace`, `CUDAPlace` or the like."""
+        """Set the place: a `CPUPlace`, `CUDAPlace` or the like."""
         self._place = place
         self._feed = None if is_cpu(place) else DeviceFeed(place)
 
     def copied(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the tensors of arrays, or of a framework's tensors.
+        """Return tensors that hold copies of numpy arrays, or that are made from tensors.
 
         Args:
-            leaves: Numpy arrays, Paddle's tensors (which are detached, and moved where they are in the host's memory),
-                or another library's (where their memory is).
+            leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Paddle's tensors are detached, and
+                moved to the place if they are in host memory. Another library's tensors stay in the memory they are in.
         """
         return self._made(leaves, adopt=False)
 
     def zero_copy(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the same for arrays that nothing else uses: a tensor may take over the memory without a copy."""
+        """Return the same tensors for arrays that nothing else uses: a tensor may share an array's memory."""
         distinct = len(leaves) == 1 or len({id(leaf) for leaf in leaves}) == len(leaves)
         return self._made(leaves, adopt=distinct)
 
@@ -58,36 +58,36 @@ class TensorMaker:
 
 
 def is_cpu(place: Any) -> bool:
-    """Return whether a place is the CPU; Paddle has two classes of places."""
+    """Return whether a place is the CPU. Paddle has two classes for it."""
     return isinstance(place, core.CPUPlace) or (isinstance(place, core.Place) and place.is_cpu_place())
 
 
 class DeviceFeed:
-    """Moves tensors to a device on a stream of its own, beside what is computed there.
+    """Moves tensors to a device on a separate device stream, in parallel to the computation there.
 
-    It is the reader that `paddle.io.DataLoader` has in front of its queue, with one batch on its way at a time.
+    It uses the same reader as `paddle.io.DataLoader`, with one batch in flight at a time.
     """
 
     def __init__(self, place: Any) -> None:
-        """Start nothing yet."""
+        """Set the device; the first call starts the reader."""
         self._place, self._lock = place, threading.Lock()
         self._empty: tuple[Any, Any] | None = None
-        """A queue and its reader, with nothing under way."""
+        """A queue and its reader, with no batch in flight."""
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return tensors of the device.
+        """Return the tensors on the device.
 
         Args:
-            tensors: `core.DenseTensor`s in the host's memory; one or more.
+            tensors: One or more `core.DenseTensor`s in host memory.
         """
         batch = core.DenseTensorArray()
         for tensor in tensors:
             batch.append(tensor)
-        with self._lock:  # first in, first out
+        with self._lock:  # the queue is first in, first out
             (queue, reader), self._empty = self._empty or self._started(), None
             queue.push(batch)
             found = list(core.eager.read_next_tensor_list(reader.read_next_list()[0]))
-            self._empty = queue, reader  # not after an interrupt, since it would then be one batch late for ever
+            self._empty = queue, reader  # after an interrupt it stays None: the queue would be one batch late
             return found
 
     def _started(self) -> tuple[Any, Any]:
@@ -95,14 +95,14 @@ class DeviceFeed:
         how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
         try:
             reader = core.create_py_reader(*how, 2)
-        except TypeError:  # Paddle < 3.1 has no other size
+        except TypeError:  # Paddle < 3.1 does not take the last argument
             reader = core.create_py_reader(*how)
         weakref.finalize(self, _end, queue, reader, os.getpid())
         return queue, reader
 
 
 def _end(queue: Any, reader: Any, process: int) -> None:
-    if os.getpid() != process:  # a forked child has no such thread, for which also a destructor would wait
+    if os.getpid() != process:  # a forked child lacks the reader's thread, for which even a destructor would wait
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((queue, reader)))
         return
     queue.close()  # the reader's thread waits for it
@@ -110,7 +110,7 @@ def _end(queue: Any, reader: Any, process: int) -> None:
 
 
 def _in_host_memory(leaf: Any) -> bool:
-    """True if a leaf has to be moved to a device, as Paddle's reader moves what a collate_fn returns."""
+    """True if a leaf is in host memory, so that it is moved to the device, as Paddle moves a collate_fn's results."""
     if isinstance(leaf, paddle.Tensor):
         return is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place()
     return isinstance(leaf, np.ndarray)
@@ -120,7 +120,7 @@ def _dense(array: Any, adopt: bool) -> Any:
     if isinstance(array, paddle.Tensor):
         return array.value().get_tensor()
     dense = core.DenseTensor()
-    # A subclass of ndarray may share its memory with others, and only rows that lie in order can be taken over.
+    # A subclass of ndarray may share its memory, and a tensor can only use the memory of a C-contiguous array.
     mine = adopt and type(array) is np.ndarray and array.size > 0 and array.flags.c_contiguous
     dense.set(array, core.CPUPlace(), mine)
     return dense

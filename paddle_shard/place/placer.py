@@ -18,22 +18,22 @@ from paddle_shard.tree import is_sequence, leaves, mapped_at, rebuild
 
 
 class BatchRows:
-    """The rows of one global batch that a rank has read, and those that each field takes of them."""
+    """The rows of one global batch that a rank has read, and the rows that each field takes from them."""
 
     def __init__(
         self, num_rows: int, micro_size: int | None, layouts: Sequence[FieldLayout], *, whole: bool = False
     ) -> None:
-        """Work out the rows.
+        """Compute the rows.
 
         Args:
             num_rows: Rows of the global batch.
-            micro_size: Rows of each of its micro-batches; None: it is one.
-            layouts: Of all fields.
-            whole: Every rank has read the whole global batch.
+            micro_size: Rows of each micro-batch; None: the batch is a single micro-batch.
+            layouts: Layouts of all fields.
+            whole: True if every rank has read the whole global batch.
         """
         self.num_rows = num_rows
         self.apart = False
-        """Each data rank has read rows of its own, which it need not share."""
+        """True if each data rank has read only rows of its own, so its batch may hold fields that are not per row."""
         self._micro_size = micro_size
         self._positions: dict[int, Rows] = {}
         mine = [layout.rows(num_rows, micro_size) for layout in layouts if layout.on_mesh]
@@ -44,11 +44,11 @@ class BatchRows:
             self.read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
         first, last = (int(self.read[0]), int(self.read[-1])) if len(self.read) else (0, -1)
         self.asked: Rows | range = range(first, last + 1) if last - first == len(self.read) - 1 else self.read
-        """The rows that are read, as a range where they are one stretch."""
+        """The rows that are read; a range if they are consecutive."""
 
     def positions(self, layout: FieldLayout) -> Rows:
-        """Return where a field's rows on this rank stand among those that were read."""
-        # Asked for each leaf of each batch; these rows serve many batches, and the layouts live as long.
+        """Return the positions of a field's rows on this rank among the rows that were read."""
+        # This is called for each leaf of each batch. The cache is keyed by id(layout), since layouts live as long.
         found = self._positions.get(id(layout))
         if found is None:
             found = np.searchsorted(self.read, layout.rows(self.num_rows, self._micro_size))
@@ -67,11 +67,11 @@ class Placed(NamedTuple):
     last: FieldLayout
     """The layout of its last field."""
     apart: tuple[tuple[Any, ...], ...]
-    """(field, *shape) of each distributed tensor whose rows are not the samples, over several data ranks."""
+    """(field, *shape) of each distributed tensor over several data ranks whose rows are not the samples."""
 
 
 class BatchPlacer:
-    """Turns the leaves of a batch into distributed tensors. The structure and all other leaves stay as they are."""
+    """Turns the tensors of a batch into distributed tensors; its structure and its other leaves stay as they are."""
 
     def __init__(self, assignment: Assignment, dense_tensor_idx: Sequence[Sequence[int]] | None) -> None:
         self.assignment = assignment
@@ -84,10 +84,10 @@ class BatchPlacer:
         """Return the batch as distributed tensors.
 
         Args:
-            batch: Holds the rows `rows.read`.
-            rows: Which rows these are.
-            keys: `input_keys` as they are now.
-            pad_to: What rows are padded to. Tensors then stay `Unplaced` until the lengths of all ranks are known.
+            batch: A batch with the rows `rows.read`.
+            rows: The rows of the batch.
+            keys: The current `input_keys`.
+            pad_to: What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known.
 
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
@@ -112,19 +112,19 @@ class BatchPlacer:
 
     @staticmethod
     def valid(mask: np.ndarray[Any, Any], rows: BatchRows, layout: FieldLayout) -> Any:
-        """Return one bool per row of a field, True where the row is real, placed as its rows are.
+        """Return one bool per row of a field, True if the row is real, placed like the rows.
 
         Args:
             mask: bool[len(rows.read)], for the rows that were read.
-            rows: Of the batch.
-            layout: Of the field.
+            rows: The rows of the batch.
+            layout: The layout of the field.
         """
         if layout.on_mesh:
             return place_mask(mask[rows.positions(layout)], layout)
         return place_mask(np.ones(rows.num_rows // layout.num_data_ranks, bool), layout)
 
     def num_rows(self, batch: Any, keys: Sequence[Any] | None = None) -> int | None:
-        """Return the rows of a global batch that was read whole; None if no field of it is split by rows."""
+        """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
         if is_sequence(batch) or isinstance(batch, Mapping):
             for number, (key, entry) in enumerate(self.assignment.fields(batch, keys)):
                 layouts = entry if isinstance(entry, list) else [entry]
@@ -224,7 +224,7 @@ class _Placing:
 
 
 def _check_own_rows(tensor: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:
-    """Refuse a field whose rows are not the samples where it would have to be cut, or cannot be a global tensor."""
+    """Refuse a field whose rows are not the samples, if it would have to be cut or cannot be a distributed tensor."""
     name, shape = f"field {path or 'batch'}", list(tensor.shape)
     if not shape and not dense:
         raise BatchStructureError(
@@ -258,7 +258,7 @@ def tensors(value: Any) -> Iterator[Any]:
 
 
 def _is_row_like(value: Any) -> bool:
-    """True if a leaf that is no tensor may have an item for each row, as strings collate: not a list of numbers."""
+    """True if a leaf other than a tensor may have one item per row, as collated strings have; not a list of numbers."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     if not isinstance(value, list) or not value or any(True for _ in tensors(value)):

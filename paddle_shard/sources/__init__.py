@@ -1,1 +1,1 @@
-"""The sources of samples, one kind per file. Third-party libraries are imported inside functions."""
+"""Where a stream's samples come from, one kind per file. Third-party packages are imported where they are used."""

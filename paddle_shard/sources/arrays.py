@@ -1,4 +1,4 @@
-"""How are arrays read a batch at a time?"""
+"""How are arrays read one batch at a time?"""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
 
 class ArrayDataset:
-    """Arrays whose rows are the samples: numpy's, memory maps, or what is indexed like them (Zarr, HDF5, Arrow).
+    """Arrays whose rows are the samples: numpy arrays, memory maps, or arrays indexed like them (Zarr, HDF5, Arrow).
 
-    A batch is gathered with one index for each array, in the main process or in a worker, and consecutive rows as
-    one slice. So it needs no collating. Give it to a `paddle.io.DataLoader`.
+    A batch is read by indexing each array once, in the main process or in a worker, so it needs no collating.
+    Consecutive rows are read as one slice. Give the data set to a `paddle.io.DataLoader`.
 
     Examples:
         >>> dataset = ArrayDataset(images=np.zeros((10, 2)), labels=np.arange(10))
@@ -25,17 +25,18 @@ class ArrayDataset:
     """
 
     def __init__(self, *arrays: Any, block_size: int | None = None, **named: Any) -> None:
-        """Take note of the arrays; nothing is read.
+        """Keep the arrays; nothing is read.
 
         Args:
-            arrays: At least one, of the same length. One alone: samples are its rows; several: tuples of them.
-            block_size: Rows that lie together on disk, for `shuffle="blocks"`. None: that of the first array's
-                `chunks`, if it has any.
-            named: Instead of `arrays`: samples are dicts.
+            arrays: At least one array; all must have the same length. The samples of one array are its rows, those of
+                several arrays are tuples of rows.
+            block_size: Number of rows that are stored together on disk, for `shuffle="blocks"`. None: the first array's
+                `chunks` tell, if it has them.
+            named: Arrays by name, instead of `arrays`. Then samples are dicts.
 
         Raises:
-            ArgumentError: None, both kinds, or different lengths.
-            ArgumentTypeError: One has no length or cannot be indexed.
+            ArgumentError: No array is given, or both kinds, or the lengths differ.
+            ArgumentTypeError: An array has no length or cannot be indexed.
         """
         if bool(arrays) == bool(named):
             raise ArgumentError("ArrayDataset takes arrays, by position or by name, and at least one.")
@@ -48,7 +49,7 @@ class ArrayDataset:
             raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
         self._columns, self._named, self._alone = columns, bool(named), len(arrays) == 1
         self.gathers = all(isinstance(array, np.ndarray | list | tuple) for array in columns.values())
-        """True if nothing else refers to the arrays of a batch. A slice of another kind of array may be a view."""
+        """True if a batch's arrays are copies that nothing else uses; slices of other kinds of arrays may be views."""
         self._length = next(iter(lengths.values()))
         chunks = getattr(next(iter(columns.values())), "chunks", None)
         found = block_size if block_size is not None else chunks[0] if chunks else None
@@ -63,7 +64,7 @@ class ArrayDataset:
         return self._shaped({name: array[index] for name, array in self._columns.items()})
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return some rows of each array, in the structure of a sample: a batch."""
+        """Return a batch: some rows of each array, in the structure of a sample."""
         rows = as_rows(indices)
         return self._shaped({name: _taken(array, rows) for name, array in self._columns.items()})
 
@@ -74,7 +75,7 @@ class ArrayDataset:
 
 
 def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:
-    """Return a slice where indices follow each other, else an array.
+    """Return a slice if the indices are consecutive, else an array.
 
     Examples:
         >>> as_rows([4, 5, 6]), as_rows([4, 6])
@@ -88,7 +89,7 @@ def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:
 
 def _taken(array: Any, rows: slice | np.ndarray[Any, Any]) -> Any:
     if isinstance(array, np.ndarray):
-        # A slice of a memory map is read now, not when it is first looked at.
+        # Copy a slice, so that a memory map is read now, not at the first access.
         return np.array(array[rows]) if isinstance(rows, slice) else np.asarray(array.take(rows, axis=0))
     if isinstance(array, list | tuple):
         picked = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()

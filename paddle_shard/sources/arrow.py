@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class NullFound(Exception):
-    """A null where none is allowed."""
+    """There is a null, but nulls are not allowed."""
 
     def __init__(self, column: str, row: int, *, inside: bool) -> None:
         super().__init__(f"of column {column!r} {'holds a list with a null inside' if inside else 'is null'}")
@@ -19,15 +19,15 @@ class NullFound(Exception):
 
 
 def samples_of(batch: Any, columns: Sequence[str] | None, allow_nulls: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `pyarrow.RecordBatch` as dicts; `sources.parquet` says what of which type.
+    """Yield the rows of a `pyarrow.RecordBatch` as dicts; `sources.parquet` lists the types of the values.
 
     Args:
-        batch: Its column names are distinct.
+        batch: A batch whose column names are distinct.
         columns: The keys of the dicts, in order; None: all columns.
         allow_nulls: If True, a null becomes None; otherwise it is an error.
 
     Raises:
-        NullFound: Before the first row, at one in any of them.
+        NullFound: A row has a null that is not allowed; raised before the first row.
     """
     names = list(batch.schema.names if columns is None else columns)
     rows = np.arange(batch.num_rows)
@@ -37,21 +37,21 @@ def samples_of(batch: Any, columns: Sequence[str] | None, allow_nulls: bool) -> 
 
 
 def _rows(values: Sequence[Any] | npt.NDArray[Any]) -> Sequence[Any] | npt.NDArray[Any]:
-    """Return values that can be changed, and kept, independently of each other."""
+    """Return values that can be changed one by one, and kept without keeping the others in memory."""
     if isinstance(values, np.ndarray) and values.ndim > 1:
         return [row.copy() for row in values]
     return values
 
 
 def _values(array: Any, allow_nulls: bool, column: str, rows: npt.NDArray[np.int64], *, inside: bool) -> Any:
-    """Return the values of an Arrow array: a numpy array where all are of one dtype and shape, else a list.
+    """Return the values of an Arrow array: a numpy array if all have the same dtype and shape, else a list.
 
     Args:
         array: A `pyarrow.Array`.
         allow_nulls: If True, a null becomes None.
-        column: The top-level column that it comes from.
+        column: The top-level column that the array comes from.
         rows: For each value, the row of the batch that it comes from.
-        inside: True if it is what lists hold.
+        inside: True if the values are items of lists.
     """
     import pyarrow as pa  # type: ignore[import-untyped]
 

@@ -1,4 +1,4 @@
-"""How is a remote file kept on disk, when many processes want it at once?"""
+"""How is a remote file kept on disk if many processes need it at the same time?"""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cached(name: str, cache_dir: str) -> str:
-    """Return the path of a local copy of a remote file, which is downloaded if it is not there.
+    """Return the path of a local copy of a remote file; download the file if there is no copy yet.
 
-    The first that comes downloads, to a name of its own, and renames; the others, of other processes too, wait
-    for it. Where the file system has no locks, several may download; each copy is whole all the same. Nothing
-    is ever removed.
+    The first caller downloads the file under a temporary name and renames it. Other callers, also in other processes,
+    wait for it. If the file system has no locks, several callers may download the file, but each copy is complete.
+    No copy is ever removed.
 
     Raises:
-        OSError: The download failed, ended too soon, or the disk is full; no half file is left.
+        OSError: The download failed or ended too soon, or the disk is full. No incomplete file is left.
     """
     with _room(name, cache_dir):
         os.makedirs(cache_dir, exist_ok=True)
@@ -41,7 +41,7 @@ def cached(name: str, cache_dir: str) -> str:
     with lock, held(lock) as alone:
         if os.path.exists(path):
             return path
-        if alone:  # files that a killed process has left
+        if alone:  # remove what a killed process has left
             for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
                 os.unlink(stale)
         with _room(name, cache_dir):
@@ -72,7 +72,7 @@ def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
                 raise _explained(error, name, cache_dir, size, copied) from error
             copied += len(piece)
     try:
-        os.fsync(target.fileno())  # or a crash could leave an empty file with the right name
+        os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
     except OSError as error:
         raise_if_a_handlers(error)
         raise _explained(error, name, cache_dir, size, copied) from error
@@ -82,7 +82,7 @@ def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
 
 @contextmanager
 def _room(name: str, cache_dir: str) -> Iterator[None]:
-    """Raise an error that says that a file or directory cannot be cached."""
+    """Explain the error if the disk has no room for a file or a directory."""
     try:
         yield
     except OSError as error:
@@ -99,7 +99,7 @@ def _room(name: str, cache_dir: str) -> Iterator[None]:
 def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copied: int) -> OSError:
     if error.errno not in _FULL:
         return OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}")
-    free = shutil.disk_usage(cache_dir).free + copied  # the incomplete file is removed
+    free = shutil.disk_usage(cache_dir).free + copied  # what was written will be removed
     return OSError(
         error.errno,
         f"cache_dir {cache_dir!r} is full: {shown(name)} has {'an unknown number of' if size is None else size} bytes, "
@@ -109,7 +109,7 @@ def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copi
 
 @contextmanager
 def held(file: IO[bytes]) -> Iterator[bool]:
-    """Hold a lock among processes and threads; yields False if the system has no such locks."""
+    """Hold a lock among processes and threads; yield False if the file cannot be locked."""
     try:
         import fcntl
 
@@ -121,5 +121,5 @@ def held(file: IO[bytes]) -> Iterator[bool]:
     try:
         yield locked
     finally:
-        if locked:  # closing does not release it if a child was forked in the meantime, which has the file open, too
+        if locked:  # closing is not enough: a child that was forked meanwhile has the file open, too
             fcntl.flock(file, fcntl.LOCK_UN)

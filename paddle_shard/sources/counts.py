@@ -1,4 +1,4 @@
-"""How many samples does each local file have, without counting them again in every run and rank?"""
+"""How many samples does each file have, and how do runs and ranks avoid counting local files again?"""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from paddle_shard.sources.shard_index import ShardEntry
 
 VERSION = 1
 KEPT = 64
-"""Lists of files whose counts are kept: those that were used last."""
+"""Number of lists of files whose counts are kept: the most recently used ones."""
 RECENT = 2.0
-"""Seconds for which a file that has changed is not kept, since it could change again within one tick of its clock."""
+"""Seconds after a change for which a file's count is not kept: a second change could get the same time stamp."""
 SLOW = 5.0
-"""Seconds after which a line says what takes so long."""
+"""Seconds after which a log line says what takes so long."""
 
 _Stamp = tuple[int, int, int]
-"""Bytes, and when content and inode changed, in ns."""
+"""(size in bytes, time of the last change of the content, that of the inode), times in ns."""
 
 
 def count_files(
@@ -39,14 +39,14 @@ def count_files(
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
     Args:
-        names: Of the files.
-        kind: What is counted in them, a name for it.
+        names: Names of the files.
+        kind: Name of what is counted in the files.
         count: Counts the samples of a file.
-        counts: True: count all; False: none. None: all, if counting is cheap compared with reading: each is local and
-            not packed. So whether they are counted is the same on all ranks that see the same files.
+        counts: True: count all files; False: count none. None: count all if counting is cheap compared to reading: all
+            files are local and none is compressed. So all ranks that see the same files decide alike.
 
     Returns:
-        The counts of each file; None if they are not counted.
+        The index entry of each file; None if files are not counted.
 
     Raises:
         ShardReadError: A file cannot be read.
@@ -105,7 +105,7 @@ def _said_if_slow(num_files: int) -> Iterator[None]:
         timer.join()
 
 
-# What is kept
+# The counts that are kept
 
 
 def _folder() -> Path:
@@ -114,7 +114,10 @@ def _folder() -> Path:
 
 @contextmanager
 def _kept(kind: str, names: Sequence[str]) -> Iterator[_Kept]:
-    """Open what is kept of a list of files; one process at a time counts them. Without a place for it nothing is."""
+    """Open the kept counts of a list of files, under a lock so that one process at a time counts.
+
+    If there is no place for the counts, nothing is kept.
+    """
     path = _folder() / f"{derive_key(VERSION, kind, [_path(name) for name in names], size=16).hex()}.json"
     with ExitStack() as stack:
         with suppress(OSError):
@@ -138,7 +141,7 @@ class _Kept:
             self._known = dict(json.loads(path.read_bytes()))
 
     def get(self, name: str, stamp: _Stamp | None) -> ShardEntry | None:
-        """Return what is known of a file, unless it has changed."""
+        """Return the kept entry of a file; None if there is none or the file has changed."""
         try:
             *known, samples, every, starts = self._known[_path(name)]
             if stamp is not None and tuple(known) == stamp:
@@ -148,7 +151,7 @@ class _Kept:
         return None
 
     def keep(self, name: str, stamp: _Stamp | None, entry: ShardEntry) -> None:
-        """Note what was counted."""
+        """Note the count of a file, unless the file is remote or has changed just now."""
         if stamp is None or entry.size != stamp[0] or time.time() - max(stamp[1:]) / 1e9 < RECENT:
             return
         line = [*stamp, entry.samples, entry.every, list(entry.starts)]
@@ -156,7 +159,7 @@ class _Kept:
             self._known[_path(name)], self._changed = line, True
 
     def close(self) -> None:
-        """Write what is new, and remove the lists that were not used for longest."""
+        """Write new counts, and remove the lists that were not used for the longest time."""
         if self._changed:
             self._write()
         else:
@@ -166,7 +169,7 @@ class _Kept:
             path.unlink()
 
     def _write(self) -> None:
-        """Replace the file at once or not at all."""
+        """Replace the file atomically."""
         handle, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=self._file.parent)
         try:
             with open(handle, "w", encoding="utf-8") as file:

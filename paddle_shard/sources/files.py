@@ -1,4 +1,4 @@
-"""How is a file opened, wherever it is, and read on when a connection drops?"""
+"""How is a local or remote file opened, and how does reading continue after a connection drops?"""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from paddle_shard.sources.names import is_remote, local_path
 from paddle_shard.sources.remote import remote_file
 
 RETRIES = 3
-"""Failures in a row after which a file is given up. Each byte that arrives starts the count again."""
+"""Retries in a row after which reading fails. A byte that arrives resets the count."""
 BACKOFF = 0.5
-"""Seconds before the first retry; twice as long before each further one."""
+"""Seconds before the first retry; the time doubles before each further retry."""
 TIMEOUT = 60.0
 """Seconds without a byte after which an HTTP connection counts as dropped."""
 BUFFER = 1 << 18
@@ -34,25 +34,25 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 
 
 class ChangedError(Exception):
-    """A remote file is another one than when its reading began."""
+    """A remote file has changed since its reading began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """A remote file that is open at some byte."""
+    """A remote file that is open at a given byte."""
 
     stream: Any
-    """Has `read1` or `read`, and `close`."""
+    """An object with `read1` or `read`, and with `close`."""
     size: int | None
-    """Bytes of the whole file; None where the server does not say."""
+    """Size of the whole file in bytes; None if the server does not say."""
     tag: str | None = None
-    """A value that changes when the file does: an ETag."""
+    """A value that changes when the file changes: an ETag."""
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
-    """Open a local path or a URL at a byte, and say how many bytes the whole file has, if that is known.
+    """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes, if known.
 
-    A remote file whose connection drops is read on where it stood.
+    If the connection to a remote file drops, reading continues at the same byte.
     """
     if name.startswith("pipe:"):
         raise ArgumentError(f"{name!r}: commands are not run. Give the URL itself: http, s3, gs, or what fsspec opens.")
@@ -68,9 +68,9 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
 
 
 def decompressed(file: BinaryIO) -> BinaryIO:
-    """Return the plain bytes of a file that may be packed by gzip, bzip2 or xz, by its first bytes.
+    """Return the plain bytes of a file that may be compressed by gzip, bzip2 or xz, as its first bytes tell.
 
-    Unlike `tarfile`'s own streams, these raise at an end that comes too soon, and check the sums.
+    Unlike `tarfile`'s own streams, these raise if the file ends too soon, and verify the checksums.
     """
     begin = cast(io.BufferedReader, file).peek(6)
     if begin.startswith(b"\x1f\x8b"):
@@ -83,7 +83,7 @@ def decompressed(file: BinaryIO) -> BinaryIO:
 
 
 class _Closing(io.BufferedReader):
-    """An unpacked file; closing it closes the packed one, too."""
+    """A decompressed file. Closing it also closes the compressed file."""
 
     def __init__(self, unpacked: Any, packed: BinaryIO) -> None:
         super().__init__(unpacked, BUFFER)
@@ -95,14 +95,14 @@ class _Closing(io.BufferedReader):
 
 
 class RemoteFile(io.RawIOBase):
-    """A file that is read from its beginning, or a byte, to its end, over as many connections as it takes."""
+    """A remote file that is read from a byte to its end, over as many connections as needed."""
 
     def __init__(self, name: str, connect: Callable[[str, int], Connection], start: int = 0) -> None:
         """Connect.
 
         Args:
             name: The URL.
-            connect: Opens it at a byte.
+            connect: Opens the URL at a byte.
             start: The first byte.
         """
         self._name, self._connect, self._position = name, connect, start
@@ -122,14 +122,15 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the byte that is read next."""
+        """Return the position of the byte that is read next."""
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes. If the connection is lost, connect again at the same place.
+        """Read some bytes; if a connection fails, connect again at the same byte.
 
         Raises:
-            OSError: It failed too often in a row.
+            OSError: Reading failed too often in a row.
+            ChangedError: The file has changed.
         """
         while self._position != self.size:
             try:
@@ -137,7 +138,7 @@ class RemoteFile(io.RawIOBase):
                     self._open()
                 assert self._connection is not None
                 stream = self._connection.stream
-                # Read what has arrived, not as much as the buffer holds, so that a stall loses nothing.
+                # Read what has arrived instead of filling the buffer, so that a stall cannot lose it.
                 content = getattr(stream, "read1", stream.read)(len(buffer))
                 if not content and self.size is not None:
                     raise ConnectionError("the connection was closed")
@@ -200,7 +201,7 @@ def _connect_http(name: str, start: int) -> Connection:
     try:
         tag, length = stream.headers.get("ETag"), stream.headers.get("Content-Length")
         if start == 0 or stream.status != 206:
-            _discard(stream, start)  # a server that knows no ranges sends all of it
+            _discard(stream, start)  # a server that does not support ranges sends the whole file
             return Connection(stream=stream, size=None if length is None else int(length), tag=tag)
         span, _, size = stream.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if not span.startswith(f"{start}-"):

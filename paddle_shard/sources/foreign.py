@@ -15,25 +15,25 @@ from paddle_shard.stages.stage import Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The part of the data that another library reads, in place of a rank and a world size."""
+    """The part of the data that another library reads. It replaces a rank and a world size."""
 
     shard: int
-    """The data rank: replicas have the same."""
+    """The data rank, which is the same for all ranks of a replica group."""
     num_shards: int
     """Number of data ranks."""
     seed: int
     """Seed of the run, the same on every rank."""
     epoch: int
-    """The epoch; with "repeat", a further one for each time that the data is read again."""
+    """The epoch. If the data is repeated within an epoch, each repetition has another number."""
     state: Any = None
-    """Result of `save` after the last batch that was delivered; None to begin at the beginning."""
+    """Result of `save` after the last batch that was delivered; None at the beginning."""
 
 
 class Foreign:
-    """Another library's loader: each process builds one, told its share, and takes its batches as its own rows.
+    """Another library's loader. Each process builds one for its share, and uses the loader's batches as its own rows.
 
-    It is given to `shard_dataloader` in place of a DataLoader. The library fixes which samples a share holds,
-    so a run is bound to its number of data ranks, and says so when it is resumed on another.
+    Give it to `shard_dataloader` in place of a DataLoader. The library decides which samples a share holds. So a run is
+    bound to its number of data ranks: resuming it on another number is an error that says so.
     """
 
     def __init__(
@@ -46,28 +46,29 @@ class Foreign:
         """Describe the loader.
 
         Args:
-            build: Returns what yields the batches of an epoch: arrays, or tensors that speak DLPack, with the
-                same number of rows in each but the last. Called in each process, when a pass begins.
-            name: Of the library, for messages and the saved state.
-            save: Returns the state of what `build` returned, which `build` can be given again: a value for JSON.
-                Called after each batch. None: a resumed pass reads delivered batches again and throws them away.
+            build: Returns an iterable over the batches of an epoch: arrays, or tensors that support DLPack. All batches
+                except the last have the same number of rows. It is called in each process when a pass begins.
+            name: Name of the library, for messages and the saved state.
+            save: Called after each batch with the result of `build`. It returns the state as a JSON value, which
+                `build` gets again in `Share.state`. None: a resumed pass reads the delivered batches again and drops
+                them.
         """
         self.build, self.name, self.save = build, name, save
 
 
 class ForeignSource(Stage):
-    """A foreign loader as a source: part p of P is what the library reads as shard p of P."""
+    """A foreign loader as a source. Part p of P is what the library reads as shard p of P."""
 
     def __init__(self, foreign: Foreign) -> None:
         self._foreign = foreign
 
     @property
     def cuts(self) -> bool:
-        """The library does."""
+        """True: the library reads a part without reading the others."""
         return True
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the batches of the shares."""
+        """Return an iterator over the batches of each part."""
         return [self._batches(part, opening) for part in opening.parts]
 
     def fingerprint(self) -> list[Any]:

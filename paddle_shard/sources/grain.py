@@ -14,20 +14,20 @@ from paddle_shard.sources.foreign import Foreign, Share
 
 
 def grain_dataset(map_dataset: Any) -> GrainDataset:
-    """Return a `grain.MapDataset` as a data set for a `paddle.io.DataLoader`: of one length, with all its elements.
+    """Return a `grain.MapDataset` as a data set of fixed length for a `paddle.io.DataLoader`.
 
-    The order is the loader's, and a run is resumed exactly. Grain's own `shuffle` and `random_map` are those of its
-    first epoch, whenever they are read: shuffle by `shard_dataloader(..., shuffle=True)`, or have Grain lay its
-    epochs end to end (`.shuffle(seed).repeat(n)`) and leave the loader's shuffle out.
+    The loader decides the order, and a run resumes exactly. Grain's own `shuffle` and `random_map` give the results of
+    Grain's first epoch in every epoch. So shuffle by `shard_dataloader(..., shuffle=True)`. Or let Grain concatenate
+    its epochs (`.shuffle(seed).repeat(n)`) and leave the loader's shuffle out.
 
     Args:
-        map_dataset: Neither endless, nor cut for a rank.
+        map_dataset: A data set that is neither endless nor cut for a rank.
 
     Raises:
         MissingDependencyError: grain is not installed.
-        ArgumentTypeError: It is not a MapDataset.
-        ArgumentError: It is repeated without an end.
-        SplitError: It has a slice with a step, as one cuts shards (`ds[rank::ranks]`).
+        ArgumentTypeError: `map_dataset` is not a MapDataset.
+        ArgumentError: The data set is repeated forever.
+        SplitError: The data set has a slice with a step, which is how shards are cut (`ds[rank::ranks]`).
     """
     return GrainDataset(map_dataset)
 
@@ -64,8 +64,8 @@ class GrainDataset:
         """Return an element.
 
         Raises:
-            IndexError: There is no such sample. (Grain itself would begin again.)
-            ArgumentError: Grain has left it out.
+            IndexError: The index is out of range. Grain itself would wrap around.
+            ArgumentError: A filter of Grain has dropped the element.
         """
         number = operator.index(index)
         if not 0 <= number < self._length:
@@ -83,12 +83,12 @@ class GrainDataset:
 def grain_loader(build: Callable[[Share], Any]) -> Foreign:
     """Return a loader of a `grain.IterDataset` of batches, which each process builds for its share.
 
-    It resumes exactly, by Grain's own state.
+    A run resumes exactly, by Grain's own state.
 
     Args:
-        build: Given the share, returns an IterDataset of this data rank's own batches. It must read `share.shard`
-            and `share.num_shards`, and take its order from `share.seed` and `share.epoch`: it is called for each
-            pass, in the main process.
+        build: Called with the share for each pass, in the main process. It returns an IterDataset of this data rank's
+            own batches. It must read `share.shard` and `share.num_shards`, and derive its order from `share.seed` and
+            `share.epoch`.
 
     Raises:
         MissingDependencyError: grain is not installed.

@@ -1,4 +1,4 @@
-"""How is a streamed data set of Hugging Face `datasets` a source?"""
+"""How is a streamed data set of Hugging Face `datasets` used as a source?"""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paddle_shard.stages.opening import Opening
 from paddle_shard.stages.stage import Stage
 
 _ROUND = 1 << 20
-"""Epochs between the first and the second reading within an epoch."""
+"""Number that is added to the library's epoch each time that the data is read again within an epoch."""
 _SEEDS = 1 << 64
-"""Seeds from here on are drawn by the operating system, another in each process."""
+"""Seeds of this size and above come from the operating system and differ between processes."""
 
 
 class HuggingFaceSource(Stage):
     """A `datasets.IterableDataset`: part p of P is its `.shard(num_shards=P, index=p)`.
 
-    The part is told the epoch, so that its own `shuffle` gives each another order; that order depends on the
-    library's version and on its own seed, not on the loader's. A resumed run reads again what was delivered and
-    drops it: the library's own state leaves out what its shuffle buffer held.
+    The epoch is set on each part, so that the data set's own `shuffle` gives another order in each epoch. This order
+    depends on the library's version and on the data set's own seed, not on the loader's seed. A resumed run reads the
+    delivered samples again and drops them, since the library's own state leaves out what its shuffle buffer held.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -56,12 +56,12 @@ class HuggingFaceSource(Stage):
 
     @property
     def num_shards(self) -> int:
-        """The number of files, or pieces, that the library can tell apart."""
+        """Number of shards (files or pieces) that the library can read separately."""
         return int(self._dataset.num_shards)
 
     @property
     def cuts(self) -> bool:
-        """The library opens a part without reading the others."""
+        """True: the library opens a part without reading the others."""
         return True
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
@@ -74,8 +74,12 @@ class HuggingFaceSource(Stage):
         return [self._items(part, opening) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
-        """Return None: lengths show at the end."""
-        self._check(opening)  # before any batch, if the loader asks
+        """Return None: lengths are known only at the end.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts.
+        """
+        self._check(opening)  # the loader asks for lengths before any batch
         return None
 
     def fingerprint(self) -> list[Any]:
@@ -95,7 +99,7 @@ class HuggingFaceSource(Stage):
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy: the epoch is its own
+        mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy, so that its epoch can be set
         mine.set_epoch(opening.epoch + opening.round * _ROUND)
         yield from opening.drawn(iter(mine), key)
 
@@ -103,27 +107,28 @@ class HuggingFaceSource(Stage):
 def huggingface_source(dataset: Any) -> HuggingFaceSource:
     """Return the source of the samples of a `datasets.IterableDataset`.
 
-    `with_format("numpy")` makes arrays of its lists; without a format a list is a structure of single numbers.
+    With `with_format("numpy")`, lists become arrays. Without a format, a list is a structure of single numbers.
 
-    The library's own `shuffle` reads in threads, so a random `map` belongs after it. On Parquet files it sleeps
-    5 s where it ends (its way round a bug of Arrow), for one part of a reader after the other. A stream's own
-    `shuffle(window)` does neither, and goes by the loader's seed.
+    The library's own `shuffle` reads in threads, so put a random `map` after it. On Parquet files, it also sleeps 5 s
+    when it ends, to avoid a bug of Arrow; for several parts of a reader, these times add up. A stream's own
+    `shuffle(window)` has neither problem, and depends on the loader's seed.
 
     Args:
-        dataset: Streamed (`load_dataset(..., split=, streaming=True)`, `to_iterable_dataset(num_shards=)`), mapped,
-            filtered and shuffled as you like. A `shuffle` needs a seed. It is not changed.
+        dataset: A streamed data set (`load_dataset(..., split=, streaming=True)` or
+            `to_iterable_dataset(num_shards=)`). It may be mapped, filtered and shuffled. A `shuffle` needs a seed. The
+            data set is not changed.
 
     Raises:
         MissingDependencyError: datasets is not installed.
-        ArgumentTypeError: It is something else.
-        SplitError: It was split by node already.
-        ArgumentError: It is shuffled without a seed, or has a state.
+        ArgumentTypeError: `dataset` is not a `datasets.IterableDataset`.
+        SplitError: The data set was split by node already.
+        ArgumentError: The data set is shuffled without a seed, or has a state.
     """
     return HuggingFaceSource(dataset)
 
 
 def _generators(node: Any) -> Iterator[np.random.Generator]:
-    """Yield the generators of a data set's steps, the last first."""
+    """Yield the generators of a data set's steps, those of the last step first."""
     for value in vars(node).values():
         for found in value if isinstance(value, list | tuple) else [value]:
             if isinstance(found, np.random.Generator):

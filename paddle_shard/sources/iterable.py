@@ -1,4 +1,4 @@
-"""How is any iterable a source?"""
+"""How is any iterable used as a source?"""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from paddle_shard.stages.stage import Stage
 
 
 class IterableSource(Stage):
-    """A list, a function that returns an iterator, or anything that can be iterated once an epoch.
+    """A list, a function that returns an iterator, or anything that can be iterated once per epoch.
 
-    It cannot open a part by itself. What it draws from the global generators is seeded before each sample from
-    (seed, epoch, round, number of the sample), so every reader sees the same stream.
+    It cannot open a part by itself. The global random generators are seeded before each sample from (seed, epoch,
+    round, number of the sample), so every reader sees the same stream.
     """
 
     def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
         """Set up the source.
 
         Args:
-            iterable: It is iterated again for each epoch. A generator can be read in one epoch only; give the function
-                that makes it, without calling it, to read it in several.
+            iterable: Iterated once per epoch. A generator can be read in one epoch only; to read it in several, give
+                the function that makes it, without calling it.
 
         Raises:
-            ArgumentTypeError: It is neither iterable nor callable.
+            ArgumentTypeError: The argument is neither iterable nor callable.
         """
         if not hasattr(iterable, "__iter__") and not callable(iterable):
             raise ArgumentTypeError(
@@ -49,16 +49,16 @@ class IterableSource(Stage):
         return [self._items(opening)]
 
     def lengths(self, opening: Opening) -> list[int] | None:
-        """Return the length of a list."""
+        """Return the length of a list; None for anything else."""
         return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
 
     @property
     def once(self) -> bool:
-        """True if it is an iterator."""
+        """True if the iterable is an iterator."""
         return self._one_shot
 
     def fingerprint(self) -> list[Any]:
-        """Return the length of a list."""
+        """Return the length of a list; nothing for anything else."""
         return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]
 
     def _items(self, opening: Opening) -> Iterator[Any]:

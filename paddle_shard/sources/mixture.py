@@ -169,8 +169,8 @@ def _check_rows(sources: Mapping[str, Any]) -> None:
         if len(set(found.values())) > 1:
             way_out = f"max_pieces={max(found.values())}" if what == "most_pieces" else f"the same {what}="
             raise ArgumentError(
-                f"Mixture: the packed sources have rows of different forms: {what.replace('_', ' ')} {found}. Give every "
-                f"Packed {way_out}."
+                f"Mixture: the packed sources have rows of different forms: {what.replace('_', ' ')} {found}. Give "
+                f"every Packed {way_out}."
             )
 
 

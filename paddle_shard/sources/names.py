@@ -1,4 +1,4 @@
-"""What does the name of a file say, and which file is it wherever it is kept?"""
+"""What does the name of a file tell, and how is the same file recognized in another folder?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def is_remote(name: str) -> bool:
-    """True if a name is a URL of another kind than `file:`, or a command, which only reading refuses.
+    """True if a name is a URL other than `file:`, or a command (which is refused later, when it is read).
 
     Examples:
         >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
@@ -27,18 +27,18 @@ def is_remote(name: str) -> bool:
 
 
 def local_path(name: str) -> str:
-    """Return the path of a local file from its name."""
+    """Return the path of a local file, given its name (a path or a `file:` URL)."""
     if name.startswith("file:"):
         return urllib.request.url2pathname(urlsplit(name).path)
     return os.path.expanduser(name)
 
 
 def matched(paths: Paths) -> list[str]:
-    """Return the files for some paths. A pattern, such as `data/*.csv`, gives the files that match, sorted.
+    """Return the given files; each pattern, such as `data/*.csv`, is replaced by the files that match it, sorted.
 
     Raises:
-        ArgumentTypeError: There is no path.
-        ArgumentError: A pattern matches nothing, or is one of remote files.
+        ArgumentTypeError: `paths` is neither a path nor a list.
+        ArgumentError: A pattern matches no file, or is for remote files.
     """
     given: Sequence[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(given, Iterable):
@@ -69,7 +69,7 @@ def base_name(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """Return a name without what may be secret in it, or differ from day to day: a URL's password and query.
+    """Return a name without a URL's user, password and query, which may be secret or differ from day to day.
 
     Examples:
         >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
@@ -81,7 +81,7 @@ def shown(name: str) -> str:
 
 
 def within_their_folder(names: Sequence[str]) -> list[str]:
-    """Return names without the folder that all are in: data may be moved, and be elsewhere on another host.
+    """Return names without the folder that all share, since data may be moved or be elsewhere on another host.
 
     Examples:
         >>> within_their_folder(["/data/a/0.csv", "/data/b/0.csv"]), within_their_folder(["s3://bucket/0.csv"])
@@ -94,9 +94,9 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
 
 
 def local_size(name: str) -> int | None:
-    """Return the bytes of a local file; None for any other, whose size would cost a request."""
+    """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
     try:
         return None if is_remote(name) else os.path.getsize(local_path(name))
     except OSError as error:
         raise_if_a_handlers(error)
-        return None  # it is read later; if it is missing, that error names it
+        return None  # reading it later raises an error that names it

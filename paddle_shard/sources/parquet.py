@@ -1,4 +1,4 @@
-"""How are Parquet files a source?"""
+"""How are Parquet files used as a source?"""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.text import SPREAD
 
 BATCH_BYTES = 4 << 20
-"""Uncompressed bytes that are decoded at once, about."""
+"""Approximate number of uncompressed bytes that are decoded at a time."""
 FOOTERS = 16
-"""Remote footers that are read at once."""
+"""Number of remote footers that are read in parallel."""
 
 
 def parquet_source(
@@ -33,31 +33,34 @@ def parquet_source(
 ) -> ShardSource:
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
 
-    The footers are read now, so parts are cut evenly, in the middle of a row group where need be, and their
-    lengths are known. Resuming opens no row group before the one where it resumes, of which what was delivered
-    is decoded and dropped. Only the columns that are asked for are fetched.
+    The footers are read now, so the parts' lengths are known and parts are cut evenly, if necessary in the middle of a
+    row group. A resume does not open earlier row groups. In the row group where it begins, the delivered rows are
+    decoded and dropped. Only the requested columns are fetched.
 
-    A row holds, by the column's type: a numpy scalar for ints, floats, bools, dates, timestamps (in UTC, without
-    the zone) and durations; `str` and `bytes`; an array of its own for a list of such scalars, of several dims for
-    lists of fixed size (and tensors); a Python list for a list of anything else; a dict for a struct; the value
-    itself for a dictionary; for the rest (decimals, times, maps) what pyarrow's `as_py` returns.
+    The type of a value depends on its column's type:
+
+    - int, float, bool, date, timestamp (in UTC, without the zone), duration: a numpy scalar.
+    - string, binary: `str` or `bytes`.
+    - list of such scalars: an array of its own; of several dims for nested lists of fixed size and tensors.
+    - list of anything else: a Python list. Struct: a dict. Dictionary: the value itself.
+    - others (decimal, time, map): what pyarrow's `as_py` returns.
 
     Args:
-        paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, of which the
-            files are sorted, or URLs that fsspec opens (its settings, such as keys and endpoints, are taken from
-            fsspec's configuration or the environment).
+        paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, whose files are
+            sorted, or URLs that fsspec opens. Settings such as keys and endpoints come from fsspec's configuration or
+            the environment.
         columns: Top-level columns to read, in this order; None: all.
-        allow_nulls: A null is None in the sample, for a `map` or `filter` after the source. False: it is an
-            error that names the column and the row. One inside a list always is.
-        shuffle_shards: Permute the row groups, in each epoch in another order. Rows keep their order in one: put a
-            `Shuffle` after it.
-        resample: Make each part an endless stream of row groups, drawn with replacement.
+        allow_nulls: If True, a null is None in the sample, for a later `map` or `filter`. If False, a null is an error
+            that names the column and the row. A null inside a list is always an error.
+        shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a row
+            group: add a `Shuffle` to permute them, too.
+        resample: If True, each part is an endless stream of row groups, sampled with replacement.
 
     Raises:
-        MissingDependencyError: pyarrow, or what a URL needs, is not installed.
-        ArgumentTypeError: The columns are one string, or what is given is no path.
-        ArgumentError: There is no file, none that matches a pattern, or no row, or a column is not in a file, or not of
-            the same type in all.
+        MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
+        ArgumentTypeError: `columns` is one string, or `paths` is not a path or a list of paths.
+        ArgumentError: There is no file or no row, a pattern matches no file, or a file lacks a column or has it with
+            another type.
         ShardReadError: A footer cannot be read.
     """
     _import_pyarrow()
@@ -107,7 +110,7 @@ class _Footer(NamedTuple):
 
 
 class _RowGroupReader:
-    """Reads a row group from a row on; opens nothing before it is called."""
+    """Reads a row group, starting at a given row. It opens nothing before it is called."""
 
     def __init__(self, groups: dict[str, _Group], columns: list[str] | None, allow_nulls: bool) -> None:
         self._groups, self._columns, self._allow_nulls = groups, columns, allow_nulls
@@ -143,7 +146,7 @@ class _RowGroupReader:
 
 
 def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] | None) -> None:
-    """Compare the columns that are read with the first file's."""
+    """Check that all files have the columns to read, with the types of the first file."""
     first = None
     for file, footer in zip(files, footers, strict=True):
         missing = [name for name in columns or () if name not in footer.types]
@@ -183,7 +186,7 @@ def _footer(file: str) -> _Footer:
 
 @contextmanager
 def _opened(file: str) -> Iterator[Any]:
-    """Open a file for pyarrow, by bytes that it asks for and no others."""
+    """Open a file for pyarrow; only the bytes that pyarrow asks for are read."""
     parquet = _import_pyarrow().ParquetFile
     if not is_remote(file):
         with parquet(local_path(file)) as opened:

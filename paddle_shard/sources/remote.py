@@ -11,20 +11,20 @@ from paddle_shard.sources.names import shown
 
 
 def remote_file(url: str, extra: str) -> tuple[Any, str]:
-    """Return (file system, path in it) of a file; one file system serves all that a process reads of a host or bucket.
+    """Return (file system, path in it) of a file. A process uses one file system for all files of a host or bucket.
 
-    Making one takes long: of S3 most of a second. Those that fsspec keeps from before a fork belong to the parent's
-    threads.
+    Making a file system takes long: most of a second for S3. fsspec's own cache is not used, since after a fork its
+    file systems belong to the parent's threads.
 
     Args:
-        url: Of the file.
-        extra: That of the package which has fsspec, for the error.
+        url: URL of the file.
+        extra: The extra of paddle_shard that installs fsspec, for the error.
 
     Raises:
-        MissingDependencyError: fsspec is not installed, or what it needs for such a URL.
+        MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
     """
     try:
-        if "::" in url:  # a file inside a file is a file system of its own
+        if "::" in url:  # a file inside another file, which is a file system of its own
             return _made(url)
         return _kept("/".join(url.split("/", 3)[:3]), os.getpid()), url
     except ImportError as error:

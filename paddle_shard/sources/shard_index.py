@@ -1,4 +1,4 @@
-"""How many samples does each shard have, and where do they begin?"""
+"""How many samples does each shard have, and at which bytes do they begin?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = 1
 EVERY = 64
 """Number of samples for which one byte offset is kept."""
 MOST = 128
-"""Bytes that are kept of a file that is counted without an index; more samples lie between two of a longer one."""
+"""Most byte offsets that are kept for a file that is counted without an index. Longer files have sparser offsets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,13 @@ class ShardEntry:
 
     samples: int
     size: int
-    """Bytes; "bytes" in the file."""
+    """Size in bytes; the key "bytes" in the index file."""
     starts: tuple[int, ...] = ()
-    """Bytes at which samples 0, `every`, 2 * `every`, ... begin; none where it is packed as a whole."""
+    """Bytes at which samples 0, `every`, 2 * `every`, ... begin; empty if the file is compressed as a whole."""
     every: int = EVERY
 
     def before(self, sample: int) -> tuple[int, int]:
-        """Return the last byte known to begin a sample at or before a sample, and how many lie between."""
+        """Return the last known byte where a sample at or before `sample` begins, and how many samples lie between."""
         if not self.starts:
             return 0, sample
         at = min(sample // self.every, len(self.starts) - 1)
@@ -47,10 +47,10 @@ def entry_of(starts: Iterable[int], size: Callable[[], int], *, packed: bool, mo
     """Count the samples of a file.
 
     Args:
-        starts: The byte at which each begins.
-        size: Called at the end, it returns the file's bytes.
-        packed: No sample can be found by its byte.
-        most: Bytes to keep, an even number; None: any number.
+        starts: The byte at which each sample begins.
+        size: Returns the file's size in bytes; called at the end.
+        packed: True if the file is compressed, so that no sample can be found by its byte.
+        most: Most byte offsets to keep, an even number; None: no limit.
     """
     kept: list[int] = []
     number, every = 0, EVERY
@@ -64,20 +64,20 @@ def entry_of(starts: Iterable[int], size: Callable[[], int], *, packed: bool, mo
 
 
 def index_shard(name: str, most: int | None = None) -> ShardEntry:
-    """Count the samples of a tar: a local one that is not packed by its headers, any other by reading it to its end.
+    """Count the samples of a tar. A local, uncompressed tar is counted by its headers, any other is read to its end.
 
     Args:
-        name: Of the tar.
-        most: As of `entry_of`.
+        name: Path or URL of the tar.
+        most: See `entry_of`.
 
     Raises:
-        Exception: Whatever reading it raises, if it cannot be read whole.
+        Exception: Whatever reading raises, if the tar cannot be read to its end.
     """
     opened, size = open_file(name)
     with opened, decompressed(opened) as file:
         packed = file is not opened
         if not packed and not is_remote(name):
-            with open(local_path(name), "rb", buffering=0) as headers:  # or each read would fetch a whole buffer
+            with open(local_path(name), "rb", buffering=0) as headers:  # with a buffer, each header would fill it
                 return entry_of(_starts(TarHeaders(headers, name)), lambda: size or 0, packed=False, most=most)
         samples = TarSamples(file, name, 0, None)
         return entry_of(_starts(samples), lambda: opened.tell() if size is None else size, packed=packed, most=most)
@@ -91,7 +91,7 @@ def _starts(samples: TarSamples) -> Iterator[int]:
 
 
 def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
-    """Write an index; a file of that name is replaced at once or not at all."""
+    """Write an index; an existing file of that name is replaced atomically."""
     shards = {
         name: {"samples": entry.samples, "bytes": entry.size, "starts": list(entry.starts)}
         for name, entry in entries.items()
@@ -114,12 +114,12 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     """Return the entries of some shards, by name.
 
     Args:
-        path: A path or URL.
-        names: Shards, which the index knows by the last pieces of their names.
+        path: Path or URL of the index.
+        names: Paths or URLs of the shards. The index contains only the last pieces of such names.
 
     Raises:
-        StateError: It is no index, or of another version.
-        ArgumentError: It cannot be opened or does not know a shard, or two shards have the same last piece.
+        StateError: The file is not an index, or has another version.
+        ArgumentError: The index cannot be opened or lacks a shard, or two shards have the same last piece.
     """
     try:
         file, _ = open_file(path)
@@ -137,7 +137,7 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
 
 
 def check_base_names(names: Sequence[str]) -> None:
-    """Refuse shards that an index could not tell from one another."""
+    """Refuse shards that an index could not distinguish."""
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault(base_name(name), name)

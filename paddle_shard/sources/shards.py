@@ -25,14 +25,14 @@ RECOUNT = (
 _SEED_RANGE = 1 << 64
 
 Segment = tuple[int, int, int | None]
-"""(shard, its first sample to read, the one to stop at; None: its end)."""
+"""(shard, first sample to read, sample to stop before; None: the shard's end)."""
 
 
 class ShardSource(Stage):
-    """Files of samples ("shards"), assigned to the parts independently of the readers.
+    """Files of samples ("shards"), assigned to the parts. The assignment does not depend on who reads a part.
 
-    If the samples of each shard are counted, the shards are laid end to end in their order and cut evenly, in
-    mid-file, so that the parts' lengths differ by at most one. Otherwise shard i of the order belongs to part
+    If the samples of each shard are counted, the shards are concatenated in their order and cut evenly, also in the
+    middle of a file, so that the parts' lengths differ by at most one. Otherwise, shard i of the order belongs to part
     i mod P. Nothing is opened before a part is read.
     """
 
@@ -50,19 +50,19 @@ class ShardSource(Stage):
         """Set up the source.
 
         Args:
-            names: The shards, each once: paths, URLs, or whatever `read` understands.
-            read: Called with a name and the number of samples to leave out at the beginning, it returns an
-                iterator over the rest. Its samples must be the same at each call.
-            files: The file of each shard, if a shard is a piece of a file; None: the shards are files.
-            counts: Samples of each shard. They make parts equal, lengths known and skipping cheap; a shard that
-                has fewer or more is an error when its end is read.
-            shuffle_shards: Permute the shards, in each epoch and round in another order.
-            resample: Make each part an endless stream of whole shards, each drawn from all of them.
-            spread: Seconds over which readers spread their first reads, so as not to burden a server at once.
+            names: The shards, each once: paths, URLs, or any names that `read` understands.
+            read: Called with a name and a number of samples to skip; returns an iterator over the other samples. Each
+                call must give the same samples.
+            files: The file that contains each shard, if a shard is less than a file; None: each shard is a file.
+            counts: Number of samples of each shard. With counts, parts are equal, their lengths are known, and skipping
+                is cheap. A shard with fewer or more samples is an error when its end is read.
+            shuffle_shards: If True, permute the shards, in another order in each epoch and round.
+            resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
+            spread: Seconds over which readers spread their first reads, so that they do not all hit a server at once.
 
         Raises:
-            ArgumentTypeError: The names are one string.
-            ArgumentError: The names are none or not distinct, or the counts do not fit them.
+            ArgumentTypeError: `names` is one string.
+            ArgumentError: There is no name, or names are not distinct, or `counts` or `files` do not fit them.
         """
         if isinstance(names, str):
             raise ArgumentTypeError(f"names must be a list of shards, got one string: {names!r}. Give [{names!r}].")
@@ -89,12 +89,12 @@ class ShardSource(Stage):
 
     @property
     def num_shards(self) -> int:
-        """The number of files."""
+        """Number of shards."""
         return len(self._names)
 
     @property
     def most_even_parts(self) -> int:
-        """The most parts for which a part with the largest file is at most a third longer than the mean, by size."""
+        """Most parts for which a part with the largest file is at most a third longer than the mean, by known sizes."""
         sizes = self.sizes()
         known = [size for size in sizes if size is not None]
         if self._resample or len(known) < len(sizes) or not any(known):
@@ -103,12 +103,12 @@ class ShardSource(Stage):
 
     @property
     def cuts(self) -> bool:
-        """It opens a part without reading the others."""
+        """True: a part is opened without reading the others."""
         return True
 
     @property
     def endless(self) -> bool:
-        """True if the parts have no end, because shards are drawn with replacement."""
+        """True if the parts have no end, because shards are sampled with replacement."""
         return self._resample
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
@@ -122,7 +122,7 @@ class ShardSource(Stage):
         return [self._part(part, opening, pause) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
-        """Return the lengths of the parts if the shards are counted."""
+        """Return the lengths of the parts; None if the shards are not counted or are resampled."""
         self._check(opening)
         if self._counts is None or self._resample:
             return None
@@ -130,27 +130,27 @@ class ShardSource(Stage):
         return [stop - start for start, stop in cuts]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
-        """Return the shard and the sample's number in it, if the shards are counted and each is read once."""
+        """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
         if self._counts is None or self._resample:
             return None
         shard, offset, _ = next(self._cut_out(opening, part, number), (None, 0, None))
         return None if shard is None else f"sample {offset} of {shown(self._names[shard])}"
 
     def sizes(self) -> list[int | None]:
-        """Return the bytes of each shard's file; None where asking for them would cost a request."""
+        """Return the size of each shard's file in bytes; None for a file whose size would cost a request."""
         return [local_size(file) for file in self._files]
 
     def part_sizes(self, opening: Opening) -> list[int] | None:
-        """Return the bytes of the whole files that each part is assigned; None if that is not known."""
+        """Return the total size in bytes of each part's files; None if it is not known or parts are not whole files."""
         sizes = self.sizes()
         if self._counts is not None or self._resample or None in sizes:
             return None
         return [sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part)) for part in opening.parts]
 
     def fingerprint(self) -> list[Any]:
-        """Return a digest of names within their common folder and counts, and what the order depends on."""
+        """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
         if self._digest is None:
-            # Files that are not counted are known by their sizes, if asking for these costs nothing.
+            # Files that are not counted are identified by their sizes, if these cost no request.
             known = ["sizes", *self.sizes()] if self._counts is None else self._counts.tolist()
             self._digest = derive_key(within_their_folder(self._files), known, size=16).hex()
         return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
@@ -167,7 +167,7 @@ class ShardSource(Stage):
 
     def _part(self, part: int, opening: Opening, pause: Iterator[float]) -> Iterator[Any]:
         key, skip = opening.key(part, "read"), opening.skip
-        time.sleep(next(pause, 0.0))  # the first part to be read pauses for all of this opening
+        time.sleep(next(pause, 0.0))  # only the first part of the opening that is read pauses
 
         def seed(number: int) -> None:
             opening.seed_generators(mix(key, number))
@@ -211,7 +211,7 @@ class ShardSource(Stage):
             at += 1
 
     def _in_rounds(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
-        """Yield drawn shards; a round has ended whenever each that has a sample has been read again."""
+        """Yield resampled shards; count a round each time that all shards that have samples were read again."""
         num_shards = len(self._names) if self._counts is None else np.count_nonzero(self._counts)
         read: set[int] = set()
         for segment in self._drawn(opening, part, skip):
@@ -222,7 +222,7 @@ class ShardSource(Stage):
                 read.clear()
 
     def _drawn(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
-        """Yield shards drawn with replacement, without an end; whole ones that are skipped are not yielded."""
+        """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out."""
         key, shards = opening.key(part, "draw"), len(self._names)
         for draw in count():
             shard = mix(key, draw) % shards
@@ -235,7 +235,7 @@ class ShardSource(Stage):
             skip = max(0, skip - length)
 
     def _samples(self, segments: Iterator[Segment], number: int, seed: Callable[[int], None]) -> Iterator[Any]:
-        """Read pieces of shards, one after the other; `number` is that of the first sample in the part."""
+        """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
         empty = 0
         for shard, begin, end in segments:
             before = number
@@ -260,7 +260,7 @@ class ShardSource(Stage):
             seed(number)
             items = iter(self._read(name, begin))
             for item in items:
-                if offset + 1 == length:  # before the last sample is delivered, since nobody may ask for another one
+                if offset + 1 == length:  # check before the last sample: no further one may be asked for
                     _check_end(name, length, items)
                 yield item
                 offset += 1

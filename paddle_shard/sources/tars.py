@@ -1,4 +1,4 @@
-"""Which samples does a tar of WebDataset's kind hold, and where does each begin?"""
+"""Which samples does a WebDataset tar hold, and at which byte does each begin?"""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paddle_shard.sources.files import BUFFER, decompressed, open_file
 from paddle_shard.sources.shards import RECOUNT
 
 _META = re.compile(r"__[^/]*__($|/)")
-"""Names of members that are no samples: WebDataset's `skip_meta`."""
+"""Matches the names of members that are not samples: WebDataset's `skip_meta`."""
 
 Sample = dict[str, Any]
-"""`__key__`, `__url__`, and the bytes of each file by the rest of its name."""
+"""A dict with `__key__`, `__url__`, and the bytes of each file; its key is the rest of the file's name."""
 
 
 def import_webdataset() -> Any:
-    """Return the package, with the modules that are used here.
+    """Return the package `webdataset`, with the modules that are used here.
 
     Raises:
-        MissingDependencyError: It is not installed.
+        MissingDependencyError: webdataset is not installed.
     """
     try:
         import webdataset  # type: ignore[import-untyped]
@@ -37,10 +37,10 @@ def import_webdataset() -> Any:
 
 
 class TarSamples:
-    """The samples of one open tar from a byte on, grouped by WebDataset; iterate it once.
+    """The samples of one open tar, from a given byte to the end, grouped by WebDataset; iterate it once.
 
-    WebDataset's own loop over the members takes a damaged header, or a file that was cut between two members,
-    for the end of the tar, and ignores what follows its end marker. Here each is an error.
+    WebDataset's own loop over the members treats a damaged header, or a file that was cut between two members, as the
+    end of the tar. It also ignores data after the end marker. Here, each of these is an error.
     """
 
     _mode: Any = "r|"
@@ -49,23 +49,23 @@ class TarSamples:
         """Set up the reading.
 
         Args:
-            file: Stands at `start`.
-            name: What the samples' `__url__` will be.
+            file: The open tar, at position `start`.
+            name: The samples' `__url__`.
             start: A byte where a sample begins.
-            select: Which members are read, by their names; None: all.
+            select: Called with a member's name; True: the member is read. None: all members are read.
         """
         self._file, self._name, self._start, self._select = file, name, start, select
         self.next_start = start
-        """The byte at which the sample after the newest one begins; it has no meaning after the last one."""
+        """The byte where the sample after the last yielded one begins; not valid after the tar's last sample."""
 
     def __iter__(self) -> Iterator[Sample]:
-        # To yield a sample, the grouping has read the first member of the next one, and no further.
+        # When the grouping yields a sample, it has read the first member of the next sample, but no more.
         yield from import_webdataset().tariterators.group_by_keys(self._members(), handler=_raised)
 
     def _members(self) -> Iterator[dict[str, Any]]:
         with tarfile.open(fileobj=self._file, mode=self._mode, tarinfo=_StrictInfo) as archive:
             for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # or all that were read would be kept
+                archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
                 if not member.isreg() or _META.match(member.name):
                     continue
                 if self._select is not None and not self._select(member.name):
@@ -88,7 +88,7 @@ class TarSamples:
 
 
 class TarHeaders(TarSamples):
-    """The samples of a tar that is not packed, from its beginning, without what their files hold: it is not read."""
+    """The samples of an uncompressed tar, from its beginning. The contents of their files are not read."""
 
     _mode = "r:"
 
@@ -102,7 +102,7 @@ def _raised(error: Exception) -> None:
 
 
 class _StrictInfo(tarfile.TarInfo):
-    """A tar header; anything but a header or the marker of the end is an error."""
+    """A tar header. Anything other than a header or the end marker is an error."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
@@ -120,14 +120,14 @@ class _StrictInfo(tarfile.TarInfo):
 def read_tar(
     path: str, name: str, *, start: int = 0, select: Callable[[str], bool] | None = None, size: int | None = None
 ) -> Iterator[Sample]:
-    """Yield the samples of a tar, packed or not, from a byte on.
+    """Yield the samples of a tar, compressed or not, from a given byte to the end.
 
     Args:
-        path: Its path or URL.
-        name: What its samples are said to come from.
-        start: A byte where a sample begins; 0 for one that is packed.
-        select: Which members are read, by their names; None: all.
-        size: Bytes that the file should have; None: any number.
+        path: Path or URL to read.
+        name: The samples' `__url__`.
+        start: A byte where a sample begins; 0 for a compressed tar.
+        select: Called with a member's name; True: the member is read. None: all members are read.
+        size: Size in bytes that the file must have; None: any size.
     """
     opened, found = open_file(path, start)
     with opened, opened if start else decompressed(opened) as file:

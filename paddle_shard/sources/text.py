@@ -1,4 +1,4 @@
-"""How are files of text, or of comma-separated values, a source?"""
+"""How are files of text, CSV or JSON Lines used as a source?"""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def lines_source(
     r"""Return the source of the lines of text files, without their ends ("\n" or "\r\n").
 
     Args:
-        paths: One or more files, in UTF-8, packed by gzip, bzip2, xz or not: paths, patterns such as `data/*.csv`, of
-            which the files are sorted, or URLs that fsspec opens.
-        counts: Count the lines now, which reads the files once, so that parts are equal and their lengths known.
-            None: if all files are local and none is packed, and the stream has an end. What was counted in local files
-            is kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and later runs.
-        shuffle_shards: Permute the files, in each epoch in another order.
-        resample: Make each part an endless stream of files, sampled with replacement.
+        paths: One or more UTF-8 files, plain or compressed by gzip, bzip2 or xz: paths, patterns such as `data/*.csv`,
+            whose files are sorted, or URLs that fsspec opens.
+        counts: If True, count the lines now, which reads the files once. Then parts are equal and their lengths known.
+            None: count if all files are local, none is compressed, and the stream has an end. The counts of local files
+            are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and later runs.
+        shuffle_shards: If True, permute the files, in another order each epoch.
+        resample: If True, each part is an endless stream of files, sampled with replacement.
 
     Raises:
-        ArgumentTypeError: That is no path.
+        ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
@@ -51,19 +51,20 @@ def csv_source(
     shuffle_shards: bool = True,
     resample: bool = False,
 ) -> ShardSource:
-    """Return the source of the rows of CSV files (Python's `csv`, dialect "excel", strict); empty lines are no rows.
+    """Return the source of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
-    A row with more or fewer fields than the file's first is an error.
+    A row with more or fewer fields than the first row of its file is an error.
 
     Args:
         paths: The same as for `lines_source`.
-        header: The first row of each file names the fields: samples are dicts. False: samples are lists.
+        header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
+            lists.
         counts: The same as for `lines_source`.
-        shuffle_shards: Permute the files, in each epoch in another order.
-        resample: Make each part an endless stream of files, sampled with replacement.
+        shuffle_shards: The same as for `lines_source`.
+        resample: The same as for `lines_source`.
 
     Raises:
-        ArgumentTypeError: That is no path.
+        ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
@@ -74,16 +75,16 @@ def csv_source(
 def jsonl_source(
     paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
 ) -> ShardSource:
-    """Return the source of the values of JSON Lines files: one JSON value per line. Blank lines are no samples.
+    """Return the source of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
 
     Args:
         paths: The same as for `lines_source`.
         counts: The same as for `lines_source`. Counting does not parse the lines.
-        shuffle_shards: Permute the files, in each epoch in another order.
-        resample: Make each part an endless stream of files, sampled with replacement.
+        shuffle_shards: The same as for `lines_source`.
+        resample: The same as for `lines_source`.
 
     Raises:
-        ArgumentTypeError: A path is no path.
+        ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
@@ -99,7 +100,7 @@ def _source(
     resample: bool,
     starts: _SamplesOf | None = None,
 ) -> ShardSource:
-    """Return the source of files of text; `starts` finds where samples begin, if that takes less than reading them."""
+    """Return the source of text files; `starts` finds where samples begin, if that is cheaper than reading them."""
     names = matched(paths)
     if resample and counts is None:
         counts = False
@@ -122,7 +123,7 @@ def _count(name: str, samples: _SamplesOf) -> ShardEntry:
 
 
 class _Reader:
-    """Reads a file from a sample on; opens nothing before it is called."""
+    """Reads a file, starting at a given sample. It opens nothing before it is called."""
 
     def __init__(self, samples: _SamplesOf, entries: Mapping[str, ShardEntry] | None) -> None:
         self._samples, self._entries = samples, entries
@@ -148,8 +149,8 @@ class _Text:
         """Set up the reading.
 
         Args:
-            file: Stands at `start`.
-            name: Of the file.
+            file: The open file, at position `start`.
+            name: Path or URL of the file.
             start: A byte where a line begins.
         """
         self._file, self._name, self.start = file, name, start
@@ -172,9 +173,9 @@ class _Text:
             at += len(line)
 
     def number(self) -> int:
-        """Return the number of the line that was read last, from 1."""
+        """Return the number of the line that was read last, counted from 1."""
         left, before = self.start, 0
-        if left:  # there is an error to report; only then are the skipped lines read
+        if left:  # only error messages need this, so only now read what comes before `start`
             opened, _ = open_file(self._name)
             with opened:
                 while left and (block := opened.read(min(left, BUFFER))):
@@ -183,7 +184,7 @@ class _Text:
 
     @contextmanager
     def from_its_beginning(self) -> Iterator[_Text]:
-        """Open the same file once more, at its beginning."""
+        """Open the same file again, at its beginning."""
         opened, _ = open_file(self._name)
         with opened:
             yield _Text(opened, self._name, 0)
@@ -249,7 +250,7 @@ def _rows(text: _Text) -> Iterator[tuple[int, list[str]]]:
 
 
 def _lines_of_csv(text: _Text, begins: list[int]) -> Iterator[str]:
-    """Yield lines, which a carriage return alone ends, too; note where each begins."""
+    """Yield lines, and append to `begins` where each begins. A carriage return alone also ends a line."""
     for at, line in text:
         if line.count("\r") == line.endswith("\r\n"):
             begins.append(at)

@@ -1,4 +1,4 @@
-"""How are WebDataset's tars a source?"""
+"""How are WebDataset tars used as a source?"""
 
 from __future__ import annotations
 
@@ -31,28 +31,30 @@ def webdataset_source(
 ) -> ShardSource:
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
 
-    A tar that is cut off or damaged is an error, never an early end. An HTTP connection that drops is taken up
-    at the same place; a permanent failure raises a `ShardReadError` that names the shard and the sample.
+    A tar that is cut off or damaged is an error, never an early end. If an HTTP connection drops, reading continues at
+    the same byte. A permanent failure raises a `ShardReadError` that names the shard and the sample.
 
     Args:
-        urls: Paths, `http(s)://` URLs, or anything that fsspec opens (`s3://`, ...), packed or not. Braces are
-            expanded as WebDataset does (`{000..009}`), in each string of a list, too, and so are patterns of local
-            files (`data/*.tar`, sorted).
-        shuffle_shards: Permute the shards, in each epoch in another order. Samples keep their order in a shard:
-            put a `Shuffle` after it.
-        resample: Make each part an endless stream of shards, drawn with replacement.
-        index: An index file (path or URL), which `python -m paddle_shard.cli.index_shards` makes; True:
-            `index.json` beside the first shard. With it parts are equal, their lengths known, resuming cheap. None:
-            shards that are all local and not packed are counted by their headers now, if the stream has an end and
-            nothing is selected; the counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
-            other ranks and later runs. False: nothing is counted.
-        cache_dir: The folder to which remote shards are downloaded, once. Nothing is ever removed from it.
-        select: Which members are read, by their names. One that leaves out whole samples does not fit an index.
+        urls: Paths, `http(s)://` URLs, or URLs that fsspec opens (`s3://`, ...), of tars that are compressed or not.
+            Braces are expanded as by WebDataset (`{000..009}`), also in each string of a list. Patterns of local files
+            (`data/*.tar`) are expanded and sorted.
+        shuffle_shards: If True, permute the shards, in another order each epoch. Samples keep their order within a
+            shard: add a `Shuffle` to permute them, too.
+        resample: If True, each part is an endless stream of shards, sampled with replacement.
+        index: An index file (path or URL), which `python -m paddle_shard.cli.index_shards` makes; True: `index.json`
+            beside the first shard. With an index, parts are equal, their lengths are known, and a resume is cheap.
+            None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
+            `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
+            other ranks and later runs. False: count nothing.
+        cache_dir: Directory where each remote shard is kept after one download. Nothing is ever removed from it.
+        select: Called with a member's name; True: the member is read. None: all members are read. An index does not fit
+            if whole samples are left out.
 
     Raises:
         MissingDependencyError: webdataset is not installed.
-        ArgumentError: There is no shard, or the index does not know one.
-        StateError: The index file is no index of this version.
+        ArgumentTypeError: `urls` is neither a path or URL nor a list of them.
+        ArgumentError: There is no shard, or the index lacks a shard.
+        StateError: The index file is not an index of this version.
         ShardReadError: A shard cannot be read to count it.
 
     Examples:
@@ -81,13 +83,13 @@ def decode(*handlers: str | Callable[[str, bytes], Any], only: str | Sequence[st
 
     Args:
         handlers: Names of WebDataset's image decoders ("pil", "rgb8", "l", ...), or functions of (file ending with
-            a leading dot, bytes) that return None for what they leave to the next. After them WebDataset's own
-            for txt, cls, json, npy, ... are tried; what none takes stays bytes.
+            a leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
+            decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
         only: File endings that are decoded; None: all.
 
     Raises:
         MissingDependencyError: webdataset is not installed.
-        ArgumentError: A name that WebDataset does not know.
+        ArgumentError: A handler is neither a function nor a name that WebDataset knows.
     """
     return Decode(handlers, only)
 
@@ -110,13 +112,13 @@ class Decode:
         """Return the decoded sample.
 
         Raises:
-            ShardReadError: A file of it cannot be decoded.
+            ShardReadError: A file of the sample cannot be decoded.
         """
         try:
             return dict(self._decoder(sample))
         except Exception as error:
             raise_if_a_handlers(error)
-            # Since 0.2.111 WebDataset wraps it in an error that knows the file, and has no text.
+            # Since 0.2.111, WebDataset wraps the error in one that names the file but has no text.
             file = getattr(error, "k", None)
             cause = error if file is None else error.__cause__
             shard = shown(str(sample.get("__url__", "")))
@@ -128,12 +130,12 @@ class Decode:
 
 
 def expand(urls: Paths) -> list[str]:
-    """Return the shards for a path or URL, or a list of them: braces are expanded first, then patterns.
+    """Return the shards that a path or URL, or a list of them, names. Braces are expanded first, then patterns.
 
     Raises:
         MissingDependencyError: webdataset is not installed.
-        ArgumentTypeError: That is no path.
-        ArgumentError: There is no shard, or none that matches a pattern.
+        ArgumentTypeError: `urls` is neither a path or URL nor a list of them.
+        ArgumentError: There is no shard, or a pattern matches no file.
     """
     expand_urls = import_webdataset().shardlists.expand_urls
     if isinstance(urls, str | os.PathLike):
@@ -152,7 +154,7 @@ def _beside(name: str) -> str:
 
 
 class _TarReader:
-    """Reads a shard from a sample on; opens nothing before it is called."""
+    """Reads a shard, starting at a given sample. It opens nothing before it is called."""
 
     def __init__(
         self, entries: Mapping[str, ShardEntry] | None, cache_dir: str | None, select: Callable[[str], bool] | None

@@ -1,1 +1,1 @@
-"""Loaders of other libraries as a `Foreign`, one library a file; each is imported where it is used."""
+"""Loaders of other libraries as a `Foreign`, one library per file. Each library is imported where it is used."""

@@ -1,4 +1,4 @@
-"""What do all adapters do alike?"""
+"""What do all adapters have in common?"""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VERSION = 1
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Turn an import that fails into an error that names the extra to install.
+    """Turn a failed import into an error that names the extra to install.
 
     Raises:
-        MissingDependencyError: Something that is imported in the `with` block is not installed.
+        MissingDependencyError: A package that is imported in the `with` block is not installed.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def local_rows(batch_size: int, share: Share) -> int:
     """Return the rows that one data rank reads of a global batch.
 
     Raises:
-        BatchSizeError: The data ranks do not divide it.
+        BatchSizeError: The batch size is not an int >= 1, or the data ranks do not divide it.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise BatchSizeError(f"batch_size must be an int >= 1, got {batch_size!r}.")
@@ -51,22 +51,22 @@ def local_rows(batch_size: int, share: Share) -> int:
 
 
 def seed_of(share: Share, *purpose: Any, bits: int = 31) -> int:
-    """Return a seed with a number of bits for this epoch, the same on every data rank."""
+    """Return a seed of `bits` bits for this epoch, the same on every data rank."""
     return derive_seed("adapter", share.seed, share.epoch, *purpose) >> (64 - bits)
 
 
 def check_share(found: Mapping[str, Any], share: Share, what: str, fix: str) -> None:
-    """Compare what a library was told with what it must be told.
+    """Check that an object of a library has the data rank and the number of data ranks of a share.
 
     Args:
-        found: Exactly two entries: the library's name of the data rank and what it has there, then the same of
-            the number of data ranks.
-        share: What they must be.
-        what: The name of the object that has them, for the message.
+        found: Exactly two entries, the library's name -> the object's value: first the data rank, then the number of
+            data ranks.
+        share: The share that the values must agree with.
+        what: The object that has the values, for the message.
         fix: What to write instead.
 
     Raises:
-        SplitError: They differ.
+        SplitError: The values differ from the share's.
     """
     (rank, has_rank), (count, has_count) = found.items()
     if (has_rank, has_count) != (share.shard, share.num_shards):
@@ -77,7 +77,7 @@ def check_share(found: Mapping[str, Any], share: Share, what: str, fix: str) -> 
 
 
 class WatchedShare:
-    """A `Share` that notes what it was asked for."""
+    """A `Share` that records which of its attributes were read."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
@@ -93,7 +93,7 @@ def build_watched(build: Callable[[Any], Any], share: Share, library: str) -> An
     """Return what a user's function builds for a share.
 
     Raises:
-        SplitError: It has not asked for its share, so every data rank would read the same.
+        SplitError: The function has not read both `shard` and `num_shards`, so every data rank would read all the data.
     """
     watched = WatchedShare(share)
     built = build(watched)
@@ -107,10 +107,10 @@ def build_watched(build: Callable[[Any], Any], share: Share, library: str) -> An
 
 
 def opened(state: Any, library: str, **expected: Any) -> Mapping[str, Any]:
-    """Return a state that `sealed` made.
+    """Check a state that `sealed` made, and return it.
 
     Raises:
-        StateError: It is another library's, of another version, or of other data.
+        StateError: The state is of another library, another version, or other data.
     """
     if not isinstance(state, Mapping) or state.get("adapter") != library or state.get("version") != VERSION:
         shown = {key: state.get(key) for key in ("adapter", "version")} if isinstance(state, Mapping) else state
@@ -125,7 +125,7 @@ def opened(state: Any, library: str, **expected: Any) -> Mapping[str, Any]:
 
 
 def sealed(adapter: str, **values: Any) -> dict[str, Any]:
-    """Return values as a state."""
+    """Return values as a state that `opened` can check."""
     return {"adapter": adapter, "version": VERSION, **values}
 
 

@@ -1,4 +1,4 @@
-"""How is an NVIDIA DALI pipeline, on the CPU or on a GPU, a source?"""
+"""How is an NVIDIA DALI pipeline, on the CPU or on a GPU, used as a source?"""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ def dali_pipeline(
 ) -> Foreign:
     """Return a pipeline that each process builds for its data rank, and that reads each sample exactly once.
 
-    A pass has a pipeline of its own, with a seed of its own for each epoch and data rank, and stops when the
-    reader has read its shard: `pad_last_batch` and `stick_to_shard` may be as one likes, and what `shuffle_after_epoch`
-    asks for never happens (use `random_shuffle`). A pass resumes by DALI's checkpoint. Outputs on the
-    CPU come as arrays that view DALI's memory; those on a GPU stay there and go over by DLPack, all but the short
-    last batch, which goes through the CPU.
+    Each pass has its own pipeline, with a different seed for each epoch and data rank, and stops when the reader has
+    read its shard. So `pad_last_batch` and `stick_to_shard` can have any value, and `shuffle_after_epoch` has no effect
+    (use `random_shuffle`). A pass resumes by DALI's checkpoint. CPU outputs become arrays, which usually view DALI's
+    memory. GPU outputs stay on the GPU and are passed by DLPack. Only a short last batch goes through the CPU.
 
     Args:
         build_pipeline: Called with `shard_id`, `num_shards`, `batch_size`, `seed`, `enable_checkpointing`,
-            `checkpoint` and the options; returns the pipeline. A function under `@pipeline_def` that takes
-            `shard_id` and `num_shards` does. It must give both to each of its readers.
-        batch_size: The global batch; the data ranks divide it.
-        fields: Names of the pipeline's outputs, for batches that are dicts; None: batches are lists.
-        options: Of the pipeline: `num_threads`, `device_id` (None: on the CPU only), and arguments of the function.
+            `checkpoint` and the options; returns the pipeline. It can be a function with `@pipeline_def` that takes
+            `shard_id` and `num_shards`. It must give both to each of its readers.
+        batch_size: The global batch size; the data ranks must divide it.
+        fields: Names of the pipeline's outputs. If given, batches are dicts; None: batches are lists.
+        options: Options of the pipeline: `num_threads`, `device_id` (None: CPU only), and arguments of the function.
 
     Raises:
         MissingDependencyError: DALI is not installed.
-        ArgumentError: An option that is not the user's to choose here.
+        ArgumentError: An option is given that this function sets itself.
 
     Examples:
         >>> @pipeline_def  # doctest: +SKIP
@@ -64,7 +63,7 @@ def dali_pipeline(
 
 
 class _Pass:
-    """One pass over the share of a data rank."""
+    """One pass over a share."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class _Pass:
             yield self._named(outputs)
 
     def _array(self, output: Any, rows: int) -> Any:
-        """Return the first rows of an output."""
+        """Return the first rows of an output as an array, or as a tensor on the GPU."""
         if not output.is_dense_tensor():
             raise ArgumentTypeError(
                 f"dali_pipeline: an output's samples differ in shape ({output.shape()[:3]} ..), and a tensor cannot "
@@ -118,7 +117,7 @@ class _Pass:
                 return output.as_tensor()
             output = output.as_cpu()
         array = np.from_dlpack(output.as_tensor())
-        if not self._pipeline.exec_dynamic:  # whose buffers are used again
+        if not self._pipeline.exec_dynamic:  # then DALI reuses its buffers
             array = array.copy()
         return array[:rows]
 
@@ -133,17 +132,18 @@ class _Pass:
         return dict(zip(self._fields, outputs, strict=True))
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the newest batch."""
+        """Return the state after the last batch that was taken."""
         checkpoint = base64.b64encode(self._pipeline.checkpoint()).decode()
         return sealed(NAME, delivered=self._delivered, checkpoint=checkpoint, **self._same)
 
 
 def _checked(pipeline: Any, share: Share, rows: int) -> int:
-    """Build the pipeline and return how many samples its readers have for this data rank.
+    """Check the pipeline and return how many samples its readers have for this data rank.
 
     Raises:
-        ArgumentTypeError: It is no pipeline.
-        SplitError: It was not made as it was told, or a reader reads another shard.
+        ArgumentTypeError: It is not a pipeline.
+        ArgumentError: It has no checkpoints or no reader, or its readers have different numbers of samples.
+        SplitError: It has another batch size than it was given, or a reader reads another shard.
     """
     from nvidia.dali import Pipeline
 

@@ -1,4 +1,4 @@
-"""How is a MosaicML StreamingDataset, in MDS format, a source?"""
+"""How is a MosaicML StreamingDataset, in MDS format, used as a source?"""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def mds_stream(
 ) -> Foreign:
     """Return a StreamingDataset that is told the data rank, and reads each sample exactly once.
 
-    Each process has a StreamingDataset of its own, which takes itself for the only one of its host: none waits
-    for another, and `torch.distributed` is not started. The order is the library's own, with one canonical node
-    for each data rank, so that a data rank reads its own shards. The samples that the library repeats to make
-    ranks equal are left out. A pass resumes by the library's own state.
+    Each process has its own StreamingDataset, which acts as if it were the only one on its host. So no process waits
+    for another, and `torch.distributed` is not started. The order is the library's own, with one canonical node per
+    data rank, so that a data rank reads its own shards. The samples that the library repeats to make ranks equal are
+    left out. A pass resumes by the library's own state.
 
     Args:
-        local: Directory of the data; where there is a `remote`, of the cache, in which each process has a
-            directory of its own.
-        remote: The place from which shards are downloaded.
-        batch_size: The global batch; the data ranks divide it.
-        shuffle: As the library shuffles, in each epoch in another order.
-        transform: Makes a sample of the dict of decoded columns, in this process.
-        collate_fn: Makes a batch of a list of samples; None: arrays and numbers are stacked.
-        options: Of StreamingDataset: `cache_limit`, `predownload`, `shuffle_algo`, `shuffle_block_size`, ...
+        local: Directory of the data. If `remote` is given, directory of the cache, in which each process has its own
+            directory.
+        remote: Directory or URL from which shards are downloaded; None: they are all in `local`.
+        batch_size: The global batch size; the data ranks must divide it.
+        shuffle: If True, shuffle by the library's own algorithm, in another order each epoch.
+        transform: Turns the dict of decoded columns into a sample, in this process; None: the dict is the sample.
+        collate_fn: Turns a list of samples into a batch; None: arrays and numbers are stacked.
+        options: Options of StreamingDataset: `cache_limit`, `predownload`, `shuffle_algo`, `shuffle_block_size`, ...
 
     Raises:
         MissingDependencyError: mosaicml-streaming is not installed.
-        ArgumentError: An option that is not the user's to choose here.
+        ArgumentError: An option is given that the user cannot choose here; the text says why.
 
     Examples:
         >>> source = mds_stream(local="/data/mds", batch_size=256, shuffle=True)  # doctest: +SKIP
@@ -86,7 +86,7 @@ def mds_stream(
 
 
 class _Pass:
-    """One pass over the share of a data rank."""
+    """One pass over a share."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Pass:
         self._share, self._transform, self._collate_fn = share, transform, collate_fn
         self._rows = local_rows(batch_size, share)
         self._number, self._dataset = _open(share, settings, self._rows)
-        # In a thread of its own: the garbage collector may run it in any thread and under any lock.
+        # Close in a new thread: the garbage collector may run this in any thread and under any lock.
         weakref.finalize(self, start_new_thread, _close, (self._number,)).atexit = False
         self._same = {"samples": self._dataset.num_samples, "batch_size": batch_size}
         self._delivered = 0
@@ -126,7 +126,7 @@ class _Pass:
         return self._collate_fn(samples)
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the newest batch."""
+        """Return the state after the last batch that was taken."""
         # The library counts the samples of all ranks.
         seen = self._delivered * self._share.num_shards
         library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
@@ -134,7 +134,7 @@ class _Pass:
 
 
 def _open(share: Share, settings: Mapping[str, Any], rows: int) -> tuple[int, Any]:
-    """Return the number of an open StreamingDataset, for `_close`, and itself, which reads a share."""
+    """Open a StreamingDataset that reads a share; return its number, for `_close`, and the data set."""
     streaming = import_streaming()
     from streaming.base.batching import generate_work
     from streaming.base.world import World
@@ -148,8 +148,8 @@ def _open(share: Share, settings: Mapping[str, Any], rows: int) -> tuple[int, An
     settings, lane = dict(settings), None
     if settings["remote"] is not None:
         settings["local"], lane = _claim(settings["local"], share)
-    seed = derive_seed("mds", share.seed) >> 34  # to which the library adds the epoch
-    # Alone on its "host", so that no rank waits for another; told below which part is its own.
+    seed = derive_seed("mds", share.seed) >> 34  # the library adds the epoch to it
+    # The data set is alone on its "host", so that no rank waits for another. Below, it gets its data rank.
     with _one_at_a_time(), environment(_ALONE):
         dataset = streaming.StreamingDataset(batch_size=rows, shuffle_seed=seed, **settings)
     missing = [name for name in _USED if not hasattr(dataset, name)]
@@ -163,7 +163,7 @@ def _open(share: Share, settings: Mapping[str, Any], rows: int) -> tuple[int, An
     )
 
     def work(epoch: int, sample_in_epoch: int) -> npt.NDArray[np.int64]:
-        """Replace `_get_work`: return this data rank's sample ids, after the samples that all ranks have seen."""
+        """Replace `_get_work`: return this data rank's sample ids after all ranks have seen `sample_in_epoch`."""
         # [data rank, 0, 0, batch, row]
         ids = generate_work(dataset.batching_method, dataset, world, epoch, 0)
         wanted = np.bincount(dataset.resample_streams(epoch)[1], minlength=dataset.num_samples)
@@ -179,11 +179,11 @@ def _open(share: Share, settings: Mapping[str, Any], rows: int) -> tuple[int, An
 
 
 def _as_often_as(wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return each data rank's sample ids with -1 for those that came as often as wanted already.
+    """Return each data rank's sample ids, with -1 in place of an id that has come as often as wanted before.
 
     Args:
-        wanted: How often each sample is in the epoch.
-        ids: [data rank, batch, row], -1 for none.
+        wanted: How often each sample occurs in the epoch.
+        ids: [data rank, batch, row]; -1: no sample.
 
     Returns:
         [data rank, position]
@@ -194,7 +194,7 @@ def _as_often_as(wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> n
     flat = ids.flatten()
     order = np.argsort(flat, kind="stable")
     found = flat[order]
-    # How often the same id came before.
+    # How often the same id has come before.
     before = np.arange(len(found)) - np.searchsorted(found, found)
     surplus = order[(found >= 0) & (before >= wanted[found])]
     flat[surplus] = -1
@@ -204,8 +204,8 @@ def _as_often_as(wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> n
 def _claim(local: str, share: Share) -> tuple[str, Any]:
     """Return a directory for downloads that no other process uses, and the lock on it.
 
-    The library forbids two datasets on one directory. The first of a host's replicas takes the first directory, in
-    each pass the same, so that what was downloaded is found again.
+    The library does not allow two data sets on one directory. Each process takes the first free directory of its data
+    rank. So these are the same directories in each pass, and their downloads are used again.
     """
     folder = os.path.join(local, f"data-rank-{share.shard}-of-{share.num_shards}")
     os.makedirs(folder, exist_ok=True)
@@ -222,7 +222,7 @@ def _claim(local: str, share: Share) -> tuple[str, Any]:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Let one process of the host at a time look for free names of shared memory, which the library does not."""
+    """Let one process of the host at a time look for free names of shared memory, since the library has no lock."""
     path = os.path.join(tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock")
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -230,15 +230,15 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _close_all() -> None:
-    """Close what is still open when the process ends."""
+    """Close the data sets that are still open when the process ends."""
     for number in list(_open_ones):
         _close(number)
 
 
 def _close(number: int) -> None:
-    """End a dataset's threads, remove its shared memory and lock files, and give up its directory; once."""
+    """End a data set's threads, remove its shared memory and lock files, and release its directory; only once."""
     process, dataset, lane = _open_ones.pop(number, (0, None, None))
-    if process != os.getpid():  # closed already, or a parent's
+    if process != os.getpid():  # closed already, or opened by the parent process
         return
     if hasattr(dataset, "_iterator"):
         dataset._iterator.non_blocking_exit()
@@ -258,9 +258,9 @@ def _close(number: int) -> None:
 
 
 def import_streaming() -> Any:
-    """Return the module, also where torchvision, which only its vision data sets need, cannot be imported.
+    """Return the module `streaming`, even if torchvision cannot be imported: only its vision data sets need that.
 
-    The registry's torchvision is a CUDA build, whose import fails beside torch for CPUs.
+    The registry's torchvision is a CUDA build, whose import fails if torch is a CPU build.
     """
     with needs("mds"):
         import torch  # noqa: F401
@@ -275,5 +275,5 @@ def import_streaming() -> Any:
             try:
                 import streaming
             finally:
-                del sys.modules[name]  # so that an import says what is missing
+                del sys.modules[name]  # so that a later import of it says what is missing
         return streaming

@@ -1,4 +1,4 @@
-"""How is a library's state, with bytes and arrays in it, written as JSON?"""
+"""How is a library's state that holds bytes and arrays written as JSON?"""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from paddle_shard.errors import ArgumentTypeError, StateError
 
 _TAG = "$"
-"""The only key of a dict that represents another type: {"$": [kind, ...]}."""
+"""The only key of a dict that encodes a value of another kind: {"$": [kind, ...]}."""
 
 
 def to_json(value: Any, path: str = "state") -> Any:
-    """Return a value that JSON can hold and `from_json` turns back: nothing is pickled.
+    """Return a value that JSON can hold and that `from_json` turns back. Nothing is pickled.
 
     Args:
         value: None, numbers, strings, bytes, numpy arrays, torch tensors, and lists, tuples and dicts of these.
-        path: Its place in the state, for messages.
+        path: Path of the value in the state, for messages.
 
     Raises:
-        ArgumentTypeError: Something else is in it.
+        ArgumentTypeError: The value contains another type.
 
     Examples:
         >>> from_json(to_json({1: (b"ab", 2.5)}))
@@ -51,10 +51,10 @@ def to_json(value: Any, path: str = "state") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return what `to_json` wrote.
+    """Return the value that `to_json` has encoded.
 
     Raises:
-        StateError: It was not written by it.
+        StateError: The value has an unknown kind, so `to_json` has not encoded it.
     """
     if isinstance(value, list):
         return [from_json(item) for item in value]

@@ -1,4 +1,4 @@
-"""How are torchdata's loaders a source: `torchdata.nodes` and `StatefulDataLoader`?"""
+"""How are torchdata's loaders, `torchdata.nodes` and `StatefulDataLoader`, used as a source?"""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ NAME = "torchdata"
 def torchdata_loader(build: Callable[[Share], Any]) -> Foreign:
     """Return a loader that `build` makes in each process: nodes, or a `StatefulDataLoader`.
 
-    It resumes exactly, by the library's own state. torch's generator is seeded for each batch
-    that this process makes, and restored after it, so that replicas agree; what torch's workers draw is seeded
-    when they start, and their generators do not stand in the library's state.
+    A run resumes exactly, by the library's own state. torch's generator is seeded for each batch that this process
+    makes, and restored after it, so that replicas agree. The generators of torch's workers are seeded when the workers
+    start, and are not part of the library's state.
 
     Args:
-        build: Given the share, returns a `torchdata.nodes.BaseNode` or `Loader`, or a `StatefulDataLoader`, whose
-            items are this data rank's own batches, of arrays or tensors with as many rows in each but the last.
-            It must read `share.shard` and `share.num_shards`, and take its order from `share.seed` and
-            `share.epoch`: it is called for each pass. A sampler or node that has a rank must have the share's
-            (`DistributedSampler(num_replicas=share.num_shards, rank=share.shard)`, which repeats samples to make
-            shares equal; `MultiNodeWeightedSampler(rank=, world_size=)`).
+        build: Called with the share for each pass. It returns a `torchdata.nodes.BaseNode` or `Loader`, or a
+            `StatefulDataLoader`. Its items are this data rank's own batches of arrays or tensors; all batches except
+            the last have the same number of rows. It must read `share.shard` and `share.num_shards`, and derive its
+            order from `share.seed` and `share.epoch`. A sampler or node that has a rank must have the share's:
+            `DistributedSampler(num_replicas=share.num_shards, rank=share.shard)`, which repeats samples to make shares
+            equal, or `MultiNodeWeightedSampler(rank=, world_size=)`.
 
     Raises:
         MissingDependencyError: torchdata is not installed.
@@ -59,19 +59,19 @@ def torchdata_loader(build: Callable[[Share], Any]) -> Foreign:
 
 
 def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> Foreign:
-    """Return a `StatefulDataLoader` over a map-style data set, split here: each sample is read exactly once.
+    """Return a `StatefulDataLoader` over a map-style data set, which is split here. Each sample is read exactly once.
 
     A global batch holds the same samples for every number of data ranks.
 
     Args:
-        dataset: Has a length and an index; the same in every process.
-        batch_size: The global batch; the data ranks divide it.
-        shuffle: Permute the samples, in each epoch in another order.
-        options: Of `StatefulDataLoader`: `num_workers`, `collate_fn`, `drop_last`, ...
+        dataset: A data set with a length and an index, the same in every process.
+        batch_size: The global batch size; the data ranks must divide it.
+        shuffle: If True, permute the samples, in another order each epoch.
+        options: Options of `StatefulDataLoader`: `num_workers`, `collate_fn`, `drop_last`, ...
 
     Raises:
         MissingDependencyError: torchdata is not installed.
-        ArgumentError: An option would split or order the data in another way.
+        ArgumentError: An option would order the data in another way, or the data set has no length or index.
     """
     _import()
     ordering = sorted({"sampler", "batch_sampler", "generator"} & set(options))
@@ -92,7 +92,7 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
 
         length = len(dataset)
         order = np.random.default_rng(seed_of(share, "order", bits=63)).permutation(length) if shuffle else None
-        # Every data rank takes its turn, so that shares differ by one sample at most.
+        # The data ranks take samples in turns, so their shares differ by at most one sample.
         mine = (np.arange(length) if order is None else order)[share.shard :: share.num_shards]
         loader = StatefulDataLoader(
             dataset,
@@ -113,15 +113,15 @@ def _import() -> None:
 
 
 class _Pass:
-    """One pass over the share of a data rank."""
+    """One pass over a share."""
 
     def __init__(self, built: Any, share: Share, **same: Any) -> None:
         """Set up the pass.
 
         Args:
             built: What the user's function returned.
-            share: Which it was built for.
-            same: Values that must be unchanged for a state to be resumed.
+            share: The share that it was built for.
+            same: Values that must not change between saving a state and resuming from it.
         """
         from torchdata.nodes import BaseNode, Loader
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -134,7 +134,7 @@ class _Pass:
         _check_ranks(built, share)
         if isinstance(built, Loader):
             built = built.root
-        # A Loader by default begins again where a state stands at the end.
+        # By default, a Loader begins again if its state is at the end.
         self._loader = Loader(built, restart_on_stop_iteration=False) if isinstance(built, BaseNode) else built
         self._key, self._same, self._start = derive_seed("torch", share.seed, share.epoch, share.shard), same, 0
         if share.state is not None:
@@ -166,16 +166,16 @@ class _Pass:
             yield batch
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the newest batch."""
+        """Return the state after the last batch that was taken."""
         library = to_json(self._loader.state_dict())
         return sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
 
 
 def _check_ranks(loader: Any, share: Share) -> None:
-    """Look at every sampler and node of a loader that has a rank.
+    """Check every sampler and node of a loader that has a rank.
 
     Raises:
-        SplitError: One has another than the share's.
+        SplitError: One has another rank, or another number of ranks, than the share.
     """
     todo, seen = [loader], set()
     while todo:
