@@ -61,6 +61,8 @@ faults: $(READY)
 ## bench: ratios against peers, ten minutes, or twenty beside all peers; benchmarks/README.md says how to read them
 bench: $(READY)
 	$(PY) benchmarks/order.py
+	$(PY) benchmarks/mixture.py
+	$(PY) benchmarks/packing.py
 	$(PY) benchmarks/agreement.py
 	$(PY) benchmarks/loader.py
 
