@@ -200,7 +200,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
         Raises:
             StateError: The state is damaged, of another version, or of a run with another order.
         """
-        self._run.go_on_from(state, override)
+        self._run.resume_from(state, override)
 
     def where(self, *, sample: int | tuple[str, int], epoch: int | None = None) -> Where | list[Where] | None:
         """Return where a sample is delivered; see `ShardPlan.where`.

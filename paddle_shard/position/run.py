@@ -209,7 +209,7 @@ class Run:
             return replace(start, sampler=batches.snapshot())
         return start
 
-    def go_on_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
+    def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
         fingerprint = self._source.batches.fingerprint()
         resumed = LoaderState.from_dict(state, fingerprint, override)

@@ -82,14 +82,14 @@ class ChunkReader:
             samples, real, fresh = self._rows(request, at)
             if not samples:
                 return Chunk(
-                    None, bytes(real), fresh, self._state_behind(request), why=self._why, digest=self._seen_at(request)
+                    None, bytes(real), fresh, self._state_after(request), why=self._why, digest=self._seen_at(request)
                 )
             at.update(what=f"collating {len(samples)} samples", index=None)
             self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
             batch, skipped = self._batch(samples, real, request)
             if request.local_rows is not None:
                 real = [True] * num_rows_of(batch)
-            state = self._state_behind(request)
+            state = self._state_after(request)
             return Chunk(batch, bytes(real), fresh, state, skipped, digest=self._seen_at(request))
         except KeyboardInterrupt:
             raise
@@ -132,7 +132,7 @@ class ChunkReader:
             self._padding = Padding(self._stage, opening)
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
             # Readers that repeat their parts may begin a round at different steps.
-            compared = request.compared and not (request.repeat or _splits_behind_the_cut(self._stage))
+            compared = request.compared and not (request.repeat or _splits_after_the_cut(self._stage))
             seen = self._see if compared else opening.seen
             times = None if request.repeat else 1
             self._parts, found = opened_with_first(self._stage, replace(opening, seen=seen), times)
@@ -208,7 +208,7 @@ class ChunkReader:
                 return False
         return True
 
-    def _state_behind(self, request: ChunkRequest) -> Any:
+    def _state_after(self, request: ChunkRequest) -> Any:
         if request.local_rows is None:
             return None
         return {"shard": request.opening.parts[0], "rows": request.local_rows, "library": self._state}
@@ -273,7 +273,7 @@ def _taken(queue: deque[Any]) -> Iterator[Any]:
         yield queue.popleft()
 
 
-def _splits_behind_the_cut(stage: Stage) -> bool:
+def _splits_after_the_cut(stage: Stage) -> bool:
     """True if samples are split after the cut. Then a position does not tell how far a reader must have read."""
     behind = takewhile(lambda one: not isinstance(one, Stripe), stage.line())
     return any(isinstance(one, Unbatch) for one in behind)
