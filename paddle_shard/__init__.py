@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.place.field import Balanced as Balanced
     from paddle_shard.position.checkpoint import state_from_tensor as state_from_tensor
     from paddle_shard.position.checkpoint import state_to_tensor as state_to_tensor
+    from paddle_shard.samplers.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
     from paddle_shard.sources.foreign import Foreign as Foreign
     from paddle_shard.sources.foreign import Share as Share
@@ -33,6 +34,7 @@ from paddle_shard.version import VERSION as __version__
 _LAZY = {
     "ArrayDataset": "paddle_shard.sources.arrays",
     "Balanced": "paddle_shard.place.field",
+    "BucketBatchSampler": "paddle_shard.samplers.buckets",
     "Foreign": "paddle_shard.sources.foreign",
     "Mixture": "paddle_shard.sources.mixture",
     "Packed": "paddle_shard.sources.packed",

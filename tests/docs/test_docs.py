@@ -90,6 +90,7 @@ def test_options_that_a_page_mentions_exist(page):
     }
     known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
     for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, paddle_shard.Mixture, paddle_shard.Packed):
+        known |= set(inspect.signature(paddle_shard.BucketBatchSampler).parameters)
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
 

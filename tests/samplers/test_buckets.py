@@ -1,0 +1,141 @@
+"""Batches of like lengths: each sample once an epoch, little padding, resumed anywhere and on any mesh."""
+
+import copy
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paddle.io import DataLoader
+
+from paddle_shard import BucketBatchSampler
+from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.testing.simulated import on_each_rank
+from tests.helpers import ONE, Made, locals_of, mesh, sharded
+from tests.trials import trials
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=80)
+
+
+@settings(max_examples=trials(150))
+@given(lengths=LENGTHS, size=st.integers(1, 6), windows=st.integers(1, 4), seed=st.integers(0, 3), drop=st.booleans())
+def test_each_sample_is_drawn_once_with_its_like(lengths, size, windows, seed, drop):
+    sampler = BucketBatchSampler(lengths, size, window=size * windows, seed=seed, drop_last=drop)
+    for epoch in range(2):
+        assert sampler.epoch == epoch
+        expected = len(sampler)
+        batches = list(sampler)
+        drawn = [index for batch in batches for index in batch]
+
+        assert len(batches) == expected
+        assert len(set(drawn)) == len(drawn)
+        rest = len(lengths) % size if drop else 0
+        assert len(drawn) == len(lengths) - rest
+        assert all(len(batch) == size for batch in batches) or not drop
+        for batch in batches:
+            assert [lengths[i] for i in batch] == sorted(lengths[i] for i in batch)
+
+
+@settings(max_examples=trials(150))
+@given(lengths=LENGTHS, tokens=st.integers(1, 100), multiple=st.integers(1, 4), window=st.integers(1, 60))
+def test_a_batch_has_at_most_so_many_tokens(lengths, tokens, multiple, window):
+    sampler = BucketBatchSampler(lengths, max_tokens=tokens, multiple_of=multiple, window=window)
+    expected = len(sampler)
+    batches = list(sampler)
+
+    assert len(batches) == expected
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        longest = max(lengths[i] for i in batch)
+        assert len(batch) * longest <= tokens or len(batch) <= multiple
+    windows = -(-len(lengths) // window)
+    assert sum(len(batch) % multiple > 0 for batch in batches) <= windows
+
+
+def test_batches_need_little_padding_and_come_in_no_order_of_length():
+    lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
+    batches = list(BucketBatchSampler(lengths, 32, window=4096))
+    padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+    means = [float(lengths[batch].mean()) for batch in batches]
+
+    assert lengths.sum() / padded > 0.98
+    assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.1
+
+
+@settings(max_examples=trials(80))
+@given(lengths=LENGTHS, stop=st.integers(0, 30), by_tokens=st.booleans())
+def test_it_continues_at_any_batch_and_in_the_next_epoch(lengths, stop, by_tokens):
+    def made():
+        sizes = {"max_tokens": 60} if by_tokens else {"batch_size": 3}
+        return BucketBatchSampler(lengths, **sizes, window=12)
+
+    straight = list(made()), None
+    one = made()
+    before = list(islice(iter(one), stop))
+    state, other = json.loads(json.dumps(one.state_dict())), made()
+    other.load_state_dict(state)
+
+    assert before + (list(other) if len(before) < len(straight[0]) or stop == len(before) else []) == straight[0]
+
+
+def test_a_copy_shares_the_lengths_and_not_the_position():
+    sampler = BucketBatchSampler(np.arange(100), 4, window=20)
+    other = copy.deepcopy(sampler)
+    next(iter(other))
+
+    assert other._lengths is sampler._lengths
+    assert sampler.state_dict() == BucketBatchSampler(np.arange(100), 4, window=20).state_dict()
+
+
+def test_a_run_is_resumed_on_another_mesh():
+    lengths = np.random.default_rng(1).integers(1, 50, 64)
+
+    def loader(at):
+        sampler = BucketBatchSampler(lengths, 8, window=32, seed=3)
+        return sharded(DataLoader(Made(length=64), batch_sampler=sampler), at)
+
+    straight = [locals_of(loader(ONE)), None]
+    epochs = loader(ONE)
+    straight = [locals_of(epochs), locals_of(epochs)]
+
+    def first():
+        one = loader(mesh([0, 1], "dp"))
+        with iter(one) as batches:
+            found = [next(batches)._local_value().numpy().tolist() for _ in range(3)]
+        return found, one.state_dict()
+
+    per_rank = on_each_rank([0, 1], first)
+    before = [a + b for a, b in zip(per_rank[0][0], per_rank[1][0], strict=True)]
+    again = loader(ONE)
+    again.load_state_dict(json.loads(json.dumps(per_rank[0][1])))
+
+    assert before + locals_of(again) == straight[0]
+    assert locals_of(again) == straight[1]
+    assert straight[0] != straight[1]
+    assert again.certificate().exact
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 2, "max_tokens": 3}, "either batch_size or max_tokens"),
+        ({}, "either batch_size or max_tokens"),
+        ({"batch_size": 0}, "batch_size must be an int >= 1"),
+        ({"max_tokens": 2.5}, "max_tokens must be an int >= 1"),
+        ({"batch_size": 3, "window": 10}, "must be a multiple of batch_size=3"),
+        ({"batch_size": 3, "window": 9, "multiple_of": 2}, "that of multiple_of=2"),
+        ({"batch_size": 1, "lengths": []}, "lengths must be an array of ints"),
+        ({"batch_size": 1, "lengths": [1.5]}, "lengths must be an array of ints"),
+    ],
+)
+def test_bad_arguments_are_named(options, says):
+    with pytest.raises(ArgumentError, match=says):
+        BucketBatchSampler(options.pop("lengths", [1, 2]), **options)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"version": 2, "epoch": 0, "window": 0, "batch": 0}, {"epoch": 1}])
+def test_a_state_of_something_else_is_refused(state):
+    with pytest.raises(StateError, match="BucketBatchSampler.state_dict"):
+        BucketBatchSampler([1], 1).load_state_dict(state)
