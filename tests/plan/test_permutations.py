@@ -16,7 +16,7 @@ def key(source, epoch):
 LENGTHS = st.one_of(st.integers(1, 9), st.integers(4000, 4200), st.integers(1, 10**12), st.just(2**40))
 
 
-@settings(max_examples=trials(150))
+@settings(max_examples=trials(60))
 @given(
     lengths=st.lists(LENGTHS, min_size=1, max_size=12),
     calls=st.lists(st.integers(0, 300), min_size=1, max_size=4),
@@ -35,7 +35,7 @@ def test_entry_by_entry_it_is_the_permutation_of_each_epoch(lengths, calls, most
             own = np.array(lengths, np.int64)[sources]
             places = drawn.integers(0, own)
             found = many(sources, epochs, own, places)
-            for at in range(size):
+            for at in range(0, size, 1 + size // 25):
                 one = Permutation(int(own[at]), key(int(sources[at]), int(epochs[at])))
                 assert one(places[at : at + 1])[0] == found[at]
             assert (many.inverse(sources, epochs, own, found) == places).all()
