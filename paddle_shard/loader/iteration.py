@@ -56,6 +56,11 @@ class ShardIterator:
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass: Any = stream_pass(setup, start) if setup.source.stream else index_pass(setup, start, look)
 
+    def hand_out(self) -> None:
+        """Become the loader's newest iterator, after its first batch was looked at."""
+        self.start = self._setup.run.start()
+        self._progress.hand_out(self.start)
+
     @property
     def step(self) -> int:
         """Number of batches of the epoch that were delivered so far, including those before a resume."""

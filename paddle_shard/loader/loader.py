@@ -276,7 +276,10 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
     def __iter__(self) -> ShardIterator:
         described, self._described = self._described, None
         if described is not None and described.start == self._run.start():
-            return described  # its first batch was looked at, and cannot perhaps be read again
+            described.hand_out()  # its first batch was looked at, and cannot perhaps be read again
+            return described
+        if described is not None:
+            described.close()
         return ShardIterator(self._setup())
 
     def _setup(self) -> PassSetup:

@@ -67,6 +67,14 @@ class PassProgress:
         """True if no batch of the epoch is left."""
         return self._at[2]
 
+    def hand_out(self, start: LoaderState) -> None:
+        """Become the newest pass of the run, which is at the same position as when this pass was made.
+
+        Args:
+            start: The position of the run; it may have been loaded since.
+        """
+        self.start, self.number = start, next(numbers)
+
     def deliver(
         self,
         num_real: int,

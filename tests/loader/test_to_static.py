@@ -10,6 +10,8 @@ from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardD
 
 import paddle_shard
 from paddle_shard.errors import BatchStructureError
+from tests.helpers import ONE
+from tests.helpers import local as rows
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -169,3 +171,27 @@ def test_what_a_call_returns_is_the_loader_in_all_but_next():
         for _ in range(3):
             next(a)
     next(a)  # of a fresh pass
+
+
+@pytest.mark.parametrize("loads", [0, 1, 2])
+def test_a_stream_that_was_described_counts_after_a_load_of_the_same_position(loads):
+    """The pass that was looked at is handed out: it is one of the run, whenever the position was loaded."""
+
+    def made():
+        given = paddle.io.DataLoader(paddle_shard.Stream.of(list(range(8))), batch_size=2)
+        return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
+
+    state, loader = made().state_dict(), made()
+    if loads > 1:
+        loader.load_state_dict(state)
+    described = loader._first_batch()
+    if loads:
+        loader.load_state_dict(state)
+    batches = iter(loader)
+    first = next(batches)
+
+    assert rows(described) == rows(first) == [0, 1]
+    assert loader.state_dict()["samples"] == 2
+    assert [rows(batch) for batch in batches] == [[2, 3], [4, 5], [6, 7]]
+    assert (loader.epoch, loader.state_dict()["epoch"]) == (1, 1)
+    assert len(list(loader)) == 4, "the next epoch begins at its beginning"
