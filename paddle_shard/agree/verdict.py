@@ -28,8 +28,11 @@ def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[i
 
 
 def ended_unequally(verdict: Decision, outlooks: Sequence[Outlook]) -> bool:
-    """Return whether the data of some ranks has ended while that of others has not."""
-    return len({_ended_at(verdict.step, outlook) for outlook in outlooks}) > 1
+    """Return whether the data of some ranks has ended while that of others has not.
+
+    A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
+    """
+    return len({_ended_at(verdict.step, outlook) for outlook in outlooks if outlook.kind != CLOSED}) > 1
 
 
 def _ended_at(step: int, outlook: Outlook) -> bool:
@@ -75,7 +78,7 @@ def error_of(
         unequal = UnequalEndsError("")
         unequal.step = at
         unequal.ended = tuple(rank for rank, o in ranks.items() if _ended_at(step, o))
-        unequal.went_on = tuple(rank for rank, o in ranks.items() if not _ended_at(step, o))
+        unequal.went_on = tuple(rank for rank, o in ranks.items() if o.kind != CLOSED and not _ended_at(step, o))
         unequal.args = (
             f"tail='error', but at step {at} the data of global ranks {list(unequal.ended)} has ended and that of "
             f"{list(unequal.went_on)} has not. Make the data of equal length, or choose tail='drop', 'pad' or "

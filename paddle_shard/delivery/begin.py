@@ -288,8 +288,9 @@ def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
             f"is_dataset_splitted=True, but {where}: ranks would part. Give every data rank as many rows, or leave "
             "is_dataset_splitted at False to have this loader split the data."
         )
-    sampler = type(setup.source.custom_sampler).__name__
-    error.args = (f"{where}: the loader's {sampler} is not the same on all ranks. Seed it alike on all of them.",)
+    sampler = setup.source.custom_sampler
+    what = type(setup.dataloader.dataset if sampler is None else sampler).__name__
+    error.args = (f"{where}: the loader's {what} is not the same on all ranks. Seed it alike on all of them.",)
     return error
 
 

@@ -247,6 +247,41 @@ def iterate(agreement, steps=10**6, step_time=0.0):
     return steps
 
 
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize(("taken", "told"), [(4, None), (3, None), (1, "left by global rank 1 after 1 steps")])
+def test_a_rank_that_leaves_after_it_has_announced_all_steps_does_not_end_the_others_with_an_error(taken, told, table):
+    """Four steps. One rank takes all of them; the other announces the steps up to the one after the last it takes."""
+    first, second = pair(table=table)
+    left = threading.Event()
+
+    def to_the_end():
+        agreement = first.open(prefetch=4, ends_must_agree=True)
+        left.wait(HANG)
+        for step in range(5):
+            if step == 0:
+                agreement.announce_ok(4)
+                agreement.announce_end()
+            if not agreement.deliver(step):
+                return step
+        return None
+
+    def leaves():
+        agreement = second.open(prefetch=4, ends_must_agree=True)
+        agreement.announce_ok(4 if taken > 2 else 2)
+        left.set()
+        for step in range(taken):
+            assert agreement.deliver(step)
+        agreement.close()
+
+    found, _ = together(to_the_end, leaves)
+
+    if told is None:
+        assert found == 4
+    else:
+        assert isinstance(found, PeerLostError)
+        assert told in str(found)
+
+
 def test_training_waits_for_no_one_in_steady_state():
     def run(coordinator):
         agreement = coordinator.open(prefetch=8)
