@@ -78,7 +78,7 @@ def joined(data_ranks, function):
 )
 def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(stops, shuffle, workers, seed):
     straight_loader = make(shuffle=shuffle, seed=seed)
-    straight = flat(flat([ids(iter(straight_loader)) for _ in range(2)]))
+    straight = flat(flat([ids(iter(straight_loader)) for _ in stops]))  # each delivers up to an epoch
     delivered, state = [], None
     for number, (data_ranks, multiple, steps) in enumerate(stops):
 
