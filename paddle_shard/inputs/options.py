@@ -36,6 +36,7 @@ class LoaderOptions:
     shuffle: Shuffle | None
     seed: int
     tail: str | None
+    batch_size: Sequence[tuple[int, int]] | None
     num_batches: int | None
     num_parts: int | None
     placements: Any
@@ -63,6 +64,7 @@ class LoaderOptions:
             if value not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}.")
         _check_dense_tensor_idx(self.dense_tensor_idx)
+        _check_batch_size(self.batch_size)
 
     @property
     def skip_errors(self) -> bool:
@@ -79,7 +81,7 @@ class LoaderOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ("seed", "seed_paddle", "input_keys", "timeout", "on_error", "num_batches", "num_parts")
+        names = ("seed", "seed_paddle", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "num_parts")
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()
         if padding is not None:  # in one form, however the user wrote it
@@ -100,6 +102,21 @@ def _check_dense_tensor_idx(given: Any) -> None:
         )
 
 
+def _check_batch_size(given: Any) -> None:
+    fine = given is None or (
+        isinstance(given, Sequence)
+        and not isinstance(given, str)
+        and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in given)
+        and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in given for n in entry)
+        and all(first >= 0 and rows >= 1 for first, rows in given)
+    )
+    if not fine:
+        raise ArgumentError(
+            "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
+            f"(500_000, 512)], got {given!r}. One size for the whole run is the DataLoader's own batch_size."
+        )
+
+
 def check_no_stream_options(options: LoaderOptions) -> None:
     """Refuse the options of streams for data with an index.
 
@@ -112,6 +129,19 @@ def check_no_stream_options(options: LoaderOptions) -> None:
             raise ArgumentError(
                 f"{name}={value!r} is for streams; the {kind} has a length and an index. Leave {name} out."
             )
+
+
+def check_no_batch_sizes(options: LoaderOptions, what: str) -> None:
+    """Refuse a schedule of batch sizes where this library does not make the batches.
+
+    Raises:
+        ArgumentError: There is one.
+    """
+    if options.batch_size is not None:
+        raise ArgumentError(
+            f"batch_size={options.batch_size!r}: the loader has {what}, which decides the size of its batches. Leave "
+            "batch_size out, or give a DataLoader of a data set with an index and no sampler of its own."
+        )
 
 
 def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) -> tuple[int, bool]:

@@ -12,8 +12,9 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.generators import generators
-from paddle_shard.inputs.options import LoaderOptions
+from paddle_shard.inputs.options import LoaderOptions, check_no_batch_sizes
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import find_ordering
@@ -35,7 +36,7 @@ class Source:
 
     batches: IndexBatches
     batch_size: int | None
-    """Rows of the global batch; None if batches differ in size."""
+    """Rows of the global batch, at the start of the run if there is a schedule; None if batches differ in size."""
     accumulation: int = 1
     split: bool = False
     """True if the loader of every data rank has rows of its own."""
@@ -68,9 +69,11 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     accumulation = getattr(sampler, "_acc_steps", 1)
     if not (is_dataset_splitted or already_split):
         if sampler is None:
+            check_no_batch_sizes(options, "whole batches (batch_size=None)")
             return _items(dataloader, accumulation, ordering, seed, chosen)
         if _is_plain(sampler):
-            return _planned(sampler, num_data_ranks, accumulation, ordering, seed, chosen)
+            return _planned(options, num_data_ranks, accumulation, ordering, chosen)
+    check_no_batch_sizes(options, f"its own {type(sampler).__name__}")
     if shuffle is not None:
         raise ArgumentError(
             f"shuffle={shuffle}: the order is that of the loader's own {type(sampler).__name__}. "
@@ -133,17 +136,16 @@ def _is_plain(batch_sampler: Any) -> bool:
     )
 
 
-def _planned(
-    sampler: Any,
-    num_data_ranks: int,
-    accumulation: int,
-    ordering: Ordering,
-    seed: int,
-    tail: Tail,
-) -> Source:
+def _planned(options: LoaderOptions, num_data_ranks: int, accumulation: int, ordering: Ordering, tail: Tail) -> Source:
+    sampler, seed = options.dataloader.batch_sampler, options.seed
+    sizes = None
+    if options.batch_size is not None:
+        sizes = BatchSizes(tuple((int(first), int(rows) * accumulation) for first, rows in options.batch_size))
+        for _, size in sizes.entries:
+            check_batch_size(size, num_data_ranks, accumulation)
     plan = ShardPlan(
         num_samples=_length(sampler.sampler.data_source),
-        batch_size=sampler.batch_size * accumulation,
+        batch_size=sampler.batch_size * accumulation if sizes is None else sizes.entries[0][1],
         num_data_ranks=num_data_ranks,
         shuffle=ordering,
         seed=seed,
@@ -158,7 +160,7 @@ def _planned(
     advice = plan.ordering.advice(plan.num_samples, num_data_ranks, plan.width)
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
-    batches = PlanBatches(plan, _data_fingerprint(sampler.sampler.data_source))
+    batches = PlanBatches(plan, _data_fingerprint(sampler.sampler.data_source), sizes)
     return Source(batches=batches, batch_size=plan.batch_size, accumulation=accumulation, tail=tail)
 
 

@@ -30,6 +30,7 @@ def shard_dataloader(
     shuffle: Shuffle | None = None,
     seed: int = 0,
     tail: str | None = None,
+    batch_size: Sequence[tuple[int, int]] | None = None,
     num_batches: int | None = None,
     num_parts: int | None = None,
     placements: Any = None,
@@ -77,6 +78,9 @@ def shard_dataloader(
             sampler of your own with `drop_last` drops batches itself, and all that it yields is served. Streams, whose
             parts end at different times, can have "pad", "drop", "error", or "repeat": a part that has ended is read
             again until the longest part has ended.
+        batch_size: A schedule such as `[(0, 256), (500_000, 512)]`: (sample of the run, rows of the global batch from
+            the first batch on that begins there or later). The rows replace those of the DataLoader; a run that is
+            resumed from any state goes on by the schedule. None: always the DataLoader's.
         num_batches: For streams: the number of steps of an epoch. Parts that end are read again.
         num_parts: For streams: P, the number of parts of the stream, which is part of its order. It divides the rows of
             a micro-batch, and the number of data ranks divides it. None: the largest divisor of the rows up to 64; for

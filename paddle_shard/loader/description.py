@@ -33,7 +33,14 @@ def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:
     if source.batch_size is None or source.split or plan is None:
         return
     rows = plan.num_rows(step=plan.num_steps - 1)
-    if rows != plan.batch_size:
+    sizes = sorted({size for _, size in plan.segments})
+    if len(sizes) > 1:
+        warnings.warn(
+            f"batches have {' and '.join(map(str, sizes))} rows in this epoch: a static program is compiled for one "
+            "size and fails on another. Compile it again when the size changes, or train dynamically.",
+            stacklevel=4,
+        )
+    elif rows != plan.batch_size:
         warnings.warn(
             f"the last batch of an epoch has {rows} rows and the others {plan.batch_size}: a static program is "
             "compiled for one size and fails on another. Give shard_dataloader tail='fill' (rows are marked in "

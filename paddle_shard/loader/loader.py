@@ -53,7 +53,7 @@ class ShardDataloader(_OwnNext, PaddleShardDataloader):
 
     Attributes:
         batch_size: Number of samples that a data rank reads in a step, before gradient accumulation; None if batches
-            differ in size.
+            differ in size. With a schedule of sizes, that at the start of the run.
         batch_sampler: This rank's batches of indices, with `set_epoch`.
         seed: Seed of the order and of the random numbers of samples.
         timeout: Seconds for which another rank may be silent.

@@ -37,6 +37,10 @@ class History:
         found = [samples for first, samples in self.lengths if first <= epoch]
         return found[-1] if found else length
 
+    def first_sample(self, length: int, epoch: int) -> int:
+        """Return the sample of the run with which an epoch begins, if `length` is that of epochs without changes."""
+        return sum(self.length(length, one) for one in range(epoch)) if self.lengths else epoch * length
+
     def to_json(self) -> dict[str, Any] | None:
         """Return the history for a saved state; None if nothing has changed."""
         if not (self.lengths or self.segments):

@@ -27,7 +27,7 @@ class PassProgress:
     def __init__(
         self,
         start: LoaderState,
-        batch_size: int | None,
+        segments: tuple[tuple[int, int], ...],
         place: tuple[int, int] | None,
         num_steps: int | None,
         plan: ShardPlan | None = None,
@@ -36,14 +36,14 @@ class PassProgress:
 
         Args:
             start: The state at which the pass begins.
-            batch_size: Rows of every global batch; None if batches differ in size.
+            segments: (first position, batch size) of each stretch of the epoch.
             place: (data rank, number of data ranks) of this process; None if what it delivers is not counted.
             num_steps: Steps of the whole epoch; None if they are only known at its end.
             plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
         self.start, self.plan = start, plan
         self.epoch = start.epoch
-        self.segments = start.continued(batch_size) if batch_size is not None else start.segments
+        self._segments = segments
         self.number = next(numbers)
         self.num_steps = num_steps
         self.counted = self.closed = False
@@ -126,7 +126,7 @@ class PassProgress:
             samples=samples,
             steps=steps,
             ended=ended,
-            segments=self.segments,
+            segments=tuple(one for one in self._segments if one[0] < samples) or self._segments[:1],
             sampler=sampler,
             certificate=certificate,
             fingerprint=fingerprint,

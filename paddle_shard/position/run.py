@@ -150,9 +150,13 @@ class Run:
         if source.stream is not None:
             left = source.stream.batches.steps_left(start)
             num_steps = None if left is None else start.steps + left
-        # A sampler's batches may be of any size.
-        batch_size = None if isinstance(source.batches, UserBatches) else source.batch_size
-        return PassProgress(start, batch_size, self._place, num_steps, plan)
+        if plan is not None:
+            segments = plan.segments or ((0, plan.batch_size),)
+        elif isinstance(source.batches, UserBatches) or source.batch_size is None:  # batches may be of any size
+            segments = start.segments
+        else:
+            segments = start.continued(source.batch_size)
+        return PassProgress(start, segments, self._place, num_steps, plan)
 
     def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
         """Note that a pass has delivered a batch.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.history import History, switched
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import Rows
@@ -44,14 +45,15 @@ class PlanBatch(NamedTuple):
 class PlanBatches:
     """The batches of a plan, whose mixture may get other weights during a run."""
 
-    def __init__(self, plan: ShardPlan, data: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, plan: ShardPlan, data: Mapping[str, Any] | None = None, sizes: BatchSizes | None = None) -> None:
         """Begin a run.
 
         Args:
             plan: The plan of the data set as it is now.
             data: What the data set's samples depend on, for the fingerprint: JSON-able.
+            sizes: The batch sizes of the run; None: always that of the plan.
         """
-        self._data = dict(data or {})
+        self._data, self._sizes = dict(data or {}), sizes
         self.plan = plan
         """The plan without the changes of the run."""
         self._history, self._changed = History(), plan
@@ -73,7 +75,7 @@ class PlanBatches:
 
     def untouched(self) -> PlanBatches:
         """Return batches of which an iteration changes nothing here."""
-        found = PlanBatches(self.plan, self._data)
+        found = PlanBatches(self.plan, self._data, self._sizes)
         found._history, found._changed = self._history, self._changed
         return found
 
@@ -90,7 +92,20 @@ class PlanBatches:
         plan, length = self._changed, self._history.length(self.plan.num_samples, epoch)
         if length != plan.num_samples:
             plan = replace(plan, num_samples=length)
-        return plan if resumed is None else _resumed(plan, resumed)
+        resumed = LoaderState(epoch=epoch) if resumed is None else resumed
+        segments = self._segments(plan, resumed)
+        if len(segments) < 2 and segments[0][1] == plan.batch_size:
+            return plan
+        ended = resumed.ended and segments[-1][0] == resumed.samples
+        return replace(plan, batch_size=segments[-1][1], segments=segments, ended=ended)
+
+    def _segments(self, plan: ShardPlan, resumed: LoaderState) -> tuple[tuple[int, int], ...]:
+        """Return the stretches of an epoch that resumes from a saved position, perhaps with another batch size."""
+        if self._sizes is None or resumed.ended:
+            return resumed.continued(plan.batch_size)
+        origin = self._history.first_sample(self.plan.num_samples, resumed.epoch)
+        (_, size), *later = self._sizes.segments(origin=origin, at=resumed.samples, end=plan.num_positions)
+        return (*resumed.continued(size), *later)
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[PlanBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
@@ -145,11 +160,3 @@ class PlanBatches:
         mixing = self._changed.ordering
         assert isinstance(mixing, Mixing)
         self.history = replace(self.history, segments=switched(mixing, at, parts))
-
-
-def _resumed(plan: ShardPlan, resumed: LoaderState) -> ShardPlan:
-    """Return the plan of an epoch that resumes from a saved position, perhaps with another batch size."""
-    segments = resumed.continued(plan.batch_size)
-    if len(segments) < 2:
-        return plan
-    return replace(plan, segments=segments, ended=resumed.ended and segments[-1][0] == resumed.samples)

@@ -42,6 +42,13 @@ def cases(num_ranks):
                 return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", tail=tail, seed=3)
 
             made[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
+
+        def ramped(ids=ids, names=names):
+            given = paddle.io.DataLoader(Mixed(), batch_size=8)
+            mesh = dist.ProcessMesh(ids, dim_names=names)
+            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", batch_size=[(0, 4), (10, 8), (30, 4)])
+
+        made[f"{names} {ids} batch sizes"] = ramped
     return made
 
 

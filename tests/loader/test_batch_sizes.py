@@ -1,0 +1,139 @@
+"""A batch size by schedule: the same samples, in batches that grow; resumed on any mesh."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paddle.io import BatchSampler, DataLoader, IterableDataset
+
+import paddle_shard
+from paddle_shard.errors import ArgumentError, BatchSizeError
+from paddle_shard.testing.simulated import on_each_rank
+from tests.helpers import ONE, Made, mesh, sharded
+from tests.trials import trials
+
+
+def make(at=ONE, *, batch_size, length=50, workers=0, accumulation=1, data=Made, **options):
+    sampler = BatchSampler(data(length=length), batch_size=4, shuffle=True)
+    sampler._acc_steps = accumulation
+    return sharded(
+        DataLoader(data(length=length), batch_sampler=sampler, num_workers=workers),
+        at,
+        batch_size=batch_size,
+        **options,
+    )
+
+
+def real(batches, most=None):
+    found = []
+    while most is None or len(found) < most:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            break
+        found.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+    return found
+
+
+@settings(max_examples=trials(30))
+@given(
+    schedule=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 4)), max_size=3, unique_by=lambda one: one[0]),
+    first=st.integers(1, 4),
+    stops=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 5)), min_size=1, max_size=4),
+    tail=st.sampled_from(["pad", "fill", "drop"]),
+    workers=st.sampled_from([0, 0, 0, 2]),
+)
+def test_a_run_goes_on_by_the_schedule_on_any_mesh(schedule, first, stops, tail, workers):
+    sizes = [(0, 4 * first), *((at, 4 * size) for at, size in sorted(schedule))]
+    loader = make(batch_size=sizes, tail=tail)
+    straight = [real(iter(loader)) for _ in range(3)]
+    wanted = [(epoch, step, rows) for epoch, found in enumerate(straight) for step, rows in enumerate(found)]
+
+    state, delivered = None, []
+    for data_ranks, steps in stops:
+
+        def run(data_ranks=data_ranks, steps=steps, state=state):
+            loader = make(mesh(list(range(data_ranks))), batch_size=sizes, tail=tail, workers=workers)
+            if state is not None:
+                loader.load_state_dict(state)
+            epoch, before = loader.epoch, loader.state_dict()["steps"]
+            assert len(loader) == len(straight[epoch])
+            with iter(loader) as batches:
+                found = real(batches, steps)
+            return epoch, before, found, json.loads(json.dumps(loader.state_dict()))
+
+        per_rank = on_each_rank(range(data_ranks), run)
+        (epoch, before, found, state), *_ = per_rank.values()
+        for step in range(len(found)):
+            rows = [row for rank in range(data_ranks) for row in per_rank[rank][2][step]]
+            delivered.append((epoch, before + step, rows))
+    assert delivered == wanted[: len(delivered)]
+
+
+def test_another_schedule_may_be_resumed_from_and_every_sample_is_delivered_once():
+    loader = make(batch_size=[(0, 4), (10, 8)])
+    with iter(loader) as batches:
+        before = real(batches, 4)
+        state = loader.state_dict()
+    assert [len(rows) for rows in before] == [4, 4, 4, 8]
+
+    other = make(batch_size=[(0, 2), (24, 6)])
+    other.load_state_dict(state)
+    after = real(iter(other))
+    assert [len(rows) for rows in after] == [2, 2, 6, 6, 6, 6, 2]
+    assert other.certificate().exact
+    assert sorted(row for rows in before + after for row in rows) == list(range(50))
+
+
+def test_a_schedule_counts_rows_as_the_dataloader_does():
+    loader = make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2)
+
+    assert (loader.batch_size, len(loader)) == (2, 5)
+    assert [len(rows) for rows in real(iter(loader))] == [4, 4, 6, 6, 6]  # of data rank 0; of the last 10, in two parts
+    place = loader.where(sample=7, epoch=0)
+    rows = on_each_rank(range(2), lambda: real(iter(make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2))))
+    assert rows[place.data_rank][place.step][place.row] == 7
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([np.arange(2)])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (64, "batch_size must be a list of"),
+        ("64", "batch_size must be a list of"),
+        ([64], "batch_size must be a list of"),
+        ([(0, 0)], "batch_size must be a list of"),
+        ([(0, 4.0)], "batch_size must be a list of"),
+        ([(0, True)], "batch_size must be a list of"),
+        ([(8, 4)], "must begin at sample 0 and ascend, got [8]"),
+        ([], "must begin at sample 0"),
+    ],
+)
+def test_a_bad_schedule_is_named(given, says):
+    with pytest.raises(ArgumentError) as caught:
+        make(batch_size=given)
+    assert says in str(caught.value)
+
+
+def test_every_size_must_be_split_evenly():
+    with pytest.raises(BatchSizeError, match="a global batch of 5 cannot be split evenly over 2 data ranks"):
+        make(mesh([0, 1]), batch_size=[(0, 4), (9, 5)])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Endless(), batch_size=2),
+        DataLoader(Made(), batch_size=None),
+        DataLoader(Made(), batch_sampler=paddle_shard.BucketBatchSampler(np.ones(16, int), batch_size=4)),
+    ],
+)
+def test_a_schedule_is_refused_where_others_make_the_batches(loader):
+    with pytest.raises(ArgumentError, match="which decides the size of its batches"):
+        sharded(loader, ONE, batch_size=[(0, 4)])

@@ -1,0 +1,53 @@
+"""A size holds from the first batch that begins at its sample or later, and no batch is cut."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.batch_sizes import BatchSizes
+
+schedules = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=5, unique_by=lambda entry: entry[0]
+).map(lambda entries: tuple((first if at else 0, size) for at, (first, size) in enumerate(sorted(entries))))
+
+
+def due(schedule, sample):
+    """The size that is due at a sample of the run."""
+    return [size for first, size in schedule if first <= sample][-1]
+
+
+def batches_of(segments, at, end):
+    """(first position, size) of each whole or short batch from a position on."""
+    found, starts = [], [first for first, _ in segments[1:]] + [end]
+    for (first, size), stop in zip(segments, starts, strict=True):
+        found += [(begin, size) for begin in range(first, stop, size)]
+    return [batch for batch in found if batch[0] >= at]
+
+
+@given(schedule=schedules, length=st.integers(1, 40), epochs=st.integers(1, 4))
+def test_each_batch_has_the_size_that_is_due_when_it_begins(schedule, length, epochs):
+    for epoch in range(epochs):
+        segments = BatchSizes(schedule).segments(origin=epoch * length, at=0, end=length)
+        position, wanted = 0, []
+        while position < length:
+            wanted.append((position, due(schedule, epoch * length + position)))
+            position += wanted[-1][1]
+        assert batches_of(segments, 0, length) == wanted
+
+
+@given(schedule=schedules, length=st.integers(1, 40), origin=st.integers(0, 40), data=st.data())
+def test_a_run_that_resumes_between_batches_goes_on_as_it_would_have(schedule, length, origin, data):
+    sizes = BatchSizes(schedule)
+    straight = batches_of(sizes.segments(origin=origin, at=0, end=length), 0, length)
+    at = data.draw(st.sampled_from([first for first, _ in straight]))
+
+    assert batches_of(sizes.segments(origin=origin, at=at, end=length), at, length) == [
+        batch for batch in straight if batch[0] >= at
+    ]
+
+
+@pytest.mark.parametrize("entries", [(), ((1, 4),), ((0, 4), (0, 8)), ((0, 4), (9, 8), (5, 8))])
+def test_a_schedule_begins_at_0_and_ascends(entries):
+    with pytest.raises(ArgumentError, match="must begin at sample 0 and ascend"):
+        BatchSizes(entries)
