@@ -63,6 +63,7 @@ bench: $(READY)
 	$(PY) benchmarks/order.py
 	$(PY) benchmarks/mixture.py
 	$(PY) benchmarks/packing.py
+	$(PY) benchmarks/balance.py
 	$(PY) benchmarks/agreement.py
 	$(PY) benchmarks/loader.py
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from paddle_shard.reading.digest import digest
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
-from paddle_shard.samplers import IndexBatch, UserBatches
+from paddle_shard.samplers import DealtBatch, IndexBatch, UserBatches
 from paddle_shard.say_once import say_once
 
 
@@ -55,8 +56,11 @@ def _requests(
             rows, indices = setup.rows.of_split(batch.num_rows), batch.take(range(batch.num_rows))
         else:
             rows = setup.rows.of(batch.num_rows, batch.micro_size)
+            batch = source.dealt(batch)
             indices = batch.take(rows.asked)
-            if compared:
+            if compared and isinstance(batch, DealtBatch):
+                drawn = zlib.crc32(batch.order.tobytes(), drawn)
+            if compared and isinstance(source.batches, UserBatches):
                 drawn = digest(batch.take(range(batch.num_rows)), drawn)
         pending.append(Pending(batch, rows, source.split, indices, digest=drawn, is_first=step == start.steps))
         pads = setup.pad_to is not None
@@ -107,8 +111,8 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
 
 
 def _draws_for_all(source: Source) -> bool:
-    """Return whether each rank draws the whole global batches from the user's own sampler."""
-    return isinstance(source.batches, UserBatches) and not source.split
+    """Return whether each rank draws the whole global batches from the user's own sampler, or deals their rows."""
+    return not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows
-from paddle_shard.samplers import IndexBatch
+from paddle_shard.samplers import DealtBatch, IndexBatch
 
 
 @dataclass(slots=True)
@@ -64,6 +64,11 @@ class Pending:
     def num_real_rows(self) -> int:
         """Return how many of the rows that this process reads are real."""
         return self.num_rows() if self.all_real else int(np.count_nonzero(self.valid()))
+
+    @property
+    def load(self) -> tuple[float, float]:
+        """(cost of the data rank that has most, mean cost of a data rank); zeros if rows are not dealt by cost."""
+        return self.batch.load if isinstance(self.batch, DealtBatch) else (0.0, 0.0)
 
     def num_skipped(self) -> int:
         """Return how many of the rows that this process reads replace samples that could not be read."""

@@ -23,12 +23,21 @@ class Counts:
     """Seconds spent in the loader: reading (without workers), placing, and waiting for data."""
     step_seconds: float = 0.0
     """Seconds that the user's code spent between two batches."""
+    largest_cost: float = 0.0
+    """With `balance=`: the cost of the data rank that has most, added up over all micro-batches."""
+    mean_cost: float = 0.0
+    """With `balance=`: the mean cost of a data rank, added up over all micro-batches."""
 
     @property
     def starved(self) -> float:
         """Share of the time that was spent in the loader, from 0 to 1; 0.1 is a lot."""
         total = self.wait_seconds + self.step_seconds
         return self.wait_seconds / total if total else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the data rank that has most, over the mean: 1.0 if all have the same, or costs are not given."""
+        return self.largest_cost / self.mean_cost if self.mean_cost else 1.0
 
 
 class LoaderStats:
@@ -53,6 +62,7 @@ class LoaderStats:
         found = {f"{prefix}{name}": float(value) for name, value in asdict(self.epoch).items()}
         busy = self.epoch.wait_seconds + self.epoch.step_seconds
         found[f"{prefix}starved"] = self.epoch.starved
+        found[f"{prefix}imbalance"] = self.epoch.imbalance
         found[f"{prefix}samples_per_second"] = self.epoch.samples / busy if busy else 0.0
         return found
 
@@ -61,6 +71,7 @@ class LoaderStats:
             f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped, {c.padding} rows of padding), "
             f"{c.bytes / 1e6:.1f} MB, "
             f"{c.wait_seconds:.2f} s waiting for data, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
+            + (f", imbalance {c.imbalance:.3f}" if c.mean_cost else "")
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
         return "\n".join(lines)
@@ -82,7 +93,9 @@ class PassClock:
             self._stats.total.step_seconds += step
         return now
 
-    def leave(self, entered: float, *, rows: int, samples: int, num_bytes: int, skipped: int) -> None:
+    def leave(
+        self, entered: float, *, rows: int, samples: int, num_bytes: int, skipped: int, load: tuple[float, float]
+    ) -> None:
         """Note that a batch is delivered."""
         self._left = time.perf_counter()
         waited = self._left - entered
@@ -93,6 +106,8 @@ class PassClock:
             counts.padding += rows - samples - skipped
             counts.bytes += num_bytes
             counts.wait_seconds += waited
+            counts.largest_cost += load[0]
+            counts.mean_cost += load[1]
 
     def end(self, entered: float) -> None:
         """Note that there was no further batch."""

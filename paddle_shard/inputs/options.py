@@ -37,6 +37,7 @@ class LoaderOptions:
     seed: int
     tail: str | None
     batch_size: Sequence[tuple[int, int]] | None
+    balance: Any
     num_batches: int | None
     num_parts: int | None
     placements: Any
@@ -129,6 +130,19 @@ def check_no_stream_options(options: LoaderOptions) -> None:
             raise ArgumentError(
                 f"{name}={value!r} is for streams; the {kind} has a length and an index. Leave {name} out."
             )
+
+
+def check_no_balance(options: LoaderOptions, why: str) -> None:
+    """Refuse `balance=` where rows cannot be dealt.
+
+    Raises:
+        ArgumentError: It is given.
+    """
+    if options.balance is not None:
+        raise ArgumentError(
+            f"balance= deals the rows of a global batch to data ranks by the costs of their samples, but the data "
+            f"{why}. Leave balance out."
+        )
 
 
 def check_no_batch_sizes(options: LoaderOptions, what: str) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
+from paddle_shard.inputs.costs import SampleCosts, costs_of
 from paddle_shard.inputs.generators import generators
-from paddle_shard.inputs.options import LoaderOptions, check_no_batch_sizes
+from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.handlers import raise_if_a_handlers
@@ -22,7 +23,7 @@ from paddle_shard.plan.paddle_order import PaddleOrdering, PaddleSequential
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
-from paddle_shard.samplers import IndexBatches, PlanBatches, UserBatches
+from paddle_shard.samplers import DealtBatch, IndexBatch, IndexBatches, PlanBatches, UserBatches
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.packed import Packed
 
@@ -47,6 +48,14 @@ class Source:
     """The user's batch sampler, if it decides on the order."""
     stream: StreamSetup | None = None
     """The way a stream is read, for data without an index."""
+    costs: SampleCosts | None = None
+    """The cost of each sample, if rows are dealt to data ranks by cost."""
+    dealt_to: int = 1
+    """Number of data ranks to which they are dealt."""
+
+    def dealt(self, batch: IndexBatch) -> IndexBatch:
+        """Return a batch with its rows in the order in which data ranks take them."""
+        return batch if self.costs is None else DealtBatch(batch, self.dealt_to, self.costs)
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:
@@ -56,6 +65,16 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
         ArgumentTypeError: Not a DataLoader.
         ArgumentError: Something in it cannot be honoured.
     """
+    found = _source(options, layouts)
+    if options.balance is None:
+        return found
+    if found.split or found.item_is_batch:
+        check_no_balance(options, "is split already" if found.split else "has whole batches (batch_size=None)")
+    ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
+    return replace(found, costs=costs_of(options.balance, options.dataloader.dataset), dealt_to=ranks)
+
+
+def _source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:
     dataloader, seed, tail, shuffle = options.dataloader, options.seed, options.tail, options.shuffle
     is_dataset_splitted = options.is_dataset_splitted
     _check_kind(dataloader)

@@ -12,7 +12,7 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.inputs.options import LoaderOptions, check_no_batch_sizes
+from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
 from paddle_shard.inputs.other_library import check_is_paddles
 from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.source import Source
@@ -288,6 +288,7 @@ def _check_arguments(options: LoaderOptions) -> None:
             "permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
         )
     check_no_batch_sizes(options, "a stream")
+    check_no_balance(options, "is a stream, whose samples have no number")
     for name, value in (("num_parts", options.num_parts), ("num_batches", options.num_batches)):
         if value is not None:
             check_count(name, value)

@@ -31,6 +31,7 @@ def shard_dataloader(
     seed: int = 0,
     tail: str | None = None,
     batch_size: Sequence[tuple[int, int]] | None = None,
+    balance: Any = None,
     num_batches: int | None = None,
     num_parts: int | None = None,
     placements: Any = None,
@@ -81,6 +82,11 @@ def shard_dataloader(
         batch_size: A schedule such as `[(0, 256), (500_000, 512)]`: (sample of the run, rows of the global batch from
             the first batch on that begins there or later). The rows replace those of the DataLoader; a run that is
             resumed from any state goes on by the schedule. None: always the DataLoader's.
+        balance: The cost of each sample, such as its length or the square of it: an array, or a function of an array of
+            ids; with several columns (text, image), each is balanced. The rows of each micro-batch are dealt to data
+            ranks so that each has as many as before, and costs as nearly the same as can be. The samples of each
+            global batch stay the same, and so does the saved state. Of a `Mixture`: a dict of costs by source. All
+            ranks must give the same. `stats` has the `imbalance`. None: each data rank takes its stretch of the order.
         num_batches: For streams: the number of steps of an epoch. Parts that end are read again.
         num_parts: For streams: P, the number of parts of the stream, which is part of its order. It divides the rows of
             a micro-batch, and the number of data ranks divides it. None: the largest divisor of the rows up to 64; for

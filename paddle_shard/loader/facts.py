@@ -33,6 +33,8 @@ def facts_of(
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options}
+    if source.costs is not None:
+        facts["balance"] = source.costs.fact()
     if not source.split:  # else each data rank has an order of its own
         facts |= source.batches.fingerprint()
     return facts

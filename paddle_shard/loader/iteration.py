@@ -120,6 +120,7 @@ class ShardIterator:
             samples=pending.num_real_rows(),
             num_bytes=pending.num_bytes,
             skipped=pending.num_skipped(),
+            load=pending.load,
         )
         # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = pending

@@ -62,7 +62,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         whole = self._source.split or self._source.item_is_batch
         for batch in self._source.batches.epoch(self.epoch):
             rows = range(batch.num_rows) if whole else self._rows.of(batch.num_rows, batch.micro_size).asked
-            indices = batch.take(rows)
+            indices = self._source.dealt(batch).take(rows)
             yield indices.tolist() if isinstance(indices, np.ndarray) else indices
 
     def __len__(self) -> int:

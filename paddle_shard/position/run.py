@@ -24,7 +24,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.account import Delivered
 from paddle_shard.position.mixing import agree_on_weights, drawn_at, mixing_of
 from paddle_shard.position.progress import PassProgress, numbers
-from paddle_shard.samplers import IndexBatch, PlanBatches, UserBatches
+from paddle_shard.samplers import DealtBatch, IndexBatch, PlanBatch, PlanBatches, UserBatches
 from paddle_shard.samplers.user_batch import UserBatch
 from paddle_shard.say_once import say_once
 
@@ -285,8 +285,14 @@ class Run:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
         if plan.ordering.own_ids:
-            return plan.everywhere(epoch=epoch, sample=sample)
-        return plan.where(epoch=epoch, sample=sample)
+            return [self._dealt(plan, epoch, place) for place in plan.everywhere(epoch=epoch, sample=sample)]
+        found = plan.where(epoch=epoch, sample=sample)
+        return None if found is None else self._dealt(plan, epoch, found)
+
+    def _dealt(self, plan: ShardPlan, epoch: int, place: Where) -> Where:
+        """Return where a row is delivered, if it would be at a place without balance."""
+        batch = self._source.dealt(PlanBatch.of(plan, epoch, place.step))
+        return batch.moved(place) if isinstance(batch, DealtBatch) else place
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""

@@ -33,6 +33,14 @@ class PlanBatch(NamedTuple):
     """True if no row is padding; False also if that is not known."""
     sampler_state: None = None
 
+    @classmethod
+    def of(cls, plan: ShardPlan, epoch: int, step: int) -> PlanBatch:
+        """Return the batch of a step."""
+        num_rows = plan.num_rows(step=step)
+        num_real = min(num_rows, plan.num_positions - plan.first_position(step=step))
+        all_real = not plan.ordering.pads_first and num_real == num_rows
+        return cls(plan, epoch, step, num_rows, plan.micro_size(step=step), num_real, all_real)
+
     def take(self, rows: Rows | range) -> Rows:
         """Return the data set's indices at some rows."""
         return self.plan.take(epoch=self.epoch, step=self.step, rows=rows)

@@ -106,7 +106,7 @@ class Mixture:
         Args:
             index: Its id in a loader's order, or a position of the first epoch.
         """
-        source, at = self._find(index)
+        source, at = self.locate(index)
         return self.sources[self._names[source]][at]
 
     def sample_name(self, index: int) -> tuple[str, int]:
@@ -115,7 +115,7 @@ class Mixture:
         Args:
             index: What `__getitem__` takes.
         """
-        source, at = self._find(index)
+        source, at = self.locate(index)
         return self._names[source], at
 
     def fingerprint(self) -> dict[str, Any]:
@@ -138,7 +138,12 @@ class Mixture:
             )
         return Mixing(tuple(self.sources), self.segments, inner.shuffles)
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return (number of the source, index in the source) of a sample.
+
+        Args:
+            index: What `__getitem__` takes.
+        """
         index = int(index)
         if is_sample_id(index):
             return source_and_index(index)

@@ -123,6 +123,8 @@ def differ():
         "version": lambda: of_version("9.9" if second else paddle_shard.__version__),
         "stream": lambda: csv(True, num_batches=2 if second else 3),
         "on_error": lambda: sharded(Numbers(48), on_error="skip" if second else "raise"),
+        "balance": lambda: sharded(Numbers(48), balance=np.arange(48) % (5 if second else 7)),
+        "batch size by schedule": lambda: sharded(Numbers(48), batch_size=[(0, 8), (16, 4 if second else 12)]),
     }
     return {name: steps_of(make()) for name, make in made.items()}
 
@@ -251,6 +253,9 @@ def different_data():
             "batches": lambda g: paddle_shard.shard_dataloader([b.T for b in batches_of(g())], mesh(), shard_dims="dp"),
             "cut later": lambda g: sharded(Stream.of(Unseeded(g())).map(int).sharding_filter().map(np.array), size=8),
             "sampler": lambda g: sampled(g()),
+            "costs": lambda g, own=0 if seeded else RANK: sharded(
+                Numbers(64), size=8, balance=lambda ids: (ids + own) % 7
+            ),
         }
         found |= {f"{name}, seeded" if seeded else name: steps_of(make(generator)) for name, make in made.items()}
     return found

@@ -49,6 +49,13 @@ def cases(num_ranks):
             return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", batch_size=[(0, 4), (10, 8), (30, 4)])
 
         made[f"{names} {ids} batch sizes"] = ramped
+
+        def dealt(ids=ids, names=names):
+            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=2, shuffle=True)
+            mesh = dist.ProcessMesh(ids, dim_names=names)
+            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", balance=lambda ids: ids**2)
+
+        made[f"{names} {ids} balance"] = dealt
     return made
 
 

@@ -102,6 +102,8 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
         ("version", "paddle_shard: " + paddle_shard.__version__ + " on global rank 0, 9.9 on global rank 1"),
         ("stream", "num_batches: 3 on global rank 0, 2 on global rank 1"),
         ("on_error", "on_error: raise on global rank 0, skip on global rank 1"),
+        ("balance", "balance: [48] "),
+        ("batch size by schedule", "batch_size: [(0, 8), (16, 12)] on global rank 0, [(0, 8), (16, 4)] on global rank"),
     ],
 )
 def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_rank(argument, shown, of_ranks):
@@ -134,6 +136,7 @@ def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(c
         ("batches", 0),
         ("cut later", 0),
         ("sampler", 0),
+        ("costs", 0),
     ],
 )
 def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_are_not(kind, delivered, of_ranks):

@@ -1,0 +1,156 @@
+"""How much work is a sample, by the user's own account?"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.balance import Costs
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.sources.mixture import Mixture
+
+_CHUNK = 1 << 20
+_PROBES = 64
+
+Given = Callable[[Any], Any] | np.ndarray[Any, Any]
+
+
+def costs_of(given: Any, dataset: Any) -> SampleCosts:
+    """Return the costs that a user gives, checked.
+
+    Args:
+        given: An array of costs by sample, or a function of ids; of a mixture, a dict of them by source.
+        dataset: The data set.
+
+    Raises:
+        ArgumentTypeError: It is none of these.
+        ArgumentError: A cost is missing, negative or not a number.
+    """
+    if not isinstance(dataset, Mixture):
+        return SampleCosts((_checked(given, "balance", dataset),))
+    live = [name for name, source in dataset.sources.items() if source is not None]
+    if not isinstance(given, Mapping) or not set(live) <= set(given) <= set(dataset.sources):
+        raise ArgumentError(
+            f"balance: for a Mixture, it must be a dict with the costs of each source {live}, got "
+            f"{sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}."
+        )
+    found = tuple(
+        _checked(given[name], f"balance[{name!r}]", source) if source is not None else np.zeros(0)
+        for name, source in dataset.sources.items()
+    )
+    return SampleCosts(found, tuple(dataset.sources), dataset)
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """The cost of each sample of a data set."""
+
+    of: tuple[Given, ...]
+    """An array of costs by index, or a function of ids; one for each source of a mixture."""
+    names: tuple[str, ...] = ()
+    """Names of the sources of a mixture."""
+    mixture: Mixture | None = None
+
+    def __call__(self, ids: Any) -> Costs:
+        """Return the costs of some samples.
+
+        Args:
+            ids: Indices into the data set.
+
+        Returns:
+            float64[samples, columns]
+
+        Raises:
+            ArgumentError: The user's function returns something else, or an id is out of range.
+        """
+        if self.mixture is None:
+            return _looked_up(self.of[0], ids, "balance")
+        sources, indices = np.array([self.mixture.locate(sample) for sample in ids], np.int64).reshape(-1, 2).T
+        parts = {
+            source: _looked_up(self.of[source], indices[sources == source], f"balance[{self.names[source]!r}]")
+            for source in np.unique(sources).tolist()
+        }
+        columns = {part.shape[1] for part in parts.values()}
+        if len(columns) > 1:
+            raise ArgumentError(f"balance: the sources have costs of {sorted(columns)} columns; give all as many.")
+        costs = np.empty((len(sources), columns.pop()))
+        for source, part in parts.items():
+            costs[sources == source] = part
+        return costs
+
+    def fact(self) -> str:
+        """Return a short text that differs if the costs do, which the ranks compare."""
+        return " ".join(map(_described, self.of))
+
+
+def _checked(given: Any, what: str, dataset: Any) -> Given:
+    if callable(given):
+        function: Given = given
+        return function
+    is_array = isinstance(given, Sequence) or hasattr(given, "__array__")
+    if not is_array or isinstance(given, str | bytes):
+        raise ArgumentTypeError(
+            f"{what} must be an array with the cost of each sample, or a function of their ids, got "
+            f"{type(given).__name__}: {given!r}."
+        )
+    try:
+        costs = given if isinstance(given, np.ndarray) else np.asarray(given)
+    except ValueError as error:  # rows of different lengths
+        raise ArgumentTypeError(f"{what} must be an array with the cost of each sample: {error}.") from None
+    if costs.dtype.kind not in "iuf" or costs.ndim not in (1, 2) or 0 in costs.shape:
+        raise ArgumentError(
+            f"{what} must be numbers, [samples] or [samples, columns], got {costs.dtype} of shape {costs.shape}."
+        )
+    length = _length(dataset)
+    if length is not None and len(costs) != length:
+        raise ArgumentError(f"{what} has {len(costs)} costs, but the {type(dataset).__name__} {length} samples.")
+    for first in range(0, len(costs), _CHUNK):
+        _check(costs[first : first + _CHUNK], range(first, first + _CHUNK), what)
+    return costs
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception as error:  # whatever the user's __len__ raises
+        raise_if_a_handlers(error)
+        return None
+
+
+def _looked_up(given: Given, ids: Any, what: str) -> Costs:
+    if not isinstance(given, np.ndarray):
+        found = np.asarray(given(ids))
+        if found.dtype.kind not in "iuf" or found.ndim not in (1, 2) or len(found) != len(ids):
+            raise ArgumentError(
+                f"{what} must return {len(ids)} numbers for {len(ids)} ids, one or a row of them for each; it returned "
+                f"{found.dtype} of shape {found.shape}."
+            )
+        _check(found, ids, what)
+    else:
+        at = np.asarray(ids)
+        if at.dtype.kind not in "iu" or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(given)):
+            raise ArgumentError(
+                f"{what} is an array of {len(given)} costs, but the samples' ids are {list(ids[:4])}, ... Give a "
+                "function of ids."
+            )
+        found = np.asarray(given[at])
+    return found.reshape(len(ids), -1).astype(np.float64)
+
+
+def _check(costs: Any, ids: Any, what: str) -> None:
+    bad = ~(np.isfinite(costs) & (costs >= 0))
+    if bad.any():
+        row = int(np.argwhere(bad)[0][0])
+        raise ArgumentError(f"{what}: a cost must be a number >= 0, got {costs[row]} for sample {ids[row]!r}.")
+
+
+def _described(given: Given) -> str:
+    if not isinstance(given, np.ndarray):
+        return getattr(given, "__qualname__", type(given).__qualname__)
+    some = np.ascontiguousarray(given[:: max(1, len(given) // _PROBES)], np.float64)
+    return f"{list(given.shape)} {zlib.crc32(some.tobytes()):08x}"

@@ -1,0 +1,114 @@
+"""Which rows of a batch does each data rank get, so that all have about equally much work?"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.plan.partition import Rows
+
+_UNITS = 1 << 24
+"""Costs are rounded to this many parts of a batch's total."""
+_CLOSE = 1 << 8
+"""Data ranks whose costs are above the mean by less than 1/256 are close enough."""
+_MOST_SWAPS = 32
+
+Costs = npt.NDArray[np.float64]
+
+
+def deal(costs: Costs, num_data_ranks: int) -> Rows:
+    """Return the rows of a batch in the order in which data ranks take them: equally many each, of nearly equal cost.
+
+    The rows are dealt from the costliest to the cheapest, each to the data rank with the least cost so far that is not
+    full (Graham's rule of 1969 with a limit on the number). Then the data rank with most cost swaps rows with others
+    as long as that helps. If the result is no better than the rows as they are, they stay so. If a single row costs
+    more than the mean of a data rank, nothing can make them equal.
+
+    Args:
+        costs: float64[rows, columns] >= 0: the cost of each row, for each kind of cost. All columns weigh the same.
+        num_data_ranks: It divides the number of rows.
+
+    Returns:
+        int64[rows]: data rank r takes the r-th of `num_data_ranks` equal stretches, in which rows ascend.
+
+    Examples:
+        >>> deal(np.array([[9.0], [1.0], [2.0], [8.0]]), 2).tolist()
+        [0, 1, 2, 3]
+        >>> deal(np.array([[9.0], [8.0], [2.0], [1.0]]), 2).tolist()
+        [0, 3, 1, 2]
+    """
+    num_rows, largest = len(costs), costs.max(axis=0)
+    if num_data_ranks == 1 or not largest.any():
+        return np.arange(num_rows)
+    # Integers from here on: a sum of floats may differ between machines, on which all ranks must do the same.
+    parts = np.rint(costs / np.where(largest, largest, 1.0) * _UNITS).astype(np.int64)
+    parts = parts * _UNITS // np.maximum(parts.sum(axis=0), 1)
+    dealt = _dealt(parts.max(axis=1), num_data_ranks)
+    most = _swap(dealt, parts)
+    if parts.reshape(num_data_ranks, -1, parts.shape[1]).sum(axis=1).max() <= most:
+        return np.arange(num_rows)
+    dealt.sort(axis=1)
+    return dealt.reshape(-1)
+
+
+def loads(costs: Costs, num_data_ranks: int) -> tuple[float, float]:
+    """Return (cost of the data rank that has most, mean cost of a data rank), in the column where they differ most.
+
+    Args:
+        costs: float64[rows, columns]: in the order in which data ranks take the rows.
+        num_data_ranks: It divides the number of rows.
+
+    Examples:
+        >>> loads(np.array([[3.0], [3.0], [1.0], [1.0]]), 2)
+        (6.0, 4.0)
+    """
+    of_ranks = costs.reshape(num_data_ranks, -1, costs.shape[1]).sum(axis=1)
+    most, mean = of_ranks.max(axis=0), of_ranks.mean(axis=0)
+    worst = int((most / np.where(mean, mean, 1.0)).argmax())
+    return float(most[worst]), float(mean[worst])
+
+
+def _dealt(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:
+    """Return the rows of each data rank: int64[num_data_ranks, rows / num_data_ranks]."""
+    each = len(costs) // num_data_ranks
+    found: list[list[int]] = [[] for _ in range(num_data_ranks)]
+    open_ranks = list(range(num_data_ranks))  # a heap of cost * num_data_ranks + rank: one int is compared quickly
+    rows = np.argsort(-costs, kind="stable")
+    for row, cost in zip(rows.tolist(), (costs[rows] * num_data_ranks).tolist(), strict=True):
+        least = open_ranks[0]
+        own = found[least % num_data_ranks]
+        own.append(row)
+        if len(own) < each:
+            heapq.heapreplace(open_ranks, least + cost)
+        else:
+            heapq.heappop(open_ranks)
+    return np.array(found, np.int64)
+
+
+def _swap(dealt: Rows, costs: npt.NDArray[np.int64]) -> int:
+    """Swap rows between data ranks as long as the largest cost becomes less; return it."""
+    of_row = costs[dealt]  # [data rank, row, column]
+    sums = of_row.sum(axis=1)
+    close = sums.sum(axis=0).max() // len(dealt)
+    close += close // _CLOSE
+    for _ in range(_MOST_SWAPS):
+        worst, column = divmod(int(sums.argmax()), sums.shape[1])
+        most = sums[worst, column]
+        if most <= close:
+            break
+        other = int(sums[:, column].argmin())
+        less = of_row[worst][:, None] - of_row[other][None]  # [row of the worst, row of the other, column]
+        after = np.maximum(sums[worst] - less, sums[other] + less).max(axis=2)
+        mine, theirs = divmod(int(after.argmin()), after.shape[1])
+        if after[mine, theirs] >= most:
+            break
+        moved = of_row[worst, mine] - of_row[other, theirs]
+        sums[worst] -= moved
+        sums[other] += moved
+        for array in (dealt, of_row):
+            kept = array[worst, mine].copy()
+            array[worst, mine] = array[other, theirs]
+            array[other, theirs] = kept
+    return int(sums.max())
