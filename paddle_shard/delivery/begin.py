@@ -37,6 +37,7 @@ from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers import DealtBatch, IndexBatch, UserBatches
+from paddle_shard.samplers.left_out import without
 from paddle_shard.say_once import say_once
 
 
@@ -49,7 +50,8 @@ def _requests(
     step = start.steps
     several, drawn = setup.own_layout.num_data_ranks > 1, 0
     compared = len(setup.agreeing_ranks) > 1 and _draws_for_all(source)
-    for batch in batches:
+    for batch in without(batches, setup.run.skips, start.epoch, start.samples):
+        step += batch.passed[0]
         if source.item_is_batch:
             rows, indices = None, batch.take(range(1))
         elif source.split:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchRows
-from paddle_shard.samplers import DealtBatch, IndexBatch
+from paddle_shard.samplers import IndexBatch
 
 
 @dataclass(slots=True)
@@ -65,14 +65,11 @@ class Pending:
         """Return how many of the rows that this process reads are real."""
         return self.num_rows() if self.all_real else int(np.count_nonzero(self.valid()))
 
-    @property
-    def load(self) -> tuple[float, float]:
-        """(cost of the data rank that has most, mean cost of a data rank); zeros if rows are not dealt by cost."""
-        return self.batch.load if isinstance(self.batch, DealtBatch) else (0.0, 0.0)
-
     def num_skipped(self) -> int:
-        """Return how many of the rows that this process reads replace samples that could not be read."""
-        return 0 if self.skipped is None else int(np.count_nonzero(self.skipped & self._served()))
+        """Return how many of the rows that this process reads replace samples that were not read."""
+        assert self.rows is not None
+        left_out = 0 if self.all_real else self.batch.num_left_out(self.rows.read)
+        return left_out if self.skipped is None else left_out + int(np.count_nonzero(self.skipped & self._served()))
 
     def own_ids(self, layout: FieldLayout) -> list[Any] | npt.NDArray[np.int64]:
         """Return the ids of the samples in this process's slice, without padding."""

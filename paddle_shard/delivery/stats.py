@@ -16,7 +16,8 @@ class Counts:
     padding: int = 0
     """Padding rows in this rank's slices, which follow the end of the data or of a part of a stream."""
     skipped: int = 0
-    """Rows of samples that could not be read (`on_error="skip"`); their ids are in the log."""
+    """Rows of samples that could not be read (`on_error="skip"`; their ids are in the log), or that you leave out
+    (`loader.skip`)."""
     bytes: int = 0
     """Size in bytes of the rows that this rank reads."""
     wait_seconds: float = 0.0

@@ -29,6 +29,10 @@ class StreamBatch:
     real: npt.NDArray[np.bool_]
     """Mask of the real rows among those that this rank reads; a single value if items are whole batches."""
     sampler_state: Any = None
+    last: None = None
+    drawn: tuple[int, ...] = ()
+    passed: tuple[int, int] = (0, 0)
+    load: tuple[float, float] = (0.0, 0.0)
 
     @property
     def all_real(self) -> bool:
@@ -42,6 +46,10 @@ class StreamBatch:
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of the rows that this rank reads are real."""
         return self.real if len(self.real) == len(rows) else np.full(len(rows), self.real[0])
+
+    def num_left_out(self, rows: Rows) -> int:
+        """Return 0: no sample of a stream is left out."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,14 +113,14 @@ class ShardIterator:
             return placed
         ids = pending.own_ids(self._setup.own_layout)
         if self._bar is not None:
-            self._bar.step(self._setup.stats.epoch.starved)
+            self._bar.step(self._setup.stats.epoch.starved, 1 + pending.batch.passed[0])
         self._clock.leave(
             entered,
             rows=pending.num_rows(),
             samples=pending.num_real_rows(),
             num_bytes=pending.num_bytes,
             skipped=pending.num_skipped(),
-            load=pending.load,
+            load=pending.batch.load,
         )
         # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = pending

@@ -35,10 +35,10 @@ class ProgressBar:
         """
         self._bar = import_tqdm()(desc=f"epoch {epoch}", total=num_steps, initial=steps, unit="batch")
 
-    def step(self, starved: float) -> None:
-        """Go on by a batch."""
+    def step(self, starved: float, batches: int) -> None:
+        """Go on by some batches."""
         self._bar.set_postfix_str(f"{starved:.0%} waiting for data", refresh=False)
-        self._bar.update()
+        self._bar.update(batches)
 
     def close(self) -> None:
         """Leave it as it is; safe to call again."""

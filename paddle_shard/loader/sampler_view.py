@@ -14,6 +14,7 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.position.run import Run
+from paddle_shard.samplers.left_out import without
 
 
 class ShardBatchSampler(paddle.io.DistributedBatchSampler):
@@ -60,13 +61,13 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         whole = self._source.split or self._source.item_is_batch
-        for batch in self._source.batches.epoch(self.epoch):
+        for batch in without(self._source.batches.epoch(self.epoch), self._run.skips, self.epoch, 0):
             rows = range(batch.num_rows) if whole else self._rows.of(batch.num_rows, batch.micro_size).asked
             indices = self._source.dealt(batch).take(rows)
             yield indices.tolist() if isinstance(indices, np.ndarray) else indices
 
     def __len__(self) -> int:
-        return self._run.num_steps()
+        return self._run.num_batches()
 
     def set_epoch(self, epoch: int = 0, **others: Any) -> None:
         """Set the loader's epoch; further arguments go to the `set_epoch` of the sampler that was given."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.tally import Total, id_sums, plus
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ class Certificate:
     """Samples that the epoch delivers: all except those that the tail drops."""
     dropped: int = 0
     """Samples that the tail drops; 0 if the order is that of the user's own sampler."""
+    skipped: int = 0
+    """Samples that you leave out (`loader.skip`)."""
     delivered: int
     """Samples that were delivered, counted as often as they were."""
     missed: int
@@ -196,6 +199,9 @@ class Certificate:
     """Name of the user's own sampler, if it chose the samples. Each of its draws must be delivered once, so a sample
     is delivered as often as it was drawn. None: the samples are those of the data set."""
 
+    sources: Mapping[str, int] | None = None
+    """Of a mixture: how many samples of each source the epoch has, those that you leave out included."""
+
     @property
     def exact(self) -> bool:
         """True if each sample of the epoch was delivered exactly once."""
@@ -204,7 +210,9 @@ class Certificate:
     def __str__(self) -> str:
         what = f"each of {self.num_samples} samples"
         if self.dropped:
-            what += f" (of {self.num_samples + self.dropped}; tail='drop' leaves out {self.dropped})"
+            what += f" (of {self.num_samples + self.dropped + self.skipped}; tail='drop' leaves out {self.dropped})"
+        if self.skipped:
+            what += f" (and {self.skipped} are skipped by the user)"
         if self.drawn_by is not None:
             what += f" that {self.drawn_by} drew"
         if self.exact:
@@ -219,6 +227,7 @@ def certify(
     expected: Expected | None,
     drawn_by: str | None = None,
     num_samples: int | None = None,
+    skipped: int = 0,
 ) -> Certificate:
     """Return what the accounts of all ranks prove of an epoch.
 
@@ -229,8 +238,10 @@ def certify(
         expected: Returns what belongs at the positions. None: only a sampler knows, so the draws are compared.
         drawn_by: The sampler's name.
         num_samples: Number of samples in the data set. None: only a sampler knows which of them it draws.
+        skipped: Number of samples that the user leaves out. With a sampler of the user's own, its draws tell.
     """
     legs, problems = merge(accounts)
+    skipped = _not_drawn(legs) if expected is None else skipped
     whole = [leg for leg in legs if leg.data_rank == ALL]
     size = (lambda first, end: end - first) if expected is None else (lambda first, end: expected(first, end)[0])
     at = missed = repeated = 0
@@ -242,7 +253,7 @@ def certify(
             repeated += leg.num
             problems.append(f"in {stretch}, {leg.num} samples were delivered again, in {-leg.times} stretches")
             continue
-        if leg.first > at:
+        if leg.first > at and size(at, leg.first):
             missed += size(at, leg.first)
             problems.append(f"positions [{at}, {leg.first}) {left_out}")
         elif leg.first < at:
@@ -254,7 +265,7 @@ def certify(
         at = max(at, leg.end)
     if num_positions is None:
         problems.append(f"{drawn_by} has not ended after position {at}, as far as this run has seen")
-    elif at < num_positions:
+    elif at < num_positions and size(at, num_positions):
         missed += size(at, num_positions)
         problems.append(f"positions [{at}, {num_positions}) {left_out}")
     if num_positions == 0:
@@ -268,14 +279,24 @@ def certify(
     served = size(0, at if num_positions is None else num_positions)
     return Certificate(
         epoch=epoch,
-        num_samples=served,
-        dropped=0 if num_samples is None else num_samples - served,
+        num_samples=served if expected is not None else served - skipped,
+        dropped=0 if num_samples is None else num_samples - served - skipped,
+        skipped=skipped,
         delivered=sum(leg.num for leg in whole),
         missed=missed,
         repeated=repeated,
         problems=tuple(dict.fromkeys(problems)),
         drawn_by=drawn_by,
     )
+
+
+def _not_drawn(legs: Iterable[Leg]) -> int:
+    """Return how many positions that the user's sampler served hold samples that the user leaves out."""
+    at = left_out = 0
+    for leg in sorted(leg for leg in legs if leg.data_rank == DRAWN and leg.times > 0):
+        if leg.first >= at:
+            left_out, at = left_out + leg.end - leg.first - leg.num // leg.times, leg.end
+    return left_out
 
 
 def _compared(legs: Sequence[Leg], expected: Expected | None) -> Iterable[tuple[str, Total, Total]]:
@@ -293,20 +314,26 @@ def _compared(legs: Sequence[Leg], expected: Expected | None) -> Iterable[tuple[
         yield "the sampler's batches", totals[DRAWN], totals[ALL]
 
 
-def expected_of_plan(plan: ShardPlan, epoch: int) -> Expected:
+def skipped_of_plan(plan: ShardPlan, epoch: int, skips: Skips) -> int:
+    """Return how many samples of an epoch the user leaves out."""
+    if not skips.concerns(epoch):
+        return 0
+    all_of_it, kept = (expected_of_plan(plan, epoch, found)(0, plan.num_served) for found in (Skips(), skips))
+    return all_of_it[0] - kept[0]
+
+
+def expected_of_plan(plan: ShardPlan, epoch: int, skips: Skips) -> Expected:
     """Return the function that tells `certify` what belongs at the positions of a plan."""
+    in_any_order = not plan.ordering.own_ids and not skips.concerns(epoch)
 
     @cache
     def expected(first: int, end: int) -> Total:
-        if first == 0 and end == plan.num_positions and not plan.ordering.own_ids:  # their order does not matter
+        if first == 0 and end == plan.num_positions and in_any_order:
             chunks: Iterable[npt.NDArray[np.int64]] = (
                 np.arange(start, min(start + _CHUNK, plan.num_samples)) for start in range(0, plan.num_samples, _CHUNK)
             )
         else:
-            chunks = (
-                plan.samples(epoch=epoch, first=start, end=min(start + _CHUNK, end))
-                for start in range(first, end, _CHUNK)
-            )
+            chunks = (skips.kept(plan, epoch, start, min(start + _CHUNK, end)) for start in range(first, end, _CHUNK))
         total = (0, 0, 0)
         for chunk in chunks:
             total = plus(total, (len(chunk), *id_sums(chunk)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from paddle_shard.plan.shuffle import Indices
 
 MAX_SOURCES = 1 << 12
@@ -34,6 +36,11 @@ def is_sample_id(index: int) -> bool:
 def source_and_index(sample: int) -> tuple[int, int]:
     """Return the number of the source, and the index in it, of a sample's id."""
     return (sample >> 40) % MAX_SOURCES, sample % MAX_LENGTH
+
+
+def without_epoch(samples: Indices) -> Indices:
+    """Return ids without the epoch of their source; ids of other data sets as they are."""
+    return np.where(samples >= _MARK, samples & ~np.int64((ROUNDS - 1) << 52), samples)
 
 
 def epoch_number(sample: int) -> int:

@@ -291,6 +291,14 @@ class ShardPlan:
         found = (self.place_of(position=position) for position in order.occurrences(sample))
         return [place for place in found if place is not None]
 
+    def step_of(self, *, position: int) -> int:
+        """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
+
+        Args:
+            position: The position, in `range(num_positions)`.
+        """
+        return self._stretches.step_and_row(position)[0]
+
     def place_of(self, *, position: int) -> Where | None:
         """Return where the sample at a position of an epoch is delivered, as a real row; None if the tail drops it.
 

@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paddle_shard.errors import StateError
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 
 VERSION = 2
@@ -118,6 +120,17 @@ class LoaderState:
         if kept and kept[-1][1] == batch_size:
             return kept
         return (*kept, (self.samples, batch_size))
+
+
+def checked_epoch(epoch: Any) -> int:
+    """Return an epoch.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or epoch < 0:
+        raise ArgumentError(f"epoch must be an int >= 0, got {epoch!r}.")
+    return int(epoch)
 
 
 def _check_shape(saved: Mapping[str, Any]) -> None:

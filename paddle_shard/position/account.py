@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from paddle_shard.plan.certificate import Account, Leg, folded
+from paddle_shard.plan.certificate import (
+    Account,
+    Certificate,
+    Leg,
+    certify,
+    expected_of_plan,
+    folded,
+    skipped_of_plan,
+)
+from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.progress import Mark, PassProgress
 
@@ -84,3 +96,27 @@ class Delivered:
         found = self._epochs.get(epoch, _Epoch())
         passes = tuple((progress, progress.mark()) for progress, _ in found.passes)
         self._epochs[epoch] = _Epoch(tuple(known), (), passes, found.end)
+
+
+def proof(
+    accounts: list[Account], epoch: int, plan: ShardPlan | None, skips: Skips, end: int | None, drawn_by: str
+) -> Certificate:
+    """Return what the accounts of all ranks prove of an epoch.
+
+    Args:
+        accounts: The accounts.
+        epoch: The epoch.
+        plan: Its order; None if a sampler of the user's own decides it.
+        skips: What the user leaves out.
+        end: The position at which the sampler has ended; None if no pass has seen it.
+        drawn_by: The sampler's name.
+    """
+    if plan is None:
+        return certify(accounts, epoch, end, None, drawn_by)
+    expected, skipped = expected_of_plan(plan, epoch, skips), skipped_of_plan(plan, epoch, skips)
+    found = certify(accounts, epoch, plan.num_served, expected, num_samples=plan.num_samples, skipped=skipped)
+    if not isinstance(plan.ordering, Mixing):
+        return found
+    first = plan.ordering.first_position(epoch, plan.num_samples)
+    counts = plan.ordering.counts(first + plan.num_served) - plan.ordering.counts(first)
+    return replace(found, sources=dict(zip(plan.ordering.names, counts.tolist(), strict=True)))

@@ -13,6 +13,7 @@ from paddle_shard.plan.certificate import DRAWN, Leg
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tally import Tally, Total, plus
+from paddle_shard.samplers import IndexBatch
 
 numbers = count()
 """Numbers the passes, and the events between them, in the order in which they occur."""
@@ -75,27 +76,22 @@ class PassProgress:
         """
         self.start, self.number = start, next(numbers)
 
-    def deliver(
-        self,
-        num_real: int,
-        ids: Sequence[Any] | npt.NDArray[np.int64],
-        sampler_state: Mapping[str, Any] | None,
-        last: bool | None = None,
-        drawn: Sequence[Any] | npt.NDArray[np.int64] = (),
-    ) -> None:
-        """Count one more delivered batch.
+    def deliver(self, batch: IndexBatch, ids: Sequence[Any] | npt.NDArray[np.int64], *, drawn: bool) -> None:
+        """Count one more delivered batch, and those directly before it that were left out.
 
         Args:
-            num_real: Number of samples in the global batch, without padding.
+            batch: The global batch.
             ids: Samples in this process's slice of the batch, without padding.
-            sampler_state: State of the user's sampler after this batch.
-            last: True if the epoch is known to end with this batch. None: `num_steps` tells.
-            drawn: Samples in the global batch that the user's sampler drew.
+            drawn: True if the samples are counted that the user's sampler drew.
         """
         samples, steps, _, _, tally, of_all = self._at
-        ended = steps + 1 == self.num_steps if last is None else last
-        of_all = of_all.added(drawn) if len(drawn) else of_all
-        self._at = (samples + num_real, steps + 1, ended, sampler_state, tally.added(ids), of_all)
+        passed, positions = batch.passed
+        steps += passed + 1
+        ended = steps == self.num_steps if batch.last is None else batch.last
+        if drawn and len(batch.drawn):
+            of_all = of_all.added(batch.drawn)
+        samples += positions + batch.num_real
+        self._at = (samples, steps, ended, batch.sampler_state, tally.added(ids), of_all)
 
     def end(self) -> None:
         """Note that the epoch has ended: no batch is left."""

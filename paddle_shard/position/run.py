@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +16,24 @@ from paddle_shard.comm.agreeing import gather_of
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.certificate import Account, Certificate, certify, expected_of_plan, merge
+from paddle_shard.plan.certificate import Account, Certificate, merge
 from paddle_shard.plan.history import History, grown
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
-from paddle_shard.plan.state import LoaderState
-from paddle_shard.position.account import Delivered
+from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.state import LoaderState, checked_epoch
+from paddle_shard.position.account import Delivered, proof
+from paddle_shard.position.leaving_out import (
+    STILL_OPEN,
+    left_out_of_plan,
+    num_steps_left_out,
+    numbers_of,
+    stretches_of,
+)
 from paddle_shard.position.mixing import agree_on_weights, drawn_at, mixing_of
 from paddle_shard.position.progress import PassProgress, numbers
-from paddle_shard.samplers import DealtBatch, IndexBatch, PlanBatch, PlanBatches, UserBatches
-from paddle_shard.samplers.user_batch import UserBatch
+from paddle_shard.samplers import IndexBatch, PlanBatches, UserBatches
+from paddle_shard.samplers.places import place_in
 from paddle_shard.say_once import say_once
 
 
@@ -57,6 +65,8 @@ class Run:
         self._place = (layout.data_rank, layout.num_data_ranks) if indexed and layout.on_mesh else None
         self._delivered = Delivered(self._place)
         self._num_steps: int | None = None
+        self.skips = Skips()
+        """What the user leaves out."""
 
     @property
     def _planned(self) -> PlanBatches | None:
@@ -85,15 +95,14 @@ class Run:
 
     def set_epoch(self, epoch: int, others: Mapping[str, Any]) -> None:
         """Choose the epoch of the passes that begin from now on; the user's sampler is told."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or epoch < 0:
-            raise ArgumentError(f"epoch must be an int >= 0, got {epoch!r}.")
+        epoch = checked_epoch(epoch)
         owners: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
         told = [sampler for sampler in owners if hasattr(sampler, "set_epoch")]
         if others and not told:
             raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
         for sampler in told:
-            sampler.set_epoch(int(epoch), **others)
-        self._epoch, self._seen = int(epoch), self._samplers_epoch() or 0
+            sampler.set_epoch(epoch, **others)
+        self._epoch, self._seen = epoch, self._samplers_epoch() or 0
         if self._newest is not None and self._newest.epoch != self._epoch:
             self._newest = None
 
@@ -170,17 +179,18 @@ class Run:
             self._newest = self._latest = progress
         if not progress.counted:
             self._count(progress)
-        if isinstance(batch, UserBatch):
-            drawn = () if self._source.split else batch.drawn
-            progress.deliver(batch.num_real, ids, batch.sampler_state, batch.last, drawn)
-        else:
-            progress.deliver(batch.num_real, ids, batch.sampler_state)
+        progress.deliver(batch, ids, drawn=not self._source.split)
 
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
         if not progress.counted and progress.number >= self._first_pass:
             self._delivered.count(progress)
         progress.counted = True
+
+    def num_batches(self) -> int:
+        """Return how many batches a pass over the whole present epoch delivers."""
+        plan = self.plan
+        return self.num_steps() - (0 if plan is None else num_steps_left_out(plan, self.epoch, self.skips))
 
     def num_steps(self) -> int:
         """Return the steps of a whole epoch, counted once; those of the present one if epochs differ."""
@@ -223,8 +233,10 @@ class Run:
             if any(saved.get(name) != fingerprint.get(name) for name in ("num_samples", "mixture")):
                 history = grown(saved, history, self._source.batches.plan, resumed.epoch, resumed.samples)
             self._source.batches.resume(resumed, history)
-        elif resumed.history is not None:
+        elif history != History():
             raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
+        skips = Skips.from_json((resumed.history or {}).get("skips"))
+        self.skips = self.skips.joined(skips.stretches, skips.samples)
         self._resumed = resumed
         self._delivered = Delivered(self._place, self._resumed)
         self._newest = self._latest = None
@@ -243,9 +255,10 @@ class Run:
 
     @property
     def history(self) -> dict[str, Any] | None:
-        """The changes of the order since the run began, as JSON values; None if there were none."""
-        batches = self._source.batches
-        return batches.history.to_json() if isinstance(batches, PlanBatches) else None
+        """The changes of the order, and what is left out, as JSON values."""
+        batches, skips = self._source.batches, self.skips.to_json()
+        found = batches.history.to_json() if isinstance(batches, PlanBatches) else None
+        return found if skips is None else {**(found or {"lengths": [], "segments": []}), "skips": skips}
 
     def set_weights(self, weights: Any) -> int:
         """Switch to other weights of a mixture; collective."""
@@ -285,14 +298,29 @@ class Run:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
         if plan.ordering.own_ids:
-            return [self._dealt(plan, epoch, place) for place in plan.everywhere(epoch=epoch, sample=sample)]
+            places = (self._delivered_at(plan, epoch, place) for place in plan.everywhere(epoch=epoch, sample=sample))
+            return [place for place in places if place is not None]
         found = plan.where(epoch=epoch, sample=sample)
-        return None if found is None else self._dealt(plan, epoch, found)
+        return None if found is None else self._delivered_at(plan, epoch, found)
 
-    def _dealt(self, plan: ShardPlan, epoch: int, place: Where) -> Where:
-        """Return where a row is delivered, if it would be at a place without balance."""
-        batch = self._source.dealt(PlanBatch.of(plan, epoch, place.step))
-        return batch.moved(place) if isinstance(batch, DealtBatch) else place
+    def _delivered_at(self, plan: ShardPlan, epoch: int, place: Where) -> Where | None:
+        """Return where a row of the plan is delivered; None if it is left out."""
+        batch = left_out_of_plan(plan, epoch, place.step, self.skips)
+        return None if batch is None else place_in(self._source.dealt(batch), place, plan.num_data_ranks)
+
+    def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
+        """Leave out steps and samples, in passes that begin from now on."""
+        why = self._no_index()
+        if why is not None and not self._source.item_is_batch:
+            raise ArgumentError(f"skip() needs samples that have a number: this is {why}.")
+        if self._newest is not None and not self._newest.closed:
+            raise ArgumentError(STILL_OPEN)
+        epoch = checked_epoch(self.epoch if epoch is None else epoch)
+        start = self._start_of(epoch)
+        plan = self._plan_from(start)
+        end = plan.num_steps if plan is not None else self.num_steps_or_none()
+        stretches = list(stretches_of(steps, epoch, start, plan, self._source, end))
+        self.skips = self.skips.joined(stretches, list(numbers_of(samples, plan)))
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""
@@ -310,12 +338,8 @@ class Run:
             )
         gathered = _gathered([self._delivered.account(one) for one in epochs], self._ranks, self._timeout)
         accounts = {one: [Account(*rank[at]) for rank in gathered] for at, one in enumerate(epochs)}
-        if plan is not None:
-            expected = expected_of_plan(plan, epoch)
-            found = certify(accounts[epoch], epoch, plan.num_served, expected, num_samples=plan.num_samples)
-        else:
-            drawn_by = f"the loader's {type(self._sampler).__name__}"
-            found = certify(accounts[epoch], epoch, self._delivered.end(epoch), None, drawn_by)
+        own = f"the loader's {type(self._sampler).__name__}"
+        found = proof(accounts[epoch], epoch, plan, self.skips, self._delivered.end(epoch), own)
         for one in epochs:
             self._delivered.replace(one, merge(accounts[one])[0])
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +32,22 @@ class IndexBatch(Protocol):
         """The state of the user's own sampler after it has drawn this batch."""
 
     @property
+    def drawn(self) -> Sequence[Any] | npt.NDArray[np.int64]:
+        """Numbers of the samples that the user's own sampler drew, without padding and without those left out."""
+
+    @property
+    def last(self) -> bool | None:
+        """True if the user's own sampler ends with this batch; None if the plan tells."""
+
+    @property
+    def passed(self) -> tuple[int, int]:
+        """(steps, positions) directly before this batch that are left out as a whole."""
+
+    @property
+    def load(self) -> tuple[float, float]:
+        """(cost of the data rank that has most, mean cost of a data rank); zeros if rows are not dealt by cost."""
+
+    @property
     def all_real(self) -> bool:
         """True if no row is padding; False also if that is not known."""
 
@@ -40,6 +56,33 @@ class IndexBatch(Protocol):
 
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of some rows are real."""
+
+    def num_left_out(self, rows: Rows) -> int:
+        """Return how many of some rows are not real because the user leaves their samples out."""
+
+
+class WrappedBatch:
+    """A batch that is another batch, but for what a subclass changes."""
+
+    def __init__(self, batch: IndexBatch) -> None:
+        self.batch = batch
+        self.num_rows, self.micro_size, self.num_real = batch.num_rows, batch.micro_size, batch.num_real
+        self.sampler_state, self.last, self.passed = batch.sampler_state, batch.last, batch.passed
+
+    @property
+    def drawn(self) -> Sequence[Any] | npt.NDArray[np.int64]:
+        """See `IndexBatch`."""
+        return self.batch.drawn
+
+    @property
+    def all_real(self) -> bool:
+        """See `IndexBatch`."""
+        return self.batch.all_real
+
+    @property
+    def load(self) -> tuple[float, float]:
+        """See `IndexBatch`."""
+        return self.batch.load
 
 
 class IndexBatches(Protocol):

@@ -32,6 +32,10 @@ class PlanBatch(NamedTuple):
     all_real: bool
     """True if no row is padding; False also if that is not known."""
     sampler_state: None = None
+    last: None = None
+    drawn: tuple[int, ...] = ()
+    passed: tuple[int, int] = (0, 0)
+    load: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of(cls, plan: ShardPlan, epoch: int, step: int) -> PlanBatch:
@@ -48,6 +52,10 @@ class PlanBatch(NamedTuple):
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of some rows are real."""
         return self.plan.valid(epoch=self.epoch, step=self.step, rows=rows)
+
+    def num_left_out(self, rows: Rows) -> int:
+        """Return 0: no sample is left out."""
+        return 0
 
 
 class PlanBatches:

@@ -25,6 +25,8 @@ class UserBatch:
     sampler_state: Mapping[str, Any] | None = None
     last: bool = False
     """True if the sampler is known to end after this batch. False also if that was not checked."""
+    passed: tuple[int, int] = (0, 0)
+    load: tuple[float, float] = (0.0, 0.0)
 
     @property
     def num_rows(self) -> int:
@@ -48,3 +50,7 @@ class UserBatch:
     def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which of some rows are real."""
         return rows < self.num_real
+
+    def num_left_out(self, rows: Rows) -> int:
+        """Return 0: no sample is left out."""
+        return 0

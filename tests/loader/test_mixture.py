@@ -162,7 +162,10 @@ def test_a_switch_is_after_what_any_rank_has_requested():
         rows = flat(ids(batches))
         assert 8 <= at < 40
         assert {row // 1000 for row in rows[at - 8 :]} == {1}
-        assert loader.certificate().exact
+        found = loader.certificate()
+        assert found.exact
+        assert found.sources == {name: drawn.drawn for name, drawn in loader.sources().items()}
+        assert sum(found.sources.values()) == found.delivered == 40
 
 
 @settings(max_examples=trials(40))

@@ -124,9 +124,16 @@ def differ():
         "stream": lambda: csv(True, num_batches=2 if second else 3),
         "on_error": lambda: sharded(Numbers(48), on_error="skip" if second else "raise"),
         "balance": lambda: sharded(Numbers(48), balance=np.arange(48) % (5 if second else 7)),
+        "skip": lambda: skipping([second]),
         "batch size by schedule": lambda: sharded(Numbers(48), batch_size=[(0, 8), (16, 4 if second else 12)]),
     }
     return {name: steps_of(make()) for name, make in made.items()}
+
+
+def skipping(samples):
+    loader = sharded(Numbers(48))
+    loader.skip(samples=map(int, samples))
+    return loader
 
 
 def at_epoch(epoch):

@@ -56,6 +56,15 @@ def cases(num_ranks):
             return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", balance=lambda ids: ids**2)
 
         made[f"{names} {ids} balance"] = dealt
+
+        def without(ids=ids, names=names):
+            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=2, shuffle=True)
+            mesh = dist.ProcessMesh(ids, dim_names=names)
+            loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", balance=lambda ids: ids**2)
+            loader.skip(steps=[1], samples=[3, 4, 5])
+            return loader
+
+        made[f"{names} {ids} skip"] = without
     return made
 
 

@@ -1,0 +1,126 @@
+"""Which samples does a run leave out because the user said so?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.errors import StateError
+from paddle_shard.plan.mixture_ids import without_epoch
+from paddle_shard.plan.shuffle import Indices
+
+if TYPE_CHECKING:
+    from paddle_shard.plan.shard_plan import ShardPlan
+
+Stretch = tuple[int, int, int]
+"""(epoch, first position, position after the last)."""
+
+
+@dataclass(frozen=True)
+class Skips:
+    """The positions and the samples that are never read.
+
+    Examples:
+        >>> skips = Skips().joined([(0, 4, 8), (0, 6, 10)], [17])
+        >>> skips.stretches, skips.rows(0, 3, np.array([5, 17, 6])).tolist()
+        (((0, 4, 10),), [False, True, True])
+    """
+
+    stretches: tuple[Stretch, ...] = ()
+    """In order, disjoint, none empty."""
+    samples: tuple[int | str, ...] = field(default=())
+    """Ids of samples in the data set, in every epoch; those of a mixture without the epoch of their source."""
+
+    def __bool__(self) -> bool:
+        return bool(self.stretches or self.samples)
+
+    def joined(self, stretches: Iterable[Stretch], samples: Iterable[int | str]) -> Skips:
+        """Return skips that leave out more."""
+        found: list[Stretch] = []
+        for epoch, first, end in sorted({*self.stretches, *stretches}):
+            if first >= end:
+                continue
+            if found and found[-1][0] == epoch and first <= found[-1][2]:
+                end = max(end, found[-1][2])
+                first = found.pop()[1]
+            found.append((epoch, first, end))
+        return Skips(
+            tuple(found), tuple(sorted({*self.samples, *samples}, key=lambda one: (isinstance(one, str), one)))
+        )
+
+    def concerns(self, epoch: int) -> bool:
+        """Return False if nothing of an epoch can be left out."""
+        return bool(self.samples) or any(stretch[0] == epoch for stretch in self.stretches)
+
+    def kept(self, plan: ShardPlan, epoch: int, first: int, end: int) -> Indices:
+        """Return the real samples of a plan at positions [first, end) that are not left out."""
+        if not self.concerns(epoch):
+            return plan.samples(epoch=epoch, first=first, end=end)
+        found = plan.order(epoch=epoch).between(first, end)
+        kept = ~self.rows(epoch, first, found)  # Paddle's padding has numbers past the last sample
+        return found[kept & (found < plan.num_samples)] if plan.ordering.pads_first else found[kept]
+
+    def rows(self, epoch: int, first: int, ids: Any) -> npt.NDArray[np.bool_]:
+        """Return which rows are left out: one bool for each id.
+
+        Args:
+            epoch: The epoch.
+            first: Position of the first row.
+            ids: The samples' ids, at consecutive positions.
+        """
+        found = np.zeros(len(ids), bool)
+        for of_epoch, start, end in self.stretches:
+            if of_epoch == epoch:
+                found[max(0, start - first) : max(0, end - first)] = True
+        if not self.samples:
+            return found
+        array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
+        if array.dtype.kind in "iu":
+            found |= np.isin(without_epoch(array), self._numbers)
+        else:
+            found |= np.array([one in self._known for one in ids], bool)
+        return found
+
+    @cached_property
+    def _known(self) -> frozenset[int | str]:
+        return frozenset(self.samples)
+
+    @cached_property
+    def _numbers(self) -> npt.NDArray[np.int64]:
+        return np.array([one for one in self.samples if isinstance(one, int)], np.int64)
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the skips for a saved state; None if there are none."""
+        if not self:
+            return None
+        return {"stretches": [list(stretch) for stretch in self.stretches], "samples": list(self.samples)}
+
+    @classmethod
+    def from_json(cls, saved: Any) -> Skips:
+        """Return the skips of a saved state.
+
+        Raises:
+            StateError: They are damaged.
+        """
+        if saved is None:
+            return cls()
+        try:
+            stretches = [tuple(map(_count, stretch)) for stretch in saved["stretches"]]
+            samples = [sample if isinstance(sample, str) else _count(sample) for sample in saved["samples"]]
+            fine = all(len(stretch) == 3 and stretch[1] < stretch[2] for stretch in stretches)
+        except (KeyError, TypeError, ValueError):
+            fine = False
+        if not fine:
+            raise StateError(f"state is damaged: skips is {saved!r}.")
+        return cls().joined(((epoch, first, end) for epoch, first, end in stretches), samples)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(value)
+    return value

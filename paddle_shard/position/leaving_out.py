@@ -1,0 +1,132 @@
+"""Which positions and samples does a user want to leave out?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.inputs.source import Source
+from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.mixture_ids import sample_ids, source_and_index
+from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.skips import Skips, Stretch
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.samplers import IndexBatch, PlanBatch
+from paddle_shard.samplers.left_out import without
+
+STILL_OPEN = (
+    "skip(): an iterator of the loader is open, which has read ahead. Close it, or load a state: what is left out "
+    "holds for iterators that are made afterwards."
+)
+
+
+def left_out_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> IndexBatch | None:
+    """Return a batch of a plan without what is left out; None if nothing is left of it."""
+    batch = iter([PlanBatch.of(plan, epoch, step)])
+    return next(without(batch, skips, epoch, plan.first_position(step=step)), None)
+
+
+def stretches_of(
+    steps: Iterable[int],
+    epoch: int,
+    start: LoaderState,
+    plan: ShardPlan | None,
+    source: Source,
+    end: int | None,
+) -> Iterator[Stretch]:
+    """Yield the positions of some steps.
+
+    Args:
+        steps: The steps.
+        epoch: Their epoch.
+        start: The position of the run in that epoch.
+        plan: The order, unless the user's own sampler decides it.
+        source: What the passes read.
+        end: Steps of the epoch; None if that is not known.
+
+    Raises:
+        ArgumentTypeError: A step is not an int.
+        ArgumentError: A step was delivered, does not exist, or its positions are not known.
+    """
+    batch_size = 1 if source.item_is_batch else source.batch_size
+    for step in steps:
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise ArgumentTypeError(f"skip: a step must be an int, got {step!r}.")
+        if not start.steps <= step or (end is not None and step >= end):
+            past = f"; the run is at step {start.steps}" if start.steps else ""
+            raise ArgumentError(f"skip: epoch {epoch} has steps {start.steps} to {end} left{past}, got {step}.")
+        if plan is not None:
+            yield (
+                epoch,
+                plan.first_position(step=int(step)),
+                min(plan.first_position(step=int(step) + 1), plan.num_positions),
+            )
+        elif batch_size is None:
+            raise ArgumentError(
+                "skip(steps=): the loader's own sampler makes batches of different sizes, so it is not known which "
+                "samples they hold. Give their ids: skip(samples=)."
+            )
+        else:
+            first = start.samples + (int(step) - start.steps) * batch_size
+            yield epoch, first, first + batch_size
+
+
+def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int | str]:
+    """Yield the ids of samples that a user names.
+
+    Args:
+        samples: Indices in the data set; of a mixture (source, index); with a sampler of your own, what it yields.
+        plan: The order, unless the user's own sampler decides it.
+
+    Raises:
+        ArgumentError: There is no such sample.
+        ArgumentTypeError: It is not an int or a text.
+    """
+    for sample in samples:
+        if plan is not None and isinstance(plan.ordering, Mixing):
+            mixing = plan.ordering
+            plan.everywhere(epoch=0, sample=sample)  # checks it
+            zero = np.zeros(1, np.int64)
+            yield int(sample_ids(zero + mixing.names.index(sample[0]), zero, zero + int(sample[1]))[0])
+        elif isinstance(sample, str) and plan is None:
+            yield sample
+        elif isinstance(sample, bool) or not isinstance(sample, int | np.integer):
+            raise ArgumentTypeError(f"skip: a sample must be an index in the data set, got {sample!r}.")
+        elif sample < 0 or (plan is not None and sample >= plan.num_samples):
+            most = "" if plan is None else f" below {plan.num_samples}"
+            raise ArgumentError(f"skip: a sample must be an index in the data set, 0 or more{most}, got {sample}.")
+        else:
+            yield int(sample)
+
+
+def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
+    """Return how many steps of an epoch are left out as a whole."""
+    if not skips.concerns(epoch):
+        return 0
+    whole, perhaps = 0, set[int]()
+    for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch):
+        low, high = plan.step_of(position=first), plan.step_of(position=end - 1)
+        perhaps |= {step for step in (low, high) if step < plan.num_steps}
+        whole += max(0, min(high, plan.num_steps) - low - 1)
+    for sample in skips.samples:
+        if isinstance(sample, int):
+            perhaps |= set(_steps_with(plan, epoch, sample))
+    inside = {
+        step
+        for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch)
+        for step in perhaps
+        if plan.step_of(position=first) < step < plan.step_of(position=end - 1)
+    }
+    return whole + sum(left_out_of_plan(plan, epoch, step, skips) is None for step in perhaps - inside)
+
+
+def _steps_with(plan: ShardPlan, epoch: int, sample: int) -> list[int]:
+    """Return the steps that deliver a sample; of a mixture, given by an id with any epoch of its source."""
+    if isinstance(plan.ordering, Mixing):
+        source, index = source_and_index(sample)
+        return [place.step for place in plan.everywhere(epoch=epoch, sample=(plan.ordering.names[source], index))]
+    place = plan.where(epoch=epoch, sample=sample) if sample < plan.num_samples else None
+    return [] if place is None else [place.step]
