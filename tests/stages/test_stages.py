@@ -11,6 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.reading.chunk import ChunkRequest
+from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch, search
@@ -280,9 +283,9 @@ def coin(sample):
     return np.random.rand() < 0.7
 
 
-def tokens(stage):
-    """Documents of one to three tokens, made of samples of any kind."""
-    return Map(stage, lambda sample: np.arange(1 + zlib.crc32(repr(sample).encode()) % 3))
+def tokens(stage, most=3):
+    """Documents of up to so many tokens, made of samples of any kind."""
+    return Map(stage, lambda sample: np.arange(1 + zlib.crc32(repr(sample).encode()) % most))
 
 
 def unpacked(stage):
@@ -303,6 +306,7 @@ STEPS = {
     "two of each": lambda s: Unbatch(Map(s, doubled)),
     "pack 5": lambda s: unpacked(Pack(tokens(s), PackedRows(length=5, most_pieces=5), 3, "split")),
     "pack 9": lambda s: unpacked(Pack(tokens(s), PackedRows(length=9, most_pieces=9), 4, "split")),
+    "pack and split": lambda s: unpacked(Pack(tokens(s, 9), PackedRows(length=3, most_pieces=3), 2, "split")),
     "repeat 2": lambda s: Repeat(s, 2),
     "repeat 3": lambda s: Repeat(s, 3),
 }
@@ -593,3 +597,29 @@ def test_two_shuffles_in_a_row_have_keys_of_their_own():
     once, twice = contents(Shuffle(source, 12)), contents(Shuffle(Shuffle(source, 12), 12))
 
     assert twice != [once[i] for i in once]
+
+
+@chains_settings
+@given(
+    before=steps,
+    after=steps,
+    length=st.integers(0, 60),
+    stripe=st.integers(1, 3),
+    per_step=st.integers(1, 3),
+    num=st.integers(2, 4),
+)
+def test_readers_that_read_the_same_stream_never_say_that_they_differ(before, after, length, stripe, per_step, num):
+    """Each holds one part, and compares what all of them have read up to a step."""
+    generators = NumpyGenerator(), PythonGenerator()
+    readers = [ChunkReader(chained("function", before, after, [length]), None, list, generators) for _ in range(num)]
+    for step in range(8):
+        chunks = []
+        for part, reader in enumerate(readers):
+            asked = Opening(parts=(part,), num_parts=num, stripe=stripe)
+            request = ChunkRequest(
+                number=1, opening=asked, step=step, first_step=0, stripe=stripe, accumulation=per_step, compared=True
+            )
+            chunks.append(reader.read(request, 0))
+        assert len({chunk.digest for chunk in chunks}) == 1
+        if not all(all(chunk.real) for chunk in chunks):
+            return
