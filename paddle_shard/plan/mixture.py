@@ -75,6 +75,11 @@ class Mixing(Ordering):
         order: MixtureOrder = self._newest["order"]
         return order
 
+    def padding_from(self, epoch: int, length: int) -> int:
+        """Return where the newest segment begins, if it is in the epoch: a source from before may be gone."""
+        first = self.segments[-1].first - self.first_position(epoch, length)
+        return first if 0 < first < length else 0
+
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on."""
         segments = [

@@ -76,6 +76,15 @@ class Ordering:
         """
         return num_samples
 
+    def padding_from(self, epoch: int, length: int) -> int:
+        """Return the position of an epoch whose sample is the first of the padding, unless `pads_first`.
+
+        Args:
+            epoch: The epoch.
+            length: Number of positions.
+        """
+        return 0
+
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on besides the number of samples, the seed and the epoch, as JSON values."""
         return {}

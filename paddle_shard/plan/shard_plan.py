@@ -230,7 +230,13 @@ class ShardPlan:
             rows = np.asarray(rows, np.int64)
         if not rows.size:
             return np.empty(0, np.int64)
-        return self._samples(order((start + rows) % self.num_positions))
+        return self._samples(order(self._in_epoch(start + rows, epoch)))
+
+    def _in_epoch(self, positions: Rows, epoch: int) -> Rows:
+        """Return positions with those of padding, past the end of the epoch, replaced by those of its samples."""
+        end = self.num_positions
+        first = self.ordering.padding_from(epoch, end)
+        return np.where(positions < end, positions, first + (positions - end) % (end - first))
 
     def _samples(self, found: Indices) -> Indices:
         """Return samples for entries of the order, in which Paddle's padding has numbers past the last sample."""

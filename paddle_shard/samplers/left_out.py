@@ -70,10 +70,10 @@ def _without(batches: Iterator[IndexBatch], skips: Skips, epoch: int, first: int
     for batch in batches:
         all_rows, real = np.arange(batch.num_rows), batch.num_real
         ids = batch.take(all_rows)
-        padding = skips.rows(epoch, 0, ids[real:])  # it begins with the first samples of the epoch
+        padding = np.ones(len(ids) - real, bool)  # of samples that may be left out elsewhere in the epoch
         left_out = np.concatenate([skips.rows(epoch, first, ids[:real]), padding])
         first += real
-        if left_out[batch.valid(all_rows)].all():
+        if left_out[:real].all():
             steps, positions = steps + 1, positions + real
             continue
         yield BatchWithout(batch, left_out, (steps, positions)) if left_out.any() or steps else batch

@@ -221,6 +221,23 @@ def test_sources_may_be_added_removed_or_grow_from_the_saved_sample_on(steps, gr
     assert flat(ids(iter(again))) == flat(ids(iter(new))), "the next resume needs no override"
 
 
+@pytest.mark.parametrize("tail", ["pad", "fill"])
+def test_padding_holds_no_sample_of_a_source_that_is_gone(tail):
+    def run():
+        at = mesh([0, 1])
+        old = make(2, at, weights={"web": 1, "code": 1, "chat": 0}, num_samples=5)
+        next(iter(old))
+        new = make(
+            2, at, weights={"web": 0, "code": 1, "chat": 0}, lengths={**LENGTHS, "web": 0}, num_samples=5, tail=tail
+        )
+        new.load_state_dict(old.state_dict(), override=["mixture", "tail"])
+        return [batch._local_value().numpy().tolist() for batch in new]
+
+    rows = [row for steps in on_each_rank([0, 1], run).values() for row in flat(steps)]
+    assert len(rows) == 4
+    assert {row // 1000 for row in rows} == {1}
+
+
 def test_old_sources_keep_their_order():
     state = make().state_dict()
     other = make(lengths={"code": 7, "web": 23, "chat": 3})
