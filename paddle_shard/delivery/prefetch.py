@@ -16,6 +16,7 @@ from paddle.base.framework import _current_expected_place, _set_expected_place
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.pace import Pace
 from paddle_shard.reading.worker_guards import signals_held
+from paddle_shard.say_once import say_once
 
 _JOIN_SECONDS = 1.0
 """Seconds that closing a pass waits for a read that cannot be interrupted. Its thread then ends by itself later."""
@@ -30,7 +31,13 @@ class Ahead:
     in parallel to the training thread. The caller does the other work itself, when it needs it.
     """
 
-    def __init__(self, work: Callable[[bool], bool], runs_free: Callable[[], bool], pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        work: Callable[[bool], bool],
+        runs_free: Callable[[], bool],
+        pace: Pace | None = None,
+        marks: Callable[[], Any] = lambda: None,
+    ) -> None:
         """Keep the arguments; `start` starts the thread.
 
         Args:
@@ -39,8 +46,13 @@ class Ahead:
             runs_free: Returns True if the thread can do the next step, as far as is known.
             pace: The pace of the steps that the caller's thread does. The thread starts once they are known not to be
                 quick, since it costs about 50 us per step. None: it starts at once.
+            marks: Returns a value that changes when the process draws from a global generator. A loop that draws is
+                read on its own thread: a sample that draws now and then would take the loop's numbers.
         """
-        self._work, self._runs_free, self._pace = work, runs_free, pace
+        self._work, self._runs_free, self._pace, self._marks = work, runs_free, pace, marks
+        self._left: Any = None
+        """The marks when the loop was last left to itself."""
+        self._loop_draws = False
         self._changed = threading.Condition()
         self._done = self._limit = 0
         self._busy = self._over = False
@@ -55,7 +67,8 @@ class Ahead:
         if self._thread is None and pace is not None and (not pace.reads_known or pace.reads_quickly):
             return False
         with self._changed:
-            if self._thread is None and not self._over and self._runs_free():
+            self._look_at_the_loop()
+            if self._thread is None and not self._over and self._may_run():
                 thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
                 with signals_held():  # a handler may raise only once the thread is stored and can be stopped
                     thread.start()
@@ -64,7 +77,25 @@ class Ahead:
             return self._running()
 
     def _running(self) -> bool:
-        return self._thread is not None and self._runs_free()
+        return self._thread is not None and self._may_run()
+
+    def _may_run(self) -> bool:
+        return self._runs_free() and not self._loop_draws
+
+    def _look_at_the_loop(self) -> None:
+        """See whether the loop has drawn since it was last left to itself."""
+        if self._left is not None and not self._loop_draws and self._marks() != self._left:
+            self._loop_draws = True
+            if self._pace is None:
+                say_once(
+                    "prefetch: the training loop draws from numpy's or Python's global generator, so the data is read "
+                    "while it waits, on its own thread. Draw from a generator of your own, or use workers "
+                    "(num_workers=), to read ahead."
+                )
+
+    def leave(self) -> None:
+        """Note that the caller gets a batch."""
+        self._left = self._marks()
 
     def need(self, count: int, limit: int) -> None:
         """Wait until `count` steps are done, or all if there are fewer; the thread continues up to `limit`."""
@@ -117,7 +148,7 @@ class Ahead:
         try:
             while True:
                 with self._changed:
-                    while not self._over and not (self._done < self._limit and self._runs_free()):
+                    while not self._over and not (self._done < self._limit and self._may_run()):
                         self._changed.wait()
                     if self._over:
                         return

@@ -82,7 +82,8 @@ class StepPass:
         self._pace = Pace()
         self._ahead: Ahead | None = None
         if prefetch:
-            self._ahead = Ahead(self._step, lambda: reading.runs_free, self._pace if if_worth_it else None)
+            pace = self._pace if if_worth_it else None
+            self._ahead = Ahead(self._step, lambda: reading.runs_free, pace, reading.marks)
         self._in_bursts, self._least_ahead = in_bursts, agreement.prefetch
         self._direct = self._alone and not prefetch and readiness is None and num_steps is None and notes is None
         """True if each step is read when it is asked for, and nothing has to be announced."""
@@ -130,6 +131,8 @@ class StepPass:
                 raise
             self.close()
             raise self._failure from lost
+        if self._ahead is not None:
+            self._ahead.leave()
         self._delivered += 1
         found = self._ready.popleft()
         if self._notes is not None:

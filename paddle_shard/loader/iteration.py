@@ -66,6 +66,11 @@ class ShardIterator:
         """Number of batches of the epoch that were delivered so far, including those before a resume."""
         return self._progress.steps
 
+    @property
+    def outdated(self) -> bool:
+        """True if the loader has loaded a state since: the iterator no longer moves the run."""
+        return self._setup.run.is_outdated(self._progress)
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._setup.name})"

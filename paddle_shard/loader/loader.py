@@ -213,10 +213,13 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
         return other
 
     def __next__(self) -> Any:
-        """Return the next batch of a pass that continues from `next` to `next`; after its end, of a fresh pass."""
+        """Return the next batch of a pass that continues from `next` to `next`; after its end or a load, of another."""
         if asked_by_to_static():
             warn_if_batches_differ(self._source, self.plan)
             return describe(self._first_batch)
+        if self._next_of is not None and self._next_of.outdated:
+            self._next_of.close()
+            self._next_of = None
         if self._next_of is None:
             self._next_of = iter(self)
         try:

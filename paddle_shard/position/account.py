@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from paddle_shard.comm.agreeing import gather_of
 from paddle_shard.plan.certificate import (
     Account,
     Certificate,
@@ -96,6 +98,11 @@ class Delivered:
         found = self._epochs.get(epoch, _Epoch())
         passes = tuple((progress, progress.mark()) for progress, _ in found.passes)
         self._epochs[epoch] = _Epoch(tuple(known), (), passes, found.end)
+
+
+def gathered(said: Any, ranks: tuple[int, ...], timeout: float) -> list[Any]:
+    """Return what each of some ranks says, this one included, as JSON values; collective over them."""
+    return [json.loads(one) for one in gather_of(ranks, json.dumps(said).encode(), timeout)]
 
 
 def proof(

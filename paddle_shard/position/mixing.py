@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_shard.comm.agreeing import gather_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.weights import integer_weights
+from paddle_shard.position.account import gathered
 from paddle_shard.samplers import PlanBatches
 
 
@@ -51,7 +50,7 @@ def agree_on_weights(batches: PlanBatches, weights: Any, own: int, ranks: tuple[
         said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights).parts), "drawn": batches.drawn}
     except ArgumentError as error:
         said = {"error": f"{type(error).__name__}: {error}"}
-    found: list[Any] = [json.loads(one) for one in gather_of(ranks, json.dumps(said).encode(), timeout)]
+    found = gathered(said, ranks, timeout)
     for rank, one in zip(ranks, found, strict=True):
         if "error" in one:
             raise ArgumentError(f"set_weights() on global rank {rank}: {one['error']}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.comm.agreeing import gather_of
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
@@ -22,7 +20,7 @@ from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState, checked_epoch
-from paddle_shard.position.account import Delivered, proof
+from paddle_shard.position.account import Delivered, gathered, proof
 from paddle_shard.position.leaving_out import (
     STILL_OPEN,
     left_out_of_plan,
@@ -106,9 +104,13 @@ class Run:
         if self._newest is not None and self._newest.epoch != self._epoch:
             self._newest = None
 
+    def is_outdated(self, progress: PassProgress) -> bool:
+        """Return whether a state was loaded since a pass began: it is not of this run any more."""
+        return progress.number < self._first_pass
+
     def finished(self, progress: PassProgress) -> None:
         """Move on to the next epoch, when a pass over this one has come to its end."""
-        if progress.number < self._first_pass:
+        if self.is_outdated(progress):
             return
         if self._latest is None or progress.number >= self._latest.number:
             self._latest = progress
@@ -175,7 +177,7 @@ class Run:
             batch: The global batch.
             ids: The samples in this process's slice of it.
         """
-        if progress.number >= self._first_pass and (self._newest is None or progress.number > self._newest.number):
+        if not self.is_outdated(progress) and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
         if not progress.counted:
             self._count(progress)
@@ -183,7 +185,7 @@ class Run:
 
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
-        if not progress.counted and progress.number >= self._first_pass:
+        if not progress.counted and not self.is_outdated(progress):
             self._delivered.count(progress)
         progress.counted = True
 
@@ -336,15 +338,10 @@ class Run:
                 f"certificate(): global rank {dist.get_rank()} is on none of the loader's meshes, and has delivered "
                 "nothing. Call it on the ranks of the meshes, all of them."
             )
-        gathered = _gathered([self._delivered.account(one) for one in epochs], self._ranks, self._timeout)
-        accounts = {one: [Account(*rank[at]) for rank in gathered] for at, one in enumerate(epochs)}
+        told = gathered([self._delivered.account(one) for one in epochs], self._ranks, self._timeout)
+        accounts = {one: [Account(*rank[at]) for rank in told] for at, one in enumerate(epochs)}
         own = f"the loader's {type(self._sampler).__name__}"
         found = proof(accounts[epoch], epoch, plan, self.skips, self._delivered.end(epoch), own)
         for one in epochs:
             self._delivered.replace(one, merge(accounts[one])[0])
         return found
-
-
-def _gathered(legs: Any, ranks: tuple[int, ...], timeout: float) -> list[Any]:
-    """Return what each of some ranks gives, this one included: collective over them."""
-    return [json.loads(said) for said in gather_of(ranks, json.dumps(legs).encode(), timeout)]

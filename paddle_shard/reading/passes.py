@@ -45,6 +45,10 @@ class Pass(Iterator[Any]):
         """True if another thread may read it: reading draws no random numbers in this process."""
         return True
 
+    def marks(self) -> Any:
+        """Return a value that changes when the process draws from a global generator that reading may draw from."""
+        return None
+
     def next_free(self) -> Any:
         """Return the next batch, beside the training thread; `AGAIN` if the training thread must read it."""
         return next(self)
@@ -122,6 +126,10 @@ class DirectPass(Pass):
     def runs_free(self) -> bool:
         """True if reading the data set is known to draw no random numbers."""
         return getattr(self._reader, "draws", True) is False
+
+    def marks(self) -> Any:
+        """See `Pass`."""
+        return self._reader.marks() if isinstance(self._reader, BatchReader) else None
 
     def next_free(self) -> Any:
         """Return the next batch, or `AGAIN`."""

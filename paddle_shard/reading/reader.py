@@ -76,14 +76,14 @@ class BatchReader:
         try:
             if self.draws is False:
                 # Seeding costs more than many a sample. Should something draw after all, the batch is read again.
-                before = self._marks()
+                before = self.marks()
                 batch = self._batch(request, at, _seed_nothing)
-                if self._marks() == before:
+                if self.marks() == before:
                     return batch
                 self.draws = True
             if self.draws:
                 return self._batch(request, at, lambda index: self._seed(request, index))
-            watch = _Watch(self._marks)
+            watch = _Watch(self.marks)
             batch = self._batch(request, at, lambda index: watch.around(self._seed, request, index))
             self.draws = watch.changed()
             return batch
@@ -106,13 +106,13 @@ class BatchReader:
         marks = [mark for _, _, mark in before]
         try:
             batch = self._batch(request, at, _seed_nothing)
-            if self._marks() == marks:
+            if self.marks() == marks:
                 return batch
         except BaseException as error:
             raise_if_a_handlers(error)
             logging.getLogger(__name__).debug("a batch is read again, by the caller", exc_info=True)
-        if self._marks() != marks:
-            self._drawn_beside = request, before, self._marks()
+        if self.marks() != marks:
+            self._drawn_beside = request, before, self.marks()
         self._alarms += 1  # or a training loop that draws at every step would have every batch read twice
         self.draws = True if self._alarms > _ALARMS else None
         return AGAIN
@@ -125,7 +125,7 @@ class BatchReader:
         if self._drawn_beside is None:
             return
         (drawn_for, before, after), self._drawn_beside = self._drawn_beside, None
-        if drawn_for is not request or self._marks() != after:
+        if drawn_for is not request or self.marks() != after:
             return  # the user has drawn since
         now = snapshot(self._generators)
         alone = False
@@ -135,7 +135,7 @@ class BatchReader:
         except Exception as error:
             raise_if_a_handlers(error)
         finally:
-            alone = self._marks() == after
+            alone = self.marks() == after
             restore(before if alone else now)
 
     def read_several(self, requests: Sequence[ReadRequest], take: Callable[[Any], bool]) -> int:
@@ -147,7 +147,7 @@ class BatchReader:
             requests: The requests; a failure ends the reading.
             take: Is given each batch before the next one is read, and returns True to continue.
         """
-        num_good, at, before = 0, dict[str, Any](), self._marks()
+        num_good, at, before = 0, dict[str, Any](), self.marks()
         try:
             for request in requests:
                 if not take(self._batch(request, at, _seed_nothing)):
@@ -156,7 +156,7 @@ class BatchReader:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) or raised_by_a_handler(error):
                 raise
-        if self._marks() == before:
+        if self.marks() == before:
             return num_good
         self.draws = True
         return 0
@@ -168,7 +168,8 @@ class BatchReader:
         for generator in self._generators:
             generator.seed(seed)
 
-    def _marks(self) -> list[Any]:
+    def marks(self) -> list[Any]:
+        """Return a value that every draw from the generators changes."""
         return [generator.mark() for generator in self._generators]
 
     def _batch(self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None]) -> Any:

@@ -143,6 +143,8 @@ class UserBatches:
         """
         resumed = resumed or LoaderState(epoch=epoch)
         if resumed.ended:
+            if resumed.sampler is not None and "end" in resumed.sampler:
+                self._ends[epoch] = resumed.sampler["end"]
             return iter(())
         draw = Draw(self._own(epoch), epoch, PrivateRandomness(self.generators, self._seed_of(epoch)))
         return self._seen_to_end(self._batches(draw, resumed), resumed)
@@ -199,7 +201,10 @@ class UserBatches:
                 following = next(batches, None)
             except PaddleShardError as error:  # raised at its own step
                 failure = error
-            yield replace(found, last=following is None and failure is None)
+            last = following is None and failure is None
+            if last and resumed.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
+                found = replace(found, sampler_state={**(found.sampler_state or {}), "end": self._ends[resumed.epoch]})
+            yield replace(found, last=last)
             if failure is not None:
                 raise failure
             found = following

@@ -74,6 +74,8 @@ class Mix(Stage):
         for at, (back, items) in enumerate(sources):
             if back and next(items)[0]:
                 ended.add(at)
+        if ended and (not self._every or len(ended) == len(sources)):  # it ended before this position
+            return
         items_of = [items for _, items in sources]
         for first in count(skip, _BLOCK):
             for at in self._chairman.at(np.arange(first, first + _BLOCK))[0].tolist():

@@ -6,6 +6,7 @@ import linecache
 import multiprocessing
 import os
 import pkgutil
+import random
 import signal
 import sqlite3
 import sys
@@ -30,6 +31,7 @@ from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
+from tests.helpers import Made
 
 ALONE = {"ends_must_agree": True, "facts": {}, "name": "test", "timeout": HANG, "on_lost": "raise"}
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -661,3 +663,22 @@ def test_a_static_program_may_be_built_meanwhile(workers):
             finally:
                 paddle.disable_static()
     assert found == expected
+
+
+@pytest.mark.parametrize("prefetch", [None, 1, 3])
+@pytest.mark.parametrize("draw", [np.random.rand, random.random])
+def test_a_loop_that_draws_gets_its_own_numbers_from_beside_samples_that_draw_now_and_then(prefetch, draw):
+    def sample(index):
+        time.sleep(0.001)  # so that a thread pays off
+        return np.array([index, draw() if index >= 40 else 0.0])
+
+    loader = sharded(Made(sample, 80), prefetch=prefetch)
+    np.random.seed(1)
+    random.seed(1)
+    found = []
+    for _ in loader:
+        time.sleep(0.002)
+        found.append(draw())
+    np.random.seed(1)
+    random.seed(1)
+    assert found == [draw() for _ in range(20)]

@@ -51,6 +51,40 @@ def make(length=23, batch_size=4, mesh=ONE, *, workers=0, accumulation=1, sample
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 
+class OwnWithState(BatchSampler):
+    """A sampler of somebody's own that holds its epoch and position."""
+
+    def __init__(self):
+        self.batch_size, self.at, self.number = 4, 0, 0
+
+    def __iter__(self):
+        order = np.random.RandomState(self.number).permutation(23).tolist()
+        while self.at < 23:
+            self.at += 4
+            yield order[self.at - 4 : self.at]
+        self.at, self.number = 0, self.number + 1
+
+    def __len__(self):
+        return 6
+
+    def state_dict(self):
+        return {"at": self.at, "number": self.number}
+
+    def load_state_dict(self, state):
+        self.at, self.number = state["at"], state["number"]
+
+
+SAMPLERS = {
+    "the loader's": lambda: None,
+    "sequential": lambda: BatchSampler(sampler=list(range(22, -1, -1)), batch_size=4),
+    "weighted": lambda: BatchSampler(sampler=paddle.io.WeightedRandomSampler([1.0] * 23, 23), batch_size=4),
+    "Paddle's": lambda: DistributedBatchSampler(Ids(23), 4, num_replicas=1, rank=0, shuffle=True),
+    "buckets": lambda: paddle_shard.BucketBatchSampler(np.arange(1, 24), 4, window=8),
+    "buckets of tokens": lambda: paddle_shard.BucketBatchSampler(np.arange(1, 24), max_tokens=50, window=8),
+    "own with a state": OwnWithState,
+}
+
+
 def content(batch):
     return [leaf._local_value().numpy().tolist() for leaf in batch]
 
@@ -136,6 +170,38 @@ def test_stops_that_change_the_mesh_and_the_batch_size_miss_and_repeat_nothing(l
 def delivered_in_order(delivered, order, state):
     upto = len(order) if state["epoch"] == 1 else state["samples"]
     return sorted(delivered) == sorted(order[:upto]) and len(set(delivered)) == len(delivered)
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_the_epochs_after_a_resume_are_those_of_the_straight_run(name):
+    straight = make(sampler=SAMPLERS[name]())
+    epochs = [rest(straight) for _ in range(4)]
+    for epoch in (0, 1):
+        for step in range(len(epochs[epoch]) + 1):
+            first = make(sampler=SAMPLERS[name]())
+            for _ in range(epoch):
+                rest(first)
+            batches = iter(first)
+            for _ in range(step):  # all of the batches, but not the end after them
+                next(batches)
+            again = make(sampler=SAMPLERS[name]())
+            again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            assert [rest(again) for _ in range(epoch, 4)] == [epochs[epoch][step:], *epochs[epoch + 1 :]], (epoch, step)
+
+
+def test_next_of_a_loader_begins_at_a_loaded_position():
+    state = make()
+    for _ in zip(range(3), state, strict=False):
+        pass
+    state = state.state_dict()
+    wanted = rest(make())[3:5]
+    for view in (lambda loader: loader, lambda loader: loader()):
+        loader = make()
+        taken = view(loader)
+        next(taken)
+        loader.load_state_dict(state)
+        assert [content(next(taken)) for _ in range(2)] == wanted
+        assert loader.state_dict()["steps"] == 5
 
 
 def test_resuming_reads_nothing_of_what_was_delivered():
@@ -953,12 +1019,12 @@ class Job:
             raise Gathering(legs)
 
         def sent(rank):
-            with mock.patch("paddle_shard.position.run._gathered", gathering), pytest.raises(Gathering) as it:
+            with mock.patch("paddle_shard.position.run.gathered", gathering), pytest.raises(Gathering) as it:
                 self.loaders[rank].certificate()
             return it.value.args[0]
 
         accounts = json.loads(json.dumps(self.each(sent)))
-        with mock.patch("paddle_shard.position.run._gathered", lambda legs, *others: accounts):
+        with mock.patch("paddle_shard.position.run.gathered", lambda legs, *others: accounts):
             found = self.each(lambda rank: self.loaders[rank].certificate())
         self.told_all = True
         assert len(set(map(str, found))) == 1, "all ranks say the same"
