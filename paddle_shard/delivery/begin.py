@@ -172,6 +172,7 @@ def _step_pass(
     if not alone or setup.pad_to is not None:
         notes = StepNotes(
             holds_rows=setup.own_layout.on_mesh or not setup.source.split,
+            split=setup.source.split,
             split_check=None if alone else setup.split_check,
             pad_to=setup.pad_to,
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from paddle_shard.comm.split_check import SplitCheck
 from paddle_shard.delivery.pending import Pending
-from paddle_shard.errors import BatchStructureError
+from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.reading.reader import RAGGED
 
@@ -19,25 +19,37 @@ from paddle_shard.reading.reader import RAGGED
 class StepNotes:
     """The notes that a rank sends and receives on the steps of a pass.
 
-    A note holds up to three things:
+    A note holds up to four things:
 
     - The dtype and shape of a row, when they change. If only they differed between ranks, the global batch would be
       ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
+    - The number of rows, when it changes, if each rank has rows of its own. All must have as many.
     - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them invalid.
     - A summary of the first batch, if the user says that the data is split already.
     """
 
-    def __init__(self, *, holds_rows: bool, split_check: SplitCheck | None = None, pad_to: PadTo | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        holds_rows: bool,
+        split: bool = False,
+        split_check: SplitCheck | None = None,
+        pad_to: PadTo | None = None,
+    ) -> None:
         """Begin a pass.
 
         Args:
             holds_rows: True if this rank's rows are in the global batch. False: it reads rows that no rank uses.
+            split: True if each data rank has rows of its own.
             split_check: Compares the ranks' first batches, if the user says that the data is split already.
             pad_to: What rows are padded to. If given, the batches are not placed yet.
         """
         self._holds_rows, self._split_check, self._pad_to = holds_rows, split_check, pad_to
+        self._split = split
         self._said: Any = None
+        self._said_rows: int | None = None
         self._shapes: dict[int, Any] = {}
+        self._rows: dict[int, int] = {}
 
     def say(self, item: Any) -> bytes | None:
         """Return the note on a step, given as (batch, `Pending`); None if there is nothing to say."""
@@ -47,6 +59,8 @@ class StepNotes:
         told: dict[str, Any] = {}
         if pending.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
             self._said = told["shapes"] = pending.row_shapes
+        if self._split and self._holds_rows and pending.num_rows() != self._said_rows:
+            self._said_rows = told["rows"] = pending.num_rows()
         if pending.skipped is not None and self._holds_rows:
             assert pending.rows is not None
             told["skipped"] = pending.rows.read[pending.skipped].tolist()
@@ -65,7 +79,7 @@ class StepNotes:
 
         Raises:
             BatchStructureError: The rows of the ranks differ in dtype or shape; raised on all ranks.
-            SplitError: The data is not split as the user said; raised on all ranks.
+            SplitError: The data is not split as the user said, or not into batches of one size; raised on all ranks.
         """
         if item is None or not (heard or self._pad_to):
             return item
@@ -77,12 +91,21 @@ class StepNotes:
                 firsts[rank] = told["first"]
             if "shapes" in told:
                 self._shapes[rank] = told["shapes"]
+            if "rows" in told:
+                self._rows[rank] = told["rows"]
             if "skipped" in told and self._holds_rows:
                 assert pending.rows is not None
                 found = np.isin(pending.rows.read, told["skipped"])
                 pending.skipped = found if pending.skipped is None else pending.skipped | found
         if self._split_check is not None and firsts:
             self._split_check.compare(firsts)
+        if len(set(self._rows.values())) > 1:
+            shown = ", ".join(f"{rows} on global rank {rank}" for rank, rows in sorted(self._rows.items()))
+            raise SplitError(
+                f"the data is split already, and the ranks' batches have different numbers of rows: {shown}. Give "
+                "every data rank as many rows at each step; a last batch that is short is filled with tail='fill', or "
+                "left out with tail='drop'."
+            )
         if self._pad_to is not None:
             return self._pad_to.finished(item[0], self._shapes), pending
         if any(shapes != found for found, shapes in pairwise(self._shapes.values())):

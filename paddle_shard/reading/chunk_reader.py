@@ -51,7 +51,7 @@ class ChunkReader:
         self._stage, self.dataset = stage, dataset
         self._collate_fn, self._generators = collate_fn, generators
         self._number: int | None = None
-        self._digest, self._see_every = 0, 1
+        self._digest, self._see_every, self._whole_items = 0, 1, False
         self._ahead: deque[tuple[int, int]] = deque()  # (turn of the parts, digest up to the turn's first sample)
         self._ahead_digest = 0
         self._next_step = 0
@@ -131,6 +131,7 @@ class ChunkReader:
             )
         else:
             self._padding = Padding(self._stage, opening)
+            self._whole_items = request.whole_items
             self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
             # Readers that repeat their parts may begin a round at different steps.
             compared = request.compared and not (request.repeat or _splits_after_the_cut(self._stage))
@@ -141,8 +142,11 @@ class ChunkReader:
         self._usual = self._most_like(first, request) if request.skip_errors else None
 
     def _see(self, number: int, sample: Any) -> None:
-        """Add a sample to the digest. All readers get to the first sample of each turn, so digests are noted there."""
-        self._ahead_digest = digest(sample, self._ahead_digest)
+        """Add a sample to the digest. All readers get to the first sample of each turn, so digests are noted there.
+
+        A whole batch has a digest of its own: after a resume, the workers of one rank do not all begin at one batch.
+        """
+        self._ahead_digest = digest(sample, 0 if self._whole_items else self._ahead_digest)
         if number % self._see_every == 0:
             self._ahead.append((number // self._see_every, self._ahead_digest))
 

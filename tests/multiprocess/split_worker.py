@@ -40,6 +40,7 @@ def outcomes():
         "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),
         "split by global rank": outcome(range(2 * rank, 2 * rank + 2)),
         "unequal": outcome(range(8 * data_rank, 8 * data_rank + 8 - 4 * data_rank)),
+        "short last": outcome(range(100 * data_rank, 100 * data_rank + 3 + data_rank)),
         "all the same": outcome([7] * 4),
         "sampler": outcome(range(8), num_replicas=2, rank=data_rank),
         "sampler of the world": outcome(range(8), num_replicas=4, rank=rank),

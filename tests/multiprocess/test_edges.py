@@ -27,6 +27,7 @@ CASES = {
         "different_data",
         "alone",
         "forked",
+        "resumed_apart",
     ],
     3: ["on_the_mesh_only", "on_no_mesh"],
 }
@@ -153,6 +154,10 @@ def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_ar
         assert len(steps) <= delivered or kind != "stream"
     rows = [row for found in reports for step in found[f"{kind}, seeded"] for row in step]
     assert sorted(rows) == list(range(64))
+
+
+def test_ranks_with_different_numbers_of_workers_resume_whole_batches(of_ranks):
+    assert of_ranks(2, "resumed_apart") == [9, 9]
 
 
 def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they_come(of_ranks):
