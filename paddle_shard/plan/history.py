@@ -121,6 +121,14 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
             "the old ones first, in their order, and new ones after them. A source that is gone is given as None, with "
             "the weight 0."
         )
+    lengths_now = plan.ordering.segments[-1].lengths
+    for name, was, has in zip(old, mixture["segments"][-1]["lengths"], lengths_now, strict=False):
+        if 0 < has < was:
+            raise StateError(
+                f"override=['mixture']: the source {name!r} had {was} samples and has {has} now. Only data that has "
+                "grown can be continued; a source that is gone is given as None, with the weight 0, and may come back "
+                "under another name."
+            )
     more = (0,) * (len(plan.ordering.names) - len(old))
     segments = history.segments or tuple(
         Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]

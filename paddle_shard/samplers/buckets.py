@@ -47,11 +47,12 @@ class BucketBatchSampler:
             batch_size: Samples of a batch: of the global batch, over all data ranks.
             max_tokens: Instead of `batch_size`: most tokens of a batch, padding included. A sample that is longer than
                 this is a batch of its own, with `multiple_of - 1` others at most.
-            window: Samples that are sorted together. A larger window leaves less padding; a smaller one mixes more.
-            multiple_of: Batches hold a multiple of so many samples, except for the last one of a window. Use the number
-                of data ranks with `max_tokens`.
+            window: Samples that are sorted together, rounded up to whole batches. A larger window leaves less padding;
+                a smaller one mixes more.
+            multiple_of: Batches hold a multiple of so many samples, except for the last one of the epoch, which the
+                loader's `tail` pads or drops. Use the number of data ranks with `max_tokens`.
             seed: Seed of the order.
-            drop_last: True to leave out the batches, one in a window at most, that are not full.
+            drop_last: True to leave out the last batch of the epoch if it is not full.
 
         Raises:
             ArgumentError: An argument is out of range, or both sizes or none are given.
@@ -70,10 +71,10 @@ class BucketBatchSampler:
         for name, value in sizes.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
                 raise ArgumentError(f"{name} must be an int >= 1, got {value!r}.")
-        if batch_size is not None and (batch_size % multiple_of or window % batch_size):
-            raise ArgumentError(
-                f"window={window} must be a multiple of batch_size={batch_size}, and that of multiple_of={multiple_of}."
-            )
+        if batch_size is not None and batch_size % multiple_of:
+            raise ArgumentError(f"batch_size={batch_size} must be a multiple of multiple_of={multiple_of}.")
+        unit = batch_size or multiple_of
+        window = -(-window // unit) * unit
         self.batch_size, self.drop_last = batch_size, drop_last
         self.epoch = 0
         """The epoch that the next iteration serves; `set_epoch` sets it."""
@@ -141,15 +142,15 @@ class BucketBatchSampler:
         samples = shuffled(np.arange(begin, end, dtype=np.int64))
         samples = samples[np.argsort(self._lengths[samples], kind="stable")]
         found = self._cut(samples)
+        last = [found.pop()] if len(found[-1]) % (self.batch_size or self._multiple) else []  # only of the last window
         key = derive_key("bucket batches", self._seed, self.epoch, window, size=64)
         order = Permutation(len(found), key)(np.arange(len(found), dtype=np.int64)) if found else ()
-        return [found[number] for number in order]
+        return [found[number] for number in order] + ([] if self.drop_last else last)
 
     def _cut(self, samples: Indices) -> list[Indices]:
         """Cut samples, sorted by their lengths, into batches."""
         if self.batch_size is not None:
-            cut = [samples[at : at + self.batch_size] for at in range(0, len(samples), self.batch_size)]
-            return cut[:-1] if self.drop_last and len(cut[-1]) < self.batch_size else cut
+            return [samples[at : at + self.batch_size] for at in range(0, len(samples), self.batch_size)]
         assert self._max_tokens is not None
         found, begin, lengths = [], 0, self._lengths[samples]
         while begin < len(samples):
@@ -159,4 +160,4 @@ class BucketBatchSampler:
             size = max(self._multiple, most // self._multiple * self._multiple)
             found.append(samples[begin : begin + size])
             begin += size
-        return found[:-1] if self.drop_last and len(found[-1]) % self._multiple else found
+        return found

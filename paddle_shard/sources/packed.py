@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.document_lengths import count_lengths
 from paddle_shard.stages.pack import LONG
 from paddle_shard.stages.packed_rows import PackedRows, tokens_of
+
+_LOOKED_AT = 8
+"""Documents that tell which fields have an entry for each token."""
 
 
 class Packed:
@@ -176,6 +183,26 @@ class Packed:
         """The form of the rows; the same for all sources of a mixture."""
         return self._rows
 
+    @cached_property
+    def _token_fields(self) -> frozenset[str]:
+        """The fields that have an entry for each token, by some documents that are spread over the data set."""
+        filled = np.flatnonzero(self.packing.lengths)
+        some = filled[np.unique(np.linspace(0, len(filled) - 1, _LOOKED_AT).astype(np.int64))]
+        plain, drawn = replace(self._rows, labels=None), (np.random.get_state(), random.getstate())
+        of_tokens, others = set[str](), set[str]()
+        for at in some.tolist():
+            try:
+                document = self.documents[at]
+                found = plain.fields(document, f"document {at}")
+            except Exception as error:  # it is raised when its row is read
+                raise_if_a_handlers(error)
+                continue
+            of_tokens |= found.keys()
+            others |= (document.keys() if isinstance(document, dict) else found.keys()) - found.keys()
+        np.random.set_state(drawn[0])  # the sample that is being read has random numbers of its own
+        random.setstate(drawn[1])
+        return frozenset(of_tokens - others)
+
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a document's piece that have an entry for each token."""
         document, what = self.documents[piece.document], f"document {piece.document}"
@@ -185,7 +212,7 @@ class Packed:
                 f"{what} has {num} tokens, but lengths says {self.packing.lengths[piece.document]}. "
                 "Count the documents again: remove the file of lengths, or leave lengths out."
             )
-        found = self._rows.fields(document, what)
+        found = self._rows.fields(document, what, self._token_fields)
         if isinstance(document, dict) and not found.keys() >= document.keys():
             left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
             say_once("Packed: fields without an entry for each token are left out of the rows: %s", left_out)

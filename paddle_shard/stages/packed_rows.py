@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,15 +46,16 @@ class PackedRows:
                 f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
             )
 
-    def fields(self, document: Any, what: str) -> dict[str, npt.NDArray[Any]]:
+    def fields(self, document: Any, what: str, names: Collection[str] | None = None) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a document that have an entry for each token, and the labels.
 
         Args:
             document: An array of tokens, or a dict.
             what: Name of the document, for messages.
+            names: Names of these fields, if they are known.
 
         Raises:
-            ValueError: It has a field that is made here.
+            ValueError: It has a field that is made here, or has no entry for each token in a field of `names`.
         """
         given = document if isinstance(document, dict) else {self.key: document}
         tokens = np.asarray(given[self.key])
@@ -65,6 +66,13 @@ class PackedRows:
         }
         if taken := sorted(set(found) & {*MADE, self.labels}):
             raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")
+        if names is not None:
+            if missing := sorted(set(names) - set(found)):
+                raise ValueError(
+                    f"{what} has {len(tokens)} tokens, but not as many entries in {missing}, as other documents have. "
+                    "Leave these fields out of the documents, or give them an entry for each token."
+                )
+            found = {name: value for name, value in found.items() if name in names or name == self.key}
         if self.labels is not None:
             following = np.full(len(tokens), self.ignore_index, np.int64)
             following[:-1] = tokens[1:]
@@ -92,7 +100,10 @@ class PackedRows:
         end = 0
         for what, fields, size in zip(names, pieces, sizes, strict=True):
             if fields.keys() != pieces[0].keys():
-                raise ValueError(f"{what} has the fields {sorted(fields)}, but {names[0]} has {sorted(pieces[0])}.")
+                raise ValueError(
+                    f"{what} has the fields {sorted(fields)}, but {names[0]} has {sorted(pieces[0])}: those with an "
+                    "entry for each token. Leave the other fields out of the documents."
+                )
             for name, value in fields.items():
                 entry, wanted = (value.dtype, value.shape[1:]), (row[name].dtype, row[name].shape[1:])
                 if entry != wanted:

@@ -238,6 +238,12 @@ def test_padding_holds_no_sample_of_a_source_that_is_gone(tail):
     assert {row // 1000 for row in rows} == {1}
 
 
+def test_a_source_that_has_shrunk_is_refused():
+    state = make().state_dict()
+    with pytest.raises(StateError, match="the source 'web' had 23 samples and has 10 now"):
+        make(lengths={**LENGTHS, "web": 10}).load_state_dict(state, override=["mixture"])
+
+
 def test_old_sources_keep_their_order():
     state = make().state_dict()
     other = make(lengths={"code": 7, "web": 23, "chat": 3})

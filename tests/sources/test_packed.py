@@ -215,7 +215,7 @@ def test_lengths_that_are_wrong_are_found_when_the_document_is_read():
 
 def test_documents_of_other_fields_or_dtypes_are_named():
     one, other = {"input_ids": np.arange(3)}, {"input_ids": np.arange(3), "mask": np.ones(3)}
-    with pytest.raises(ValueError, match=r"document 1 has the fields \['input_ids', 'mask'\], but document 0"):
+    with pytest.raises(ValueError, match=r"document 0 has 3 tokens, but not as many entries in \['mask'\]"):
         rows(Packed([one, other], 8, lengths=[3, 3]))
     with pytest.raises(ValueError, match="entries of float64"):
         rows(Packed([np.arange(3), np.ones(3)], 8, lengths=[3, 3]))
@@ -240,3 +240,38 @@ def test_bad_arguments_are_named(options, error, says):
     given = {"documents": Texts([3, 4]), "length": 8, "lengths": [3, 4], **options}
     with pytest.raises(error, match=says):
         Packed(given.pop("documents"), given.pop("length"), **given)
+
+
+def test_a_field_that_happens_to_be_as_long_as_a_document_is_no_field_of_tokens():
+    documents = [
+        {"input_ids": np.arange(size), "mask": np.ones(size, bool), "box": np.zeros(4)} for size in (3, 5, 4, 6, 4, 7)
+    ]
+    packed = Packed(documents, 8)
+
+    assert {tuple(sorted(packed[row])) for row in range(len(packed))} == {
+        ("cu_seqlens", "input_ids", "mask", "max_seqlen", "position_ids", "segment_ids")
+    }
+
+
+def test_a_document_without_a_field_of_tokens_is_named():
+    documents = [{"input_ids": np.arange(4), "mask": np.ones(4 if at != 29 else 3)} for at in range(40)]
+    packed = Packed(documents, 8)
+
+    with pytest.raises(ValueError, match=r"document 29 has 4 tokens, but not as many entries in \['mask'\]"):
+        for row in range(len(packed)):
+            packed[row]
+
+
+def test_looking_at_documents_that_draw_leaves_the_generators_as_they_are():
+    class Drawing:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, at):
+            return {"input_ids": np.full(3, np.random.randint(99))}
+
+    packed = Packed(Drawing(), 6)
+    np.random.seed(1)
+    found = packed[0]["input_ids"].tolist()
+    np.random.seed(1)
+    assert packed[0]["input_ids"].tolist() == found
