@@ -110,11 +110,16 @@ class StepNotes:
             return self._pad_to.finished(item[0], self._shapes), pending
         if any(shapes != found for found, shapes in pairwise(self._shapes.values())):
             shown = "; ".join(f"global rank {rank}: {_shown(shapes)}" for rank, shapes in sorted(self._shapes.items()))
+            kinds = [[kind for kind, *_ in shapes] for shapes in self._shapes.values()]
+            way_out = RAGGED if all(one == kinds[0] for one in kinds) else _OTHER_FIELDS
             raise BatchStructureError(
                 "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row, "
-                f"field by field: {shown}. {RAGGED}"
+                f"field by field: {shown}. {way_out}"
             )
         return item
+
+
+_OTHER_FIELDS = "Make the samples on all ranks of the same fields, with the same dtypes."
 
 
 def _shown(shapes: Sequence[Sequence[Any]]) -> str:

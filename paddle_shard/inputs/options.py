@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import paddle.io
 
 from paddle_shard.errors import ArgumentError
@@ -58,6 +59,9 @@ class LoaderOptions:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed must be an int, got {self.seed!r}.")
+        for name in ("seed_paddle", "agree", "progress"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         timeout = self.timeout
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
