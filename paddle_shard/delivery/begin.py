@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, lru_cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import paddle
 
 from paddle_shard.agree import Agreement, AloneAgreement
 from paddle_shard.comm.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
-from paddle_shard.comm.split_check import first_batch
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.pending import Pending
+from paddle_shard.delivery.placing import placed
 from paddle_shard.delivery.prefetch import DrawnAhead
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.step_pass import StepPass, stream_readiness
@@ -27,8 +24,6 @@ from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream_batches import StreamBatch
 from paddle_shard.inputs.stream_setup import StreamSetup
-from paddle_shard.place.lengths import rows_of
-from paddle_shard.place.placer import tensors
 from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import NO_STAND_IN, Slice
@@ -38,7 +33,6 @@ from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.samplers import DealtBatch, IndexBatch, UserBatches
 from paddle_shard.samplers.left_out import without
-from paddle_shard.say_once import say_once
 
 
 def _requests(
@@ -64,7 +58,8 @@ def _requests(
                 drawn = zlib.crc32(batch.order.tobytes(), drawn)
             if compared and isinstance(source.batches, UserBatches):
                 drawn = digest(batch.take(range(batch.num_rows)), drawn)
-        pending.append(Pending(batch, rows, source.split, indices, digest=drawn, is_first=step == start.steps))
+        first = step == start.steps
+        pending.append(Pending(batch, rows, source.split, indices, digest=drawn, is_first=first, step=step))
         pads = setup.pad_to is not None
         split = several and (len(indices) < batch.num_rows or source.split) and not pads
         yield ReadRequest(start.epoch, step, indices, source.item_is_batch, key, split, pads)
@@ -83,7 +78,7 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
         skipped = [row for row, _ in reading.skipped.popleft()] if setup.options.skip_errors else ()
         if skipped:
             found.skipped = np.isin(np.arange(len(found.indices)), skipped)
-        return _placed(setup, batch, found)
+        return placed(setup, batch, found)
 
     prefetch = 0 if look else setup.prefetch
     if not prefetch:
@@ -173,7 +168,7 @@ def _step_pass(
         notes = StepNotes(
             holds_rows=setup.own_layout.on_mesh or not setup.source.split,
             split=setup.source.split,
-            split_check=None if alone else setup.split_check,
+            batch_check=None if alone else setup.batch_check,
             pad_to=setup.pad_to,
         )
     return StepPass(
@@ -199,7 +194,7 @@ class _StreamSteps:
         plan = source.stream.batches.plan
         self._micro_size = 0 if plan is None else plan.micro_rows
         self._rows = None if plan is None else setup.rows.of_stream()
-        self._begun = False
+        self._begun = 0
         self._first: Any = None
         """The first batch of the epoch, if the rank has batches of its own."""
 
@@ -226,8 +221,10 @@ class _StreamSteps:
             real=found.real,
             sampler_state=found.state,
         )
-        first, self._begun = not self._begun, True
-        return _placed(self._setup, batch, Pending(made, self._rows, True, [], is_first=first, skipped=found.skipped))
+        first, step = not self._begun, self._start.steps + self._begun
+        self._begun += 1
+        pending = Pending(made, self._rows, True, [], is_first=first, step=step, skipped=found.skipped)
+        return placed(self._setup, batch, pending)
 
     def _own(self, batch: Any) -> Any:
         """Return a rank's own batch; if the rank's data has ended, return its first batch of the epoch again."""
@@ -251,37 +248,6 @@ class _StreamSteps:
         if found is None:
             raise DataReadError(NO_STAND_IN.format(why))
         return found
-
-
-def _placed(setup: PassSetup, batch: Any, pending: Pending) -> tuple[Any, Pending]:
-    """Return a placed batch; with `pad_to`, tensors stay `Unplaced` until all ranks' row lengths are known."""
-    if pending.is_first and setup.split_check is not None:
-        pending.first = first_batch((leaf.numpy() for leaf in tensors(batch)), setup.run.num_steps_or_none())
-    if pending.rows is None:
-        pending.rows = setup.rows.of_item(batch, setup.input_keys)
-    pending.row_shapes, pending.num_bytes = _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
-    pad_to = setup.pad_to
-    placed, pending.layout, apart = setup.placer.place(batch, pending.rows, setup.input_keys, pad_to)
-    if pad_to is not None:
-        pending.row_shapes = rows_of(placed)
-    elif apart:
-        pending.row_shapes = [*pending.row_shapes, *apart]
-    if pending.is_first and isinstance(batch, Mapping) and len(placed) < len(batch):
-        left_out = [key for key in batch if key not in placed]
-        say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(placed)), repr(left_out))
-    return placed, pending
-
-
-@lru_cache(maxsize=64)
-def _measured(shapes: tuple[Any, ...]) -> tuple[Sequence[Any], int]:
-    """Return (dtype, *shape of a row) of each tensor and the bytes of all tensors, given (dtype, *shape) of each."""
-    num_bytes = sum(math.prod(shape) * _element_size(dtype) for dtype, *shape in shapes)
-    return [[str(dtype).rsplit(".", 1)[-1], *shape[1:]] for dtype, *shape in shapes], num_bytes
-
-
-@cache
-def _element_size(dtype: Any) -> int:
-    return int(paddle.empty([1], dtype).element_size())
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:

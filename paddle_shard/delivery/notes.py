@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.comm.split_check import SplitCheck
+from paddle_shard.comm.batch_check import BatchCheck
 from paddle_shard.delivery.pending import Pending
 from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import PadTo
@@ -25,7 +25,7 @@ class StepNotes:
       ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
     - The number of rows, when it changes, if each rank has rows of its own. All must have as many.
     - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them invalid.
-    - A summary of the first batch, if the user says that the data is split already.
+    - A summary of the batch, if the ranks compare this step's.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StepNotes:
         *,
         holds_rows: bool,
         split: bool = False,
-        split_check: SplitCheck | None = None,
+        batch_check: BatchCheck | None = None,
         pad_to: PadTo | None = None,
     ) -> None:
         """Begin a pass.
@@ -41,10 +41,10 @@ class StepNotes:
         Args:
             holds_rows: True if this rank's rows are in the global batch. False: it reads rows that no rank uses.
             split: True if each data rank has rows of its own.
-            split_check: Compares the ranks' first batches, if the user says that the data is split already.
+            batch_check: Compares what the ranks have read.
             pad_to: What rows are padded to. If given, the batches are not placed yet.
         """
-        self._holds_rows, self._split_check, self._pad_to = holds_rows, split_check, pad_to
+        self._holds_rows, self._batch_check, self._pad_to = holds_rows, batch_check, pad_to
         self._split = split
         self._said: Any = None
         self._said_rows: int | None = None
@@ -64,8 +64,8 @@ class StepNotes:
         if pending.skipped is not None and self._holds_rows:
             assert pending.rows is not None
             told["skipped"] = pending.rows.read[pending.skipped].tolist()
-        if pending.first is not None:
-            told["first"] = pending.first
+        if pending.summary is not None:
+            told["read"] = pending.summary
         return json.dumps(told).encode() if told else None
 
     def alone(self, item: Any) -> Any:
@@ -79,16 +79,17 @@ class StepNotes:
 
         Raises:
             BatchStructureError: The rows of the ranks differ in dtype or shape; raised on all ranks.
+            DifferentDataError: Ranks that read the same samples have got different data; raised on all ranks.
             SplitError: The data is not split as the user said, or not into batches of one size; raised on all ranks.
         """
         if item is None or not (heard or self._pad_to):
             return item
         pending: Pending = item[1]
-        firsts = {}
+        read = {}
         for rank, said in heard:
             told = json.loads(said)
-            if "first" in told:
-                firsts[rank] = told["first"]
+            if "read" in told:
+                read[rank] = told["read"]
             if "shapes" in told:
                 self._shapes[rank] = told["shapes"]
             if "rows" in told:
@@ -97,8 +98,8 @@ class StepNotes:
                 assert pending.rows is not None
                 found = np.isin(pending.rows.read, told["skipped"])
                 pending.skipped = found if pending.skipped is None else pending.skipped | found
-        if self._split_check is not None and firsts:
-            self._split_check.compare(firsts)
+        if self._batch_check is not None and read:
+            self._batch_check.compare(read)
         if len(set(self._rows.values())) > 1:
             shown = ", ".join(f"{rows} on global rank {rank}" for rank, rows in sorted(self._rows.items()))
             raise SplitError(

@@ -33,8 +33,10 @@ class Pending:
     """Digest of the batches that a user's sampler has drawn so far."""
     is_first: bool = False
     """True for the first step of its pass."""
-    first: dict[str, Any] | None = None
-    """Summary of the first batch that ranks compare if each has rows of its own."""
+    step: int = 0
+    """Step of the epoch."""
+    summary: dict[str, Any] | None = None
+    """Summary of the batch for the ranks to compare; None: this one is not compared."""
     skipped: npt.NDArray[np.bool_] | None = None
     """Mask of the rows whose sample could not be read; None: there are none."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle.io
 
-from paddle_shard.comm.split_check import SplitCheck
+from paddle_shard.comm.batch_check import BatchCheck
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.inputs.options import LoaderOptions
@@ -43,7 +43,10 @@ class PassSetup:
     agreeing_ranks: tuple[int, ...]
     facts: Mapping[str, Any]
     """Settings that must be the same on all ranks."""
-    split_check: SplitCheck | None
+    batch_check: BatchCheck | None
+    """Compares what the ranks have read; None: they do not compare it."""
+    verify: int
+    """Every how many steps they compare it; 0: the first batch of a pass."""
     prefetch: int
     if_worth_it: bool
     """True if the prefetch thread is started only if reading a step takes long enough."""

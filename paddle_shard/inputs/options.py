@@ -46,6 +46,7 @@ class LoaderOptions:
     pad_values: Mapping[Any, float] | None
     seed_paddle: bool
     agree: bool
+    verify: str | int | None
     timeout: float
     prefetch: int | None
     on_error: str
@@ -86,7 +87,8 @@ class LoaderOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ("seed", "seed_paddle", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "num_parts")
+        names = ["seed", "seed_paddle", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "num_parts"]
+        names.append("verify")
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()
         if padding is not None:  # in one form, however the user wrote it

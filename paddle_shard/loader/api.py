@@ -39,6 +39,7 @@ def shard_dataloader(
     pad_values: Mapping[Any, float] | None = None,
     seed_paddle: bool = False,
     agree: bool = True,
+    verify: str | int | None = "first",
     timeout: float = 1800.0,
     prefetch: int | None = None,
     on_error: str = "raise",
@@ -106,6 +107,10 @@ def shard_dataloader(
         agree: If True, all ranks fail at the same step when a read fails on one, and a lost rank is named. All ranks of
             the meshes must then iterate alike: a rank that iterates alone waits for the others, up to `timeout`. A
             stream whose end is not known needs it. The agreement runs ahead, in the background.
+        verify: Ranks compare digests of what they have read: those that read the same samples must have got the same
+            bytes, and data that is split already must differ between data ranks. If not, it is an error on all ranks
+            that names the step, the ranks, the fields and the samples. "first": the first batch of each pass. An int k:
+            also the batches of every k-th step. None: never. It goes with the agreement, in the background.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it.
         prefetch: Number of batches that a thread of its own keeps ready and placed while the model computes. 0: no
             thread. None: two batches, if reading one takes 1 ms or more, the DataLoader has `use_buffer_reader`, and

@@ -8,7 +8,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.comm.split_check import SplitCheck
+from paddle_shard.comm.batch_check import BatchCheck, checked_verify
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
@@ -95,9 +95,13 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
         self._given = dataloader
         self._run = Run(self._source, own, members, self.timeout)
         compared = hasattr(self._source.custom_sampler, "nranks") or auto_dp
-        self._split_check: SplitCheck | None = None
-        if self._source.split and not compared and own.on_mesh and own.num_data_ranks > 1:
-            self._split_check = SplitCheck(own.layout, own.data_axes)
+        self._batch_check: BatchCheck | None = None
+        verify = checked_verify(options.verify)
+        self._verify = verify or 0
+        if verify is not None and not self._source.split:
+            self._batch_check = BatchCheck(None, getattr(dataloader.dataset, "sample_name", None))
+        elif verify is not None and not compared and own.on_mesh and own.num_data_ranks > 1:
+            self._batch_check = BatchCheck((own.layout, own.data_axes))
         self._rows = LoaderRows(self._source, self._placer, own)
         self._next_of = None
         self.stats = LoaderStats()
@@ -183,7 +187,8 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
             pad_to=self._pad_to,
             agreeing_ranks=self._agreeing_ranks,
             facts=self._facts | {"changes of the order": self._run.history},
-            split_check=self._split_check,
+            batch_check=self._batch_check,
+            verify=self._verify,
             prefetch=self._prefetch,
             if_worth_it=self._if_worth_it,
         )

@@ -1,0 +1,149 @@
+"""Have the ranks read what they should: replicas the same, and data ranks that are split already different rows?"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError, DifferentDataError, SplitError
+from paddle_shard.plan.mesh import MeshLayout
+
+_MOST_ROWS = 256
+"""Rows of which a rank tells the digests, so that an error can name the samples."""
+_SHOWN = 8
+
+Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]
+"""(path, array) of each leaf of a batch; the first dim of an array is its rows."""
+
+
+def checked_verify(verify: Any) -> int | None:
+    """Return every how many steps batches are compared; 0: only the first of a pass; None: never.
+
+    Raises:
+        ArgumentError: It is not "first", an int >= 1, or None.
+    """
+    if verify is None or verify == "first":
+        return None if verify is None else 0
+    if isinstance(verify, bool) or not isinstance(verify, int | np.integer) or verify < 1:
+        raise ArgumentError(f"verify must be 'first', an int >= 1 (every so many steps), or None, got {verify!r}.")
+    return int(verify)
+
+
+class BatchCheck:
+    """Compares the summaries of the ranks' batches of a step."""
+
+    def __init__(
+        self, split: tuple[MeshLayout, tuple[int, ...]] | None, named: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Set up the comparison.
+
+        Args:
+            split: (layout of the mesh, data axes), if the user says that the data is split already.
+            named: Returns the name of a sample, for messages; None: its id.
+        """
+        self._named, self._data_ranks = named or (lambda sample: sample), dict[int, int]()
+        if split is not None:
+            layout, axes = split
+            self._data_ranks = {rank: layout.data_rank(rank, axes) for rank in layout.process_ids}
+
+    def compare(self, said: Mapping[int, Mapping[str, Any]]) -> None:
+        """Compare the summaries of a step, by global rank.
+
+        Raises:
+            SplitError: Of data that is split: two data ranks have the same rows, ranks have different numbers of rows
+                or steps, or replicas have different rows.
+            DifferentDataError: Two ranks have read the same samples, and their data differ.
+        """
+        said = {rank: said[rank] for rank in sorted(said)}
+        if self._data_ranks:
+            self._compare_split({rank: found for rank, found in said.items() if rank in self._data_ranks})
+            return
+        leaders: dict[str, int] = {}
+        for rank, found in said.items():
+            leader = leaders.setdefault(found["key"], rank)
+            if found["fields"] != said[leader]["fields"]:
+                raise DifferentDataError(self._different(leader, rank, said[leader], found))
+
+    def _different(self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        ours, theirs = dict(one["fields"]), dict(other["fields"])
+        fields = [path or "the batch" for path in ours if ours[path] != theirs.get(path)]
+        rows = [at for at, pair in enumerate(zip(one["rows"], other["rows"], strict=False)) if pair[0] != pair[1]]
+        ids = one["ids"]
+        samples = [self._named(ids[row]) for row in rows[:_SHOWN]] if ids else [f"row {row}" for row in rows[:_SHOWN]]
+        where = f" at the samples {samples}" if samples else ""
+        more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+        return (
+            f"step {one['step']}: global ranks {leader} and {rank} have read the same samples, but their data differ "
+            f"in {', '.join(fields) or 'their fields'}{where}{more}. Ranks that share rows must have the same bytes: "
+            "give all of them the same version of the data, and draw random numbers from numpy's, Python's or "
+            "(seed_paddle=True) Paddle's global generators, which are seeded for each sample. verify=None leaves this "
+            "check out."
+        )
+
+    def _compare_split(self, said: Mapping[int, Mapping[str, Any]]) -> None:
+        leaders: dict[int, int] = {}
+        """Data rank -> first global rank of its replica group."""
+        for rank in said:
+            leaders.setdefault(self._data_ranks[rank], rank)
+        by_digest: dict[Any, int] = {}
+        for rank, found in said.items():
+            first = next(iter(said))
+            if found["size"] != said[first]["size"]:
+                raise SplitError(
+                    f"is_dataset_splitted=True, but global rank {first} has {said[first]['size']} rows and global rank "
+                    f"{rank} has {found['size']}, so their steps would differ. Give every data rank the same number of "
+                    "rows, or leave is_dataset_splitted=False, and this loader splits the data."
+                )
+            leader = leaders[self._data_ranks[rank]]
+            if found["fields"] != said[leader]["fields"]:
+                raise SplitError(
+                    f"is_dataset_splitted=True, but global ranks {leader} and {rank}, which are replicas "
+                    f"(the same data rank), read different {found['what']}. Split by the data rank, not by the global "
+                    "rank, and draw random numbers from a seed that replicas share."
+                )
+            if not found["varies"]:
+                continue  # rows that are all equal prove nothing
+            other = by_digest.setdefault(str(found["fields"]), rank)
+            if self._data_ranks[other] != self._data_ranks[rank]:
+                raise SplitError(
+                    f"is_dataset_splitted=True, but global ranks {other} and {rank}, which are different "
+                    f"data ranks, read the same {found['what'].removesuffix('es')}: the data is not split. Leave "
+                    "is_dataset_splitted=False, and this loader splits it. Or give each data rank a loader of its own "
+                    "rows, for instance with paddle.io.DistributedBatchSampler(num_replicas=, rank=)."
+                )
+
+
+def summary(arrays: Arrays, *, step: int, first: bool, key: str, ids: Iterable[Any], num_steps: int | None) -> Any:
+    """Return what `BatchCheck` compares of a rank's batch: JSON-able, a few KB at most.
+
+    Args:
+        arrays: The leaves of the batch.
+        step: Step of the epoch.
+        first: True for the first batch of a pass.
+        key: Ranks with the same key have read the same samples.
+        ids: The samples, one for each row; empty if they have no number.
+        num_steps: Steps of this rank's epoch; None if not known.
+    """
+    fields, varies = [], False
+    num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
+    rows = [0] * num_rows if num_rows <= _MOST_ROWS else []
+    for path, array in arrays:
+        whole = np.ascontiguousarray(array)
+        fields.append([path, zlib.crc32(whole.tobytes(), zlib.crc32(f"{array.shape}{array.dtype.str}".encode()))])
+        varies = varies or (array.ndim > 0 and bool((array != array[:1]).any()))
+        if array.ndim and len(array) == len(rows):
+            rows = [zlib.crc32(row.tobytes(), before) for row, before in zip(whole, rows, strict=True)]
+    what = "first batches" if first else f"batches at step {step}"
+    return {
+        "step": step,
+        "key": key,
+        "what": what,
+        "size": f"{num_steps} steps, first batch of {num_rows}" if first else "",
+        "fields": fields,
+        "varies": varies,
+        "rows": rows,
+        "ids": list(ids) if rows else [],
+    }

@@ -1,0 +1,60 @@
+"""Replicas that have read other data are told so on every rank, by step, rank, field and sample."""
+
+from pathlib import Path
+
+import pytest
+
+from paddle_shard.testing import run_ranks
+from tests.deadlines import HANG
+
+pytestmark = pytest.mark.multiprocess
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verify")
+    environment = {"PYTHONPATH": str(HERE.parents[1])}
+    return run_ranks(HERE / "verify_worker.py", 4, folder, env=environment, timeout=2 * HANG)
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        ("same", 4),
+        ("same, workers, each step", 4),
+        ("stream, same", 4),
+        ("later", 4),  # only the first batch is compared
+        ("never", 4),
+    ],
+)
+def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(case, steps, reports):
+    assert [report[case] for report in reports] == [[steps, ""]] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "steps", "says"),
+    [
+        ("first", 0, "step 0: global ranks 2 and 3 have read the same samples, but their data differ in ['image'] at "),
+        ("first", 0, "at the samples [4, 6]."),
+        ("first, workers", 0, "at the samples [4, 6]."),
+        ("later, every second", 2, "step 2: global ranks 2 and 3 "),
+        ("later, every second", 2, "at the samples [21, 22]."),
+        ("later, every step", 1, "at the samples [13]."),
+        ("noise", 0, "step 0: global ranks 0 and 1 "),
+        ("stream", 0, "step 0: global ranks 2 and 3 "),
+        ("whole", 0, "global ranks 0, 1, 2 and global rank 3 have read different data"),
+        ("mixture", 0, "at the samples [('web', "),
+    ],
+)
+def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_every_rank(case, steps, says, reports):
+    for report in reports:
+        found, text = report[case]
+        assert found == steps
+        assert text.startswith("DifferentDataError: ")
+        assert says in text
+
+
+def test_ranks_that_compare_otherwise_are_told(reports):
+    for report in reports:
+        assert "verify: first on global ranks 0, 1, 2, None on global rank 3" in report["other option"][1]

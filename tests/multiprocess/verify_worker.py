@@ -1,0 +1,85 @@
+"""dp x mp on four ranks, of which some read other data than their replicas: what `verify=` says on each rank."""
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import PaddleShardError
+from paddle_shard.testing import report
+
+RANK = dist.get_rank()
+
+
+class Samples(paddle.io.Dataset):
+    """Fields "image" and "label"; `wrong` are the samples of which this rank has another image."""
+
+    def __init__(self, wrong=(), noise=None):
+        self.wrong, self.noise = wrong, noise
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        image = np.full(3, index + 0.5 * (index in self.wrong), "float32")
+        return {"image": image + (self.noise.random() if self.noise else 0), "label": index}
+
+
+def sharded(data, *, workers=0, size=8, **options):
+    mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers)
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+
+
+def steps_of(loader):
+    """The number of steps, and the error, if there is one."""
+    steps = 0
+    try:
+        for _ in loader:
+            steps += 1
+    except PaddleShardError as error:
+        return [steps, f"{type(error).__name__}: {error}"]
+    return [steps, ""]
+
+
+def numbers(wrong):
+    return Stream.of(lambda: iter(range(32))).sharding_filter().map(lambda i: np.array(i + 100 * (i in wrong)))
+
+
+def whole(wrong):
+    return [np.full((4, 2), i + 100 * (i in wrong)) for i in range(6)]
+
+
+def outcomes():
+    other = RANK == 3
+    mine = (9, 13) if other else ()  # of the batch at step 1; rank 3 holds its second half
+    third = (21, 22) if other else ()
+    first = (4, 6) if other else ()
+    made = {
+        "same": lambda: sharded(Samples()),
+        "same, workers, each step": lambda: sharded(Samples(), workers=2, verify=1),
+        "first": lambda: sharded(Samples(first)),
+        "first, workers": lambda: sharded(Samples(first), workers=2),
+        "later": lambda: sharded(Samples(third)),
+        "later, every second": lambda: sharded(Samples(third), verify=2),
+        "later, every step": lambda: sharded(Samples(mine + third), verify=1),
+        "never": lambda: sharded(Samples(first), verify=None),
+        "noise": lambda: sharded(Samples(noise=np.random.default_rng(RANK))),
+        "stream": lambda: sharded(numbers(range(32) if other else ()), verify=1),
+        "stream, same": lambda: sharded(numbers(()), verify=1),
+        "whole": lambda: paddle_shard.shard_dataloader(
+            whole((0,) if other else ()), dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"]), shard_dims="dp"
+        ),
+        "mixture": lambda: sharded(
+            paddle_shard.Mixture({"web": Samples(range(32) if other else ()), "code": Samples()}, {"web": 1, "code": 1})
+        ),
+        "other option": lambda: sharded(Samples(), verify=None if other else "first"),
+    }
+    return {name: steps_of(make()) for name, make in made.items()}
+
+
+if __name__ == "__main__":
+    dist.init_parallel_env()
+    report(outcomes())
+    dist.barrier()
