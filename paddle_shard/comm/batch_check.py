@@ -131,11 +131,14 @@ def summary(arrays: Arrays, *, step: int, first: bool, key: str, ids: Iterable[A
     num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
     rows = [0] * num_rows if num_rows <= _MOST_ROWS else []
     for path, array in arrays:
-        whole = np.ascontiguousarray(array)
-        fields.append([path, zlib.crc32(whole.tobytes(), zlib.crc32(f"{array.shape}{array.dtype.str}".encode()))])
+        whole, form = np.ascontiguousarray(array), zlib.crc32(f"{array.shape}{array.dtype.str}".encode())
         varies = varies or (array.ndim > 0 and bool((array != array[:1]).any()))
-        if array.ndim and len(array) == len(rows):
-            rows = [zlib.crc32(row.tobytes(), before) for row, before in zip(whole, rows, strict=True)]
+        if array.ndim and len(array) == len(rows) and array.size:
+            of_rows = [zlib.crc32(row.data) for row in whole.reshape(len(rows), -1).view(np.uint8)]
+            rows = [zlib.crc32(b"%d" % one, before) for one, before in zip(of_rows, rows, strict=True)]
+            fields.append([path, zlib.crc32(repr(of_rows).encode(), form)])
+        else:
+            fields.append([path, zlib.crc32(whole.reshape(-1).view(np.uint8).data, form)])
     what = "first batches" if first else f"batches at step {step}"
     return {
         "step": step,
