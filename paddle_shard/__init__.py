@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
     from paddle_shard.loader.loader import ShardDataloader as ShardDataloader
     from paddle_shard.loader.metrics import gather_valid as gather_valid
+    from paddle_shard.loader.sequence import SequenceSplit as SequenceSplit
     from paddle_shard.loader.trainer import TrainerCallback as TrainerCallback
     from paddle_shard.place.field import Balanced as Balanced
     from paddle_shard.position.checkpoint import state_from_tensor as state_from_tensor
@@ -38,6 +39,7 @@ _LAZY = {
     "Foreign": "paddle_shard.sources.foreign",
     "Mixture": "paddle_shard.sources.mixture",
     "Packed": "paddle_shard.sources.packed",
+    "SequenceSplit": "paddle_shard.loader.sequence",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
     "Share": "paddle_shard.sources.foreign",

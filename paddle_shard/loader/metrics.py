@@ -39,7 +39,7 @@ def gather_valid(values: Any, valid: Any) -> Any:
         )
     rows, own = int(valid.shape[0]), int(valid._local_value().shape[0])
     if not values.is_dist() and list(values.shape[:1]) == [own] and own < rows:
-        values = dtensor_from_local(values, valid.process_mesh, valid.placements)
+        values = dtensor_from_local(values.contiguous(), valid.process_mesh, valid.placements)
     if list(values.shape[:1]) != [rows]:
         raise ArgumentError(
             f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "

@@ -42,6 +42,11 @@ class Sequences(Texts):
         return np.arange(8) + index
 
 
+class Tokenized(Sequences):
+    def __getitem__(self, index):
+        return {"input_ids": super().__getitem__(index)}
+
+
 def write_tars(folder):
     from PIL import Image
 
@@ -77,6 +82,7 @@ def taken_for_granted(ranks):
         "model": type("Model", (), {"__call__": lambda self, x: x @ weight, "state_dict": lambda self: {}})(),
         "texts": Texts(),
         "texts_of_8": Sequences(),
+        "tokenized": Tokenized(),
         **{name: Rows(length) for name, length in (("web", 100), ("code", 40), ("chat", 9), ("books", 7))},
         "more_web": Rows(130),
         **{name: tokens() for name in ("documents", "web_texts", "code_texts")},

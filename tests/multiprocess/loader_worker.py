@@ -15,7 +15,12 @@ def loaders():
     return {name: summary(make()) for name, make in cases(dist.get_world_size()).items()}
 
 
-CASES = {"loaders": loaders, "sequence": sequence_worker.both, "split": split_worker.outcomes}
+CASES = {
+    "loaders": loaders,
+    "sequence": sequence_worker.both,
+    "unsplit": sequence_worker.logits_in_order,
+    "split": split_worker.outcomes,
+}
 
 dist.init_parallel_env()
 found = {}

@@ -94,3 +94,19 @@ def test_placements_that_cannot_be_are_refused(placements, error, text):
 def test_a_sequence_that_cannot_be_cut_is_refused_with_the_nearest_sizes():
     with pytest.raises(BatchStructureError, match="size 6, which cannot be cut into 4 equal chunks. .*: 4 or 8"):
         first({"input_ids": {"dp": 0, "sep": Balanced(dim=1)}}, length=6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rows", "transposed by the collate_fn"])
+def test_local_tensors_are_contiguous_since_paddle_sends_their_memory_as_it_lies_there(kind):
+    def transposed(samples):
+        ids = paddle.to_tensor(np.stack([sample["input_ids"] for sample in samples], axis=1)).t()
+        return {"input_ids": ids, "label": np.zeros(len(samples))}
+
+    placements = None if kind == "rows" else {"input_ids": {"dp": 0} if "transposed" in kind else {"dp": 0, "sep": 1}}
+
+    def run():
+        given = paddle.io.DataLoader(Tokens(), batch_size=2, collate_fn=transposed if "transposed" in kind else None)
+        batch = next(iter(paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", placements=placements)))
+        return batch["input_ids"]._local_value().is_contiguous()
+
+    assert on_each_rank(range(4), run) == dict.fromkeys(range(4), True)

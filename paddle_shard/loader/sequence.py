@@ -1,0 +1,256 @@
+"""How does a language model whose sequences are split over ranks get its batches, and its outputs back in order?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+from paddle_shard.collate import collate
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
+from paddle_shard.plan.sequence import balanced_order, documents_order
+
+LAYOUTS = ("plain", "balanced", "documents")
+_OF_ROWS = ("cu_seqlens", "max_seqlen")
+"""Fields that `Packed` makes for a whole row; the size of one may happen to be the length of the rows."""
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class SequenceSplit:
+    """Splits the tokens of each row over an axis of the mesh, for context parallelism.
+
+    Everything that a rank cannot do for its part alone is done for the whole row before it is split: labels are
+    shifted, positions are counted, and lengths that cannot be split evenly are padded.
+
+    - `collate()` makes the `collate_fn` of the DataLoader: it prepares a batch, and puts its tokens in the order in
+      which the ranks hold them.
+    - `placements()` makes the `placements=` of `shard_dataloader`.
+    - `unsplit()` puts outputs back in the order of the rows.
+
+    Layouts: "plain" gives each rank one stretch of the row. "balanced" gives it two, one from either end, so that
+    causal attention costs all ranks the same (Paddle's `shard_seq_load_balance`). "documents" does that inside each
+    document of a packed row, so that attention inside documents costs all ranks about the same: in each document, the
+    ranks' numbers of (query, key) pairs differ by less than two for each token of it.
+
+    Examples:
+        >>> split = SequenceSplit("sep", 2, layout="balanced", labels="labels")
+        >>> batch = split.collate()([{"input_ids": np.arange(8)}])
+        >>> batch["input_ids"].tolist(), batch["labels"].tolist(), batch["position_ids"].tolist()
+        ([[0, 1, 6, 7, 2, 3, 4, 5]], [[1, 2, 7, -100, 3, 4, 5, 6]], [[0, 1, 6, 7, 2, 3, 4, 5]])
+    """
+
+    def __init__(
+        self,
+        axis: str,
+        num_ranks: int,
+        *,
+        layout: str = "plain",
+        key: str = "input_ids",
+        labels: str | None = None,
+        ignore_index: int = -100,
+        pad_values: Mapping[str, float] | None = None,
+    ) -> None:
+        """Choose the layout.
+
+        Args:
+            axis: The axis of the mesh, such as "sep".
+            num_ranks: Its size.
+            layout: "plain", "balanced" or "documents".
+            key: Field of the tokens, `[rows, length]`. Fields whose first two dims are the same are split as well.
+            labels: Field of labels to shift: each token gets the label of the next one in its document, and
+                `ignore_index` where there is none. If the batch has no such field, it is made of the tokens. None:
+                there are none, or they are shifted already, as those of `Packed`.
+            ignore_index: Label where there is no next token, and in padding.
+            pad_values: For each field, the number that fills rows up to a length that can be split; 0 for others.
+
+        Raises:
+            ArgumentError: An argument is out of range.
+        """
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int | np.integer) or num_ranks < 1:
+            raise ArgumentError(f"SequenceSplit: num_ranks must be an int >= 1, got {num_ranks!r}.")
+        if layout not in LAYOUTS:
+            raise ArgumentError(
+                f"SequenceSplit: layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}."
+            )
+        self.axis, self.num_ranks, self.layout, self.key = axis, int(num_ranks), layout, key
+        self._labels, self._ignore_index = labels, ignore_index
+        self._pads = {**({} if labels is None else {labels: ignore_index}), **dict(pad_values or {})}
+
+    @property
+    def unit(self) -> int:
+        """Lengths are padded to a multiple of this number."""
+        return self.num_ranks * (2 if self.layout == "balanced" else 1)
+
+    def collate(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> Callable[[list[Any]], Arrays]:
+        """Return a `collate_fn` that prepares batches and puts their tokens in order.
+
+        The batch gets, beside the labels, the fields `position_ids` (unless it has one: the place of each token in its
+        row) and `token_index`: the place in the row of each token, int64 `[rows, length]`, for masks and `unsplit`.
+
+        Args:
+            collate_fn: Makes a dict of arrays or tensors of some samples, with rows of one length; None: they are
+                stacked.
+        """
+        return _Collate(self, collate_fn)
+
+    def prepare(self, batch: Any) -> Arrays:
+        """Return a batch with labels shifted, positions counted, padded, and its tokens in order.
+
+        Args:
+            batch: A dict of arrays; fields `segment_ids` or `cu_seqlens`, as `Packed` makes them, tell the documents.
+
+        Raises:
+            BatchStructureError: It has no field of tokens, or no documents for layout="documents".
+        """
+        if not isinstance(batch, Mapping) or self.key not in batch:
+            shown = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            raise BatchStructureError(
+                f"SequenceSplit: a batch must be a dict with the field {self.key!r}, [rows, length], got {shown}."
+            )
+        fields = {name: value.numpy() if hasattr(value, "numpy") else value for name, value in batch.items()}
+        tokens = np.asarray(fields[self.key])
+        if tokens.ndim < 2:
+            raise BatchStructureError(f"SequenceSplit: {self.key!r} must be [rows, length], got {list(tokens.shape)}.")
+        rows, length = tokens.shape[:2]
+        segments = self._segments(fields, rows, length)
+        if self._labels is not None:
+            fields[self._labels] = self._shifted(np.asarray(fields.get(self._labels, tokens)), segments)
+        fields.setdefault("position_ids", np.broadcast_to(np.arange(length), (rows, length)))
+        whole = -(-length // self.unit) * self.unit
+        order = np.stack([self._order(row, whole) for row in _padded(segments, whole, 0)])
+        found: Arrays = {}
+        for name, value in fields.items():
+            found[name] = value
+            if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (rows, length):
+                padded = _padded(value, whole, self._pads.get(name, 0))
+                found[name] = np.take_along_axis(padded, order.reshape(rows, whole, *(1,) * (value.ndim - 2)), axis=1)
+            elif name == "cu_seqlens" and whole > length:  # what is padded is a sequence of its own
+                found[name] = np.where(np.cumsum(value == length, axis=1) > 1, whole, value).astype(value.dtype)
+        found["token_index"] = order
+        return found
+
+    def placements(self, *fields: str, **rows: int) -> dict[str, dict[str, int]]:
+        """Return `placements=` for fields that are split.
+
+        Args:
+            fields: Names of the fields that the model takes, such as "input_ids", "labels", "position_ids".
+            rows: The axis that splits the rows, as `dp=0`; none if rows are not split.
+
+        Examples:
+            >>> SequenceSplit("sep", 2).placements("input_ids", "labels", dp=0)["labels"]
+            {'dp': 0, 'sep': 1}
+        """
+        return {name: {**rows, self.axis: 1} for name in fields}
+
+    def unsplit(self, outputs: Any, token_index: Any = None) -> Any:
+        """Return outputs in the order of the rows. It is collective over the axis, and no gradient goes through it.
+
+        Args:
+            outputs: `[rows, length, ...]`, such as logits or losses of tokens: a distributed tensor that is split like
+                the tokens, or all of its tokens as a tensor or array.
+            token_index: The batch's field, needed for layout="documents".
+
+        Returns:
+            The same kind of tensor; a distributed one is no longer split over the axis.
+
+        Raises:
+            ArgumentError: `token_index` is missing, or the length cannot be split.
+            AxisError: The mesh has no such axis.
+        """
+        if self.layout == "documents" and token_index is None:
+            raise ArgumentError("unsplit: layout='documents' needs the batch's field token_index.")
+        if isinstance(outputs, np.ndarray):
+            return self._in_order(outputs, self._index(token_index, outputs.shape))
+        if not isinstance(outputs, paddle.Tensor):
+            raise ArgumentTypeError(f"unsplit: outputs must be a tensor or an array, got {type(outputs).__name__}.")
+        with paddle.no_grad():
+            gathered, mesh, placements = self._gathered(outputs)
+            index = None if token_index is None else self._gathered(token_index)[0].numpy()
+            index = self._index(index, gathered.shape)
+            found = paddle.take_along_axis(
+                gathered,
+                paddle.to_tensor(np.argsort(index, axis=1), place=gathered.place).reshape(
+                    [*gathered.shape[:2], *[1] * (len(gathered.shape) - 2)]
+                ),
+                1,
+            )
+            return found if mesh is None else dtensor_from_local(found.contiguous(), mesh, placements)
+
+    def _gathered(self, tensor: Any) -> tuple[Any, Any, Any]:
+        """Return (local tensor with all tokens, its mesh, its placements); the tensor itself if it is a local one."""
+        if not (isinstance(tensor, paddle.Tensor) and tensor.is_dist()):
+            return tensor, None, None
+        mesh = tensor.process_mesh
+        if self.axis not in mesh.dim_names:
+            raise AxisError(f"unsplit: the mesh has the axes {mesh.dim_names}, and no {self.axis!r}.")
+        placements = list(tensor.placements)
+        placements[mesh.dim_names.index(self.axis)] = dist.Replicate()
+        return dist.reshard(tensor, mesh, placements)._local_value(), mesh, placements
+
+    def _index(self, token_index: Any, shape: Any) -> npt.NDArray[np.int64]:
+        rows, length = int(shape[0]), int(shape[1])
+        if token_index is not None:
+            return np.asarray(token_index)
+        if length % self.unit:
+            raise ArgumentError(f"unsplit: outputs have {length} tokens a row, which {self.unit} does not divide.")
+        return np.broadcast_to(self._order(np.zeros(length, np.int64), length), (rows, length))
+
+    def _in_order(self, array: npt.NDArray[Any], index: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        back = np.argsort(index, axis=1).reshape(*index.shape, *(1,) * (array.ndim - 2))
+        return np.take_along_axis(array, back, axis=1)
+
+    def _order(self, segments: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of a row in the order of the ranks; `segments` tells its documents."""
+        if self.layout == "plain":
+            return np.arange(length)
+        if self.layout == "balanced":
+            return balanced_order(length, self.num_ranks)
+        ends = np.append(np.flatnonzero(np.diff(segments)) + 1, length)
+        return documents_order(ends, self.num_ranks)
+
+    def _segments(self, fields: Mapping[str, Any], rows: int, length: int) -> npt.NDArray[np.int64]:
+        """Return the number of each token's document, int64 [rows, length]; 0 for padding."""
+        if "segment_ids" in fields:
+            return np.asarray(fields["segment_ids"]).astype(np.int64)
+        if "cu_seqlens" in fields:
+            ends = np.asarray(fields["cu_seqlens"])
+            return np.stack([np.searchsorted(row, np.arange(length), side="right") for row in ends])
+        if self.layout == "documents":
+            raise BatchStructureError(
+                f"SequenceSplit: layout='documents' needs a field segment_ids or cu_seqlens, got {sorted(fields)}. "
+                "Pack the rows with Packed or Stream.pack."
+            )
+        return np.ones((rows, length), np.int64)
+
+    def _shifted(self, labels: npt.NDArray[Any], segments: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return the label of the next token, inside its document."""
+        kind = labels.dtype if labels.dtype.kind == "i" else np.int64
+        found = np.full(labels.shape, self._ignore_index, kind)
+        same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        found[:, :-1][same] = labels[:, 1:][same]
+        return found
+
+
+class _Collate:
+    """A `collate_fn` of a `SequenceSplit`, which workers can be sent."""
+
+    def __init__(self, split: SequenceSplit, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self._split, self._collate_fn = split, collate_fn
+
+    def __call__(self, samples: list[Any]) -> Arrays:
+        return self._split.prepare(collate(samples) if self._collate_fn is None else self._collate_fn(samples))
+
+
+def _padded(array: npt.NDArray[Any], length: int, fill: float) -> npt.NDArray[Any]:
+    """Return an array with its second dim filled up to a length."""
+    missing = length - array.shape[1]
+    if not missing:
+        return array
+    filling = np.full((array.shape[0], missing, *array.shape[2:]), fill, array.dtype)
+    return np.concatenate([array, filling], axis=1)

@@ -1,0 +1,77 @@
+"""Which tokens of a row does each rank of a sequence axis hold?"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int64]
+"""Positions in a row."""
+
+
+def balanced_order(length: int, parts: int) -> Tokens:
+    """Return the tokens of a row in the order in which the ranks hold them, balanced for causal attention.
+
+    The row is cut into 2 * parts equal chunks, of which rank r holds chunks r and 2 * parts - 1 - r: the layout of
+    Paddle's own ring attention (`shard_seq_load_balance`).
+
+    Args:
+        length: Tokens of the row, a multiple of 2 * parts.
+        parts: Number of ranks.
+
+    Examples:
+        >>> balanced_order(8, 2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    chunks = np.arange(length, dtype=np.int64).reshape(2 * parts, -1)
+    return np.concatenate([chunks[[rank, 2 * parts - 1 - rank]].reshape(-1) for rank in range(parts)])
+
+
+def documents_order(ends: Tokens, parts: int) -> Tokens:
+    """Return the tokens of a packed row in the order in which the ranks hold them, each document balanced for itself.
+
+    Each document is cut into 2 * parts chunks, of which rank r holds chunks r and 2 * parts - 1 - r. The chunks of a
+    document differ by a token at most, and the tokens that are left over go to the ranks that have fewest so far. So
+    every rank holds as many tokens, and in each document about as many pairs of a query and a key.
+
+    Args:
+        ends: int64[documents]: the position after the last token of each document, ascending; the last one is the
+            length of the row, a multiple of `parts`.
+        parts: Number of ranks.
+
+    Examples:
+        >>> documents_order(np.array([5, 8]), 2).tolist()
+        [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    held: list[list[Tokens]] = [[] for _ in range(parts)]
+    counts = np.zeros(parts, np.int64)
+    begin = 0
+    for end in ends.tolist():
+        size, rest = divmod(end - begin, 2 * parts)
+        sizes = np.full(2 * parts, size)
+        order = np.argsort(counts, kind="stable")
+        sizes[order[:rest]] += 1  # the first chunk of a rank
+        sizes[2 * parts - 1 - order[: max(0, rest - parts)]] += 1  # and its other one
+        stops = begin + np.cumsum(sizes)
+        for rank in range(parts):
+            for chunk in (rank, 2 * parts - 1 - rank):
+                held[rank].append(np.arange(stops[chunk] - sizes[chunk], stops[chunk], dtype=np.int64))
+                counts[rank] += sizes[chunk]
+        begin = end
+    return np.concatenate([tokens for own in held for tokens in own])
+
+
+def num_pairs(order: Tokens, ends: Tokens, parts: int) -> npt.NDArray[np.int64]:
+    """Return the pairs of a query and a key of causal attention inside documents: int64[ranks, documents].
+
+    Args:
+        order: The tokens in the order in which the ranks hold them.
+        ends: The position after the last token of each document.
+        parts: Number of ranks.
+    """
+    document = np.searchsorted(ends, order, side="right")
+    begins = np.concatenate([[0], ends[:-1]])
+    pairs = order - begins[document] + 1
+    found = np.zeros((parts, len(ends)), np.int64)
+    np.add.at(found, (np.repeat(np.arange(parts), len(order) // parts), document), pairs)
+    return found
