@@ -89,8 +89,8 @@ def test_options_that_a_page_mentions_exist(page):
         "num_workers",
     }
     known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
-    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, paddle_shard.Mixture, paddle_shard.Packed):
-        known |= set(inspect.signature(paddle_shard.BucketBatchSampler).parameters)
+    classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
+    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, *classes):
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
 
