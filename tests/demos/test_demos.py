@@ -117,3 +117,16 @@ def test_grain_delivers_each_sample_once(demo):
 @shows("sources/s3.py", 2, needs="moto")
 def test_s3_delivers_each_sample_once(demo):
     assert "exactly once" in demo
+
+
+@shows("context_parallel.py", 4)
+def test_sequences_that_are_split_train_as_one_process_does(demo):
+    assert "dp=2 x sep=2 x mp=1" in demo
+    parity = float(re.search(r"differ from one process's by at most ([\d.e+-]+)", demo)[1])
+    assert parity <= 1e-5
+
+
+@shows("context_parallel.py", 4, arguments=("--mesh", "1", "2", "2"))
+def test_sequences_and_heads_that_are_split_train_as_one_process_does(demo):
+    assert "dp=1 x sep=2 x mp=2" in demo
+    assert float(re.search(r"in the order of the rows, by ([\d.e+-]+)", demo)[1]) <= 1e-4
