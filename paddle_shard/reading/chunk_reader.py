@@ -20,9 +20,7 @@ from paddle_shard.reading.padding import Padding
 from paddle_shard.reading.reader import collate_rows
 from paddle_shard.reading.skipping import Usual, collate_skipping, usual_of
 from paddle_shard.samplers.randomness import Generator
-from paddle_shard.stages.batch import Unbatch
 from paddle_shard.stages.opening import Stated, Unreadable
-from paddle_shard.stages.pack import Pack
 from paddle_shard.stages.stage import Stage
 from paddle_shard.stages.stripe import FAILED_AT, Stripe
 
@@ -279,6 +277,5 @@ def _taken(queue: deque[Any]) -> Iterator[Any]:
 
 
 def _splits_after_the_cut(stage: Stage) -> bool:
-    """True if samples are split or packed after the cut: a position does not tell how far a reader must have read."""
-    behind = takewhile(lambda one: not isinstance(one, Stripe), stage.line())
-    return any(isinstance(one, Unbatch | Pack) for one in behind)
+    """True if samples become several after the cut: a position does not tell how far a reader must have read."""
+    return any(one.makes_several for one in takewhile(lambda one: not isinstance(one, Stripe), stage.line()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, ClassVar
 
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import mix
@@ -46,6 +46,8 @@ class Batch(Stage):
 
 class Unbatch(Stage):
     """Delivers the items of each sample one by one. Items to be skipped are still read."""
+
+    makes_several: ClassVar[bool] = True
 
     def __init__(self, upstream: Stage) -> None:
         self.upstream, self.depth = upstream, upstream.depth + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ class Pack(Stage):
 
     A document that cannot be read is a row that cannot be read, after the rows of its window.
     """
+
+    makes_several: ClassVar[bool] = True
 
     def __init__(self, upstream: Stage, rows: PackedRows, window: int, long: str) -> None:
         """Set up the stage.

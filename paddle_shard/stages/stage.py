@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from paddle_shard.stages.opening import Opening
 
@@ -17,6 +17,8 @@ class Stage:
     upstream: Stage | None = None
     depth: int = 0
     """Number of stages before it; gives each stage its own random numbers."""
+    makes_several: ClassVar[bool] = False
+    """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
     def line(self) -> Iterator[Stage]:
         """Yield this stage and those before it, the source last."""
