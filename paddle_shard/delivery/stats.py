@@ -59,7 +59,10 @@ class LoaderStats:
         return self.epoch
 
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
-        """Return the counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard."""
+        """Return this rank's counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
+
+        They begin at 0 with each pass. `step_seconds` is all that your code does between two batches.
+        """
         found = {f"{prefix}{name}": float(value) for name, value in asdict(self.epoch).items()}
         busy = self.epoch.wait_seconds + self.epoch.step_seconds
         found[f"{prefix}starved"] = self.epoch.starved

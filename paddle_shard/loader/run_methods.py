@@ -97,8 +97,12 @@ class RunMethods:
     def sources(self) -> Mapping[str, Drawn]:
         """Return what the run has drawn of each source of a `Mixture`, up to the last batch that was delivered.
 
+        Samples that you leave out (`skip`), and those that the tail of an earlier epoch dropped, keep their place in
+        the mixture, so they count as drawn. `certificate().sources` counts what an epoch delivers.
+
         Returns:
-            Name -> (drawn, share, weight, epochs), over all ranks and epochs of the run; no rank waits for another.
+            Name -> what was drawn, with the attributes `drawn`, `share`, `weight` and `epochs`, over all ranks and
+            epochs of the run; no rank waits for another.
 
         Raises:
             ArgumentError: The data set is no `Mixture`.

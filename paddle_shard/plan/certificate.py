@@ -200,7 +200,7 @@ class Certificate:
     is delivered as often as it was drawn. None: the samples are those of the data set."""
 
     sources: Mapping[str, int] | None = None
-    """Of a mixture: how many samples of each source the epoch has, those that you leave out included."""
+    """Of a mixture: how many samples of each source the epoch delivers; they add up to `num_samples`."""
 
     @property
     def exact(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from paddle_shard.plan.shuffle import Indices
@@ -33,8 +35,8 @@ def is_sample_id(index: int) -> bool:
     return index >= _MARK
 
 
-def source_and_index(sample: int) -> tuple[int, int]:
-    """Return the number of the source, and the index in it, of a sample's id."""
+def source_and_index(sample: Any) -> tuple[Any, Any]:
+    """Return the number of the source, and the index in it, of a sample's id, or of an array of ids."""
     return (sample >> 40) % MAX_SOURCES, sample % MAX_LENGTH
 
 

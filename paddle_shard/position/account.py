@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from paddle_shard.comm.agreeing import gather_of
 from paddle_shard.plan.certificate import (
     Account,
@@ -17,10 +19,13 @@ from paddle_shard.plan.certificate import (
     skipped_of_plan,
 )
 from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.mixture_ids import source_and_index
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.progress import Mark, PassProgress
+
+_CHUNK = 1 << 16
 
 
 class _Epoch(NamedTuple):
@@ -124,6 +129,13 @@ def proof(
     found = certify(accounts, epoch, plan.num_served, expected, num_samples=plan.num_samples, skipped=skipped)
     if not isinstance(plan.ordering, Mixing):
         return found
-    first = plan.ordering.first_position(epoch, plan.num_samples)
-    counts = plan.ordering.counts(first + plan.num_served) - plan.ordering.counts(first)
-    return replace(found, sources=dict(zip(plan.ordering.names, counts.tolist(), strict=True)))
+    names = plan.ordering.names
+    if skips.concerns(epoch):
+        counts = np.zeros(len(names), np.int64)
+        for start in range(0, plan.num_served, _CHUNK):
+            kept = skips.kept(plan, epoch, start, min(start + _CHUNK, plan.num_served))
+            counts += np.bincount(source_and_index(kept)[0], minlength=len(names))
+    else:
+        first = plan.ordering.first_position(epoch, plan.num_samples)
+        counts = plan.ordering.counts(first + plan.num_served) - plan.ordering.counts(first)
+    return replace(found, sources=dict(zip(names, counts.tolist(), strict=True)))

@@ -23,6 +23,12 @@ STILL_OPEN = (
 )
 
 
+LEFT = (
+    "skip(): a loop over epoch {epoch} was left at step {step}, and the next one would begin the epoch again. Load a "
+    "state first (loader.load_state_dict(loader.state_dict()) continues it), or choose another epoch."
+)
+
+
 def left_out_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> IndexBatch | None:
     """Return a batch of a plan without what is left out; None if nothing is left of it."""
     batch = iter([PlanBatch.of(plan, epoch, step)])
@@ -57,7 +63,8 @@ def stretches_of(
             raise ArgumentTypeError(f"skip: a step must be an int, got {step!r}.")
         if not start.steps <= step or (end is not None and step >= end):
             past = f"; the run is at step {start.steps}" if start.steps else ""
-            raise ArgumentError(f"skip: epoch {epoch} has steps {start.steps} to {end} left{past}, got {step}.")
+            last = "the last" if end is None else end - 1
+            raise ArgumentError(f"skip: epoch {epoch} has steps {start.steps} to {last} left{past}, got {step}.")
         if plan is not None:
             yield (
                 epoch,

@@ -22,6 +22,7 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState, checked_epoch
 from paddle_shard.position.account import Delivered, gathered, proof
 from paddle_shard.position.leaving_out import (
+    LEFT,
     STILL_OPEN,
     left_out_of_plan,
     num_steps_left_out,
@@ -318,7 +319,9 @@ class Run:
         if self._newest is not None and not self._newest.closed:
             raise ArgumentError(STILL_OPEN)
         epoch = checked_epoch(self.epoch if epoch is None else epoch)
-        start = self._start_of(epoch)
+        start, left = self._start_of(epoch), self._newest
+        if left is not None and left.epoch == epoch and left.steps > start.steps:
+            raise ArgumentError(LEFT.format(epoch=epoch, step=left.steps))
         plan = self._plan_from(start)
         end = plan.num_steps if plan is not None else self.num_steps_or_none()
         stretches = list(stretches_of(steps, epoch, start, plan, self._source, end))

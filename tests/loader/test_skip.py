@@ -195,7 +195,11 @@ def test_a_sample_of_a_mixture_is_left_out_wherever_it_is_drawn():
     for epoch in range(3):
         steps = rows_of(iter(loader))
         assert not {103, 11} & {row for rows, _ in steps for row in rows}
-        assert loader.certificate().exact
+        found = loader.certificate()
+        assert found.exact
+        counted = [row // 100 for rows, valid in steps for row, real in zip(rows, valid, strict=True) if real]
+        assert found.sources == {"web": counted.count(0), "code": counted.count(1)}
+        assert sum(found.sources.values()) == found.num_samples == found.delivered
         assert loader.where(sample=("code", 3), epoch=epoch) == []
 
 
@@ -244,7 +248,7 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"steps": [11]}, ArgumentError, "epoch 0 has steps 0 to 11 left, got 11"),
+        ({"steps": [11]}, ArgumentError, "epoch 0 has steps 0 to 10 left, got 11"),
         ({"steps": [-1]}, ArgumentError, "got -1"),
         ({"steps": ["1"]}, ArgumentTypeError, "a step must be an int, got '1'"),
         ({"samples": [LENGTH]}, ArgumentError, f"0 or more below {LENGTH}, got {LENGTH}"),
@@ -268,8 +272,10 @@ def test_steps_that_were_delivered_and_open_iterators_are_refused():
     with pytest.raises(ArgumentError, match="an iterator of the loader is open"):
         loader.skip(steps=[5])
     batches.close()
+    with pytest.raises(ArgumentError, match="a loop over epoch 0 was left at step 3"):
+        loader.skip(steps=[5])
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(ArgumentError, match="epoch 0 has steps 3 to 11 left; the run is at step 3, got 2"):
+    with pytest.raises(ArgumentError, match="epoch 0 has steps 3 to 10 left; the run is at step 3, got 2"):
         loader.skip(steps=[2])
     loader.skip(steps=[3])
     assert len(rows_of(iter(loader))) == 7
