@@ -41,7 +41,7 @@ class BatchSizes:
         found = [(at, due[-1])]
         for first, size in self.entries[len(due) :]:
             begun, before = found[-1]
-            switch = begun + -(-(first - origin - begun) // before) * before
+            switch = begun + max(0, -(-(first - origin - begun) // before)) * before
             if switch >= end:
                 break
             if switch == begun:

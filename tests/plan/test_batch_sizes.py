@@ -1,11 +1,12 @@
 """A size holds from the first batch that begins at its sample or later, and no batch is cut."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.batch_sizes import BatchSizes
+from tests.trials import trials
 
 schedules = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=5, unique_by=lambda entry: entry[0]
@@ -25,7 +26,9 @@ def batches_of(segments, at, end):
     return [batch for batch in found if batch[0] >= at]
 
 
-@given(schedule=schedules, length=st.integers(1, 40), epochs=st.integers(1, 4))
+@settings(max_examples=trials(300))
+@example(schedule=((0, 8), (25, 4), (26, 8)), length=50, epochs=1)  # two entries inside one batch
+@given(schedule=schedules, length=st.integers(1, 80), epochs=st.integers(1, 4))
 def test_each_batch_has_the_size_that_is_due_when_it_begins(schedule, length, epochs):
     for epoch in range(epochs):
         segments = BatchSizes(schedule).segments(origin=epoch * length, at=0, end=length)
@@ -36,7 +39,8 @@ def test_each_batch_has_the_size_that_is_due_when_it_begins(schedule, length, ep
         assert batches_of(segments, 0, length) == wanted
 
 
-@given(schedule=schedules, length=st.integers(1, 40), origin=st.integers(0, 40), data=st.data())
+@settings(max_examples=trials(300))
+@given(schedule=schedules, length=st.integers(1, 80), origin=st.integers(0, 40), data=st.data())
 def test_a_run_that_resumes_between_batches_goes_on_as_it_would_have(schedule, length, origin, data):
     sizes = BatchSizes(schedule)
     straight = batches_of(sizes.segments(origin=origin, at=0, end=length), 0, length)
