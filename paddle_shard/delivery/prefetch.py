@@ -95,7 +95,8 @@ class Ahead:
 
     def leave(self) -> None:
         """Note that the caller gets a batch."""
-        self._left = self._marks()
+        if self._thread is not None or self._pace is None or not self._pace.reads_quickly:
+            self._left = self._marks()
 
     def need(self, count: int, limit: int) -> None:
         """Wait until `count` steps are done, or all if there are fewer; the thread continues up to `limit`."""

@@ -24,7 +24,8 @@ from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import DealtBatch, IndexBatch, IndexBatches, PlanBatches, UserBatches
-from paddle_shard.sources.mixture import Mixture
+from paddle_shard.say_once import say_once
+from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.sources.packed import Packed
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ def _planned(options: LoaderOptions, num_data_ranks: int, accumulation: int, ord
             f"tail={str(tail)!r} leaves no batch: the data set has {plan.num_samples} samples and the global batch "
             f"{plan.batch_size}. Use a smaller batch, or tail='pad' or 'fill'."
         )
+    if isinstance(sampler.sampler.data_source, Mixture) and plan.num_served < plan.num_samples:
+        say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
     advice = plan.ordering.advice(plan.num_samples, num_data_ranks, plan.width)
     if advice is not None:
         warnings.warn(advice, stacklevel=5)

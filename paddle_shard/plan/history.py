@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -80,6 +80,38 @@ def _count(value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(value)
     return value
+
+
+def packed_override(state: Any, now: Mapping[str, Any], override: Collection[str]) -> Collection[str]:
+    """Return the fields that may differ, with "packed" if the packed sources of a mixture are those of the state.
+
+    Args:
+        state: The saved state.
+        now: Fingerprint of the loader.
+        override: Fields that may differ, by the user.
+
+    Raises:
+        StateError: Rows that an epoch has delivered hold other documents now.
+    """
+    saved = state.get("fingerprint") if isinstance(state, Mapping) else None
+    if not isinstance(saved, Mapping) or saved.get("packed") == now.get("packed"):
+        return override
+    then, here = saved.get("packed") or {}, now.get("packed") or {}
+    if "mixture" in now and "mixture" in override:
+        changed = [name for name in then if name in here and then[name] != here[name]]
+        if changed:
+            raise StateError(
+                f"the sources {changed} are packed into other rows than those of the state, so their epochs cannot be "
+                "continued. Give them under new names, and the old ones as None with the weight 0."
+            )
+        return [*override, "packed"]
+    if "packed" in override and state.get("samples"):
+        raise StateError(
+            "override=['packed']: the documents are packed into other rows than those of the state, so the epoch that "
+            "was begun cannot be continued: documents would be lost and repeated. Load a state from the end of an "
+            "epoch."
+        )
+    return override
 
 
 def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: int, samples: int) -> History:

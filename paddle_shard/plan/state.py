@@ -97,6 +97,8 @@ class LoaderState:
                 f"{now.get('num_parts')}, which hold other samples. Give num_parts={then.get('num_parts')}, and a "
                 "batch size that it divides; num_parts cannot be overridden."
             )
+        if unknown := sorted(set(override) - {*now, *then}):
+            raise StateError(f"override names {unknown}; the fingerprint has {sorted({*now, *then})}.")
         differing = [name for name in different if name not in override]
         if differing:
             changes = ", ".join(f"{name}: saved {then.get(name)!r}, now {now.get(name)!r}" for name in differing)

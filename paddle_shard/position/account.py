@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_shard.comm.agreeing import gather_of
+from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.certificate import (
     Account,
     Certificate,
@@ -105,9 +106,17 @@ class Delivered:
         self._epochs[epoch] = _Epoch(tuple(known), (), passes, found.end)
 
 
-def gathered(said: Any, ranks: tuple[int, ...], timeout: float) -> list[Any]:
-    """Return what each of some ranks says, this one included, as JSON values; collective over them."""
-    return [json.loads(one) for one in gather_of(ranks, json.dumps(said).encode(), timeout)]
+def gathered(said: Any, ranks: tuple[int, ...], timeout: float, call: str) -> list[Any]:
+    """Return what each of some ranks says, this one included, as JSON values; collective over them.
+
+    Raises:
+        PeerLostError: Another rank has not made the call.
+    """
+    try:
+        return [json.loads(one) for one in gather_of(ranks, json.dumps(said).encode(), timeout)]
+    except PeerLostError as lost:
+        lost.args = (f"{call}: every rank of the meshes must call it, at the same step. {lost}",)
+        raise
 
 
 def proof(

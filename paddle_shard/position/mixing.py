@@ -50,7 +50,7 @@ def agree_on_weights(batches: PlanBatches, weights: Any, own: int, ranks: tuple[
         said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights).parts), "drawn": batches.drawn}
     except ArgumentError as error:
         said = {"error": f"{type(error).__name__}: {error}"}
-    found = gathered(said, ranks, timeout)
+    found = gathered(said, ranks, timeout, "set_weights()")
     for rank, one in zip(ranks, found, strict=True):
         if "error" in one:
             raise ArgumentError(f"set_weights() on global rank {rank}: {one['error']}")

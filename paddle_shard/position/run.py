@@ -15,7 +15,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import Account, Certificate, merge
-from paddle_shard.plan.history import History, grown
+from paddle_shard.plan.history import History, grown, packed_override
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.skips import Skips
@@ -229,6 +229,7 @@ class Run:
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
         fingerprint = self._source.batches.fingerprint()
+        override = packed_override(state, fingerprint, override)
         resumed = LoaderState.from_dict(state, fingerprint, override)
         history = History.from_json(resumed.history)
         if isinstance(self._source.batches, PlanBatches):
@@ -258,7 +259,7 @@ class Run:
 
     @property
     def history(self) -> dict[str, Any] | None:
-        """The changes of the order, and what is left out, as JSON values."""
+        """The changes of the order, and what is left out, for JSON."""
         batches, skips = self._source.batches, self.skips.to_json()
         found = batches.history.to_json() if isinstance(batches, PlanBatches) else None
         return found if skips is None else {**(found or {"lengths": [], "segments": []}), "skips": skips}
@@ -313,8 +314,7 @@ class Run:
 
     def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
         """Leave out steps and samples, in passes that begin from now on."""
-        why = self._no_index()
-        if why is not None and not self._source.item_is_batch:
+        if (why := self._no_index()) is not None and not self._source.item_is_batch:
             raise ArgumentError(f"skip() needs samples that have a number: this is {why}.")
         if self._newest is not None and not self._newest.closed:
             raise ArgumentError(STILL_OPEN)
@@ -341,7 +341,7 @@ class Run:
                 f"certificate(): global rank {dist.get_rank()} is on none of the loader's meshes, and has delivered "
                 "nothing. Call it on the ranks of the meshes, all of them."
             )
-        told = gathered([self._delivered.account(one) for one in epochs], self._ranks, self._timeout)
+        told = gathered([*map(self._delivered.account, epochs)], self._ranks, self._timeout, "certificate()")
         accounts = {one: [Account(*rank[at]) for rank in told] for at, one in enumerate(epochs)}
         own = f"the loader's {type(self._sampler).__name__}"
         found = proof(accounts[epoch], epoch, plan, self.skips, self._delivered.end(epoch), own)

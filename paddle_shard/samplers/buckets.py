@@ -63,6 +63,8 @@ class BucketBatchSampler:
                 f"lengths must be an array of ints, one for each sample, got {self._lengths.dtype} of shape "
                 f"{list(self._lengths.shape)}."
             )
+        if int(self._lengths.min()) < 0:
+            raise ArgumentError(f"lengths must be 0 or more, got {int(self._lengths.min())}.")
         if (batch_size is None) == (max_tokens is None):
             raise ArgumentError(
                 f"give either batch_size or max_tokens, got batch_size={batch_size} and max_tokens={max_tokens}."

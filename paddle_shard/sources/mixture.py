@@ -153,6 +153,12 @@ class Mixture:
         return source_and_index(int(self._first_epoch(position)[0]))
 
 
+DROPPED_OF_MIXTURE = (
+    "tail='drop': the last %d samples of each epoch of the Mixture are drawn, but not delivered, so what is delivered "
+    "may drift from the weights. Give a num_samples that the batch size divides, or tail='pad'."
+)
+
+
 def _checked(sources: Any) -> Mapping[str, Any]:
     if not isinstance(sources, Mapping):
         raise ArgumentTypeError(

@@ -19,8 +19,15 @@ Fields = Mapping[str, npt.NDArray[Any]]
 
 
 def tokens_of(document: Any, key: str) -> Any:
-    """Return the tokens of a document: itself, or its field with a name."""
-    return document[key] if isinstance(document, dict) else document
+    """Return the tokens of a document: itself, or its field with a name.
+
+    Raises:
+        TypeError: It is text.
+    """
+    tokens = document[key] if isinstance(document, dict) else document
+    if isinstance(tokens, str | bytes):
+        raise TypeError(f"a document is text, {tokens[:20]!r}; give the numbers of its tokens.")
+    return tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +48,8 @@ class PackedRows:
     """For each field, the number that fills the end of a row."""
 
     def __post_init__(self) -> None:
+        if self.labels is not None and not isinstance(self.labels, str):
+            raise ArgumentError(f"labels must be the name of a field or None, got {self.labels!r}.")
         if self.key in MADE or self.labels in (*MADE, self.key):
             raise ArgumentError(
                 f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
@@ -58,9 +67,9 @@ class PackedRows:
             ValueError: It has a field that is made here, or has no entry for each token in a field of `names`.
         """
         given = document if isinstance(document, dict) else {self.key: document}
-        tokens = np.asarray(given[self.key])
+        tokens = np.asarray(tokens_of(given, self.key))
         found = {
-            name: np.asarray(value)
+            name: _signed(np.asarray(value))
             for name, value in given.items()
             if not isinstance(value, str | bytes) and np.shape(value)[:1] == tokens.shape[:1]
         }
@@ -113,6 +122,8 @@ class PackedRows:
                     )
                 row[name][end : end + size] = value
             end += size
+        if unknown := sorted(set(self.pad_values) - set(row)):
+            raise ValueError(f"pad_values names {unknown}, which rows do not have; there are {sorted(row)}.")
         begins = np.cumsum([0, *sizes])
         row["position_ids"] = np.zeros(self.length, np.int64)
         row["position_ids"][:end] = np.arange(end) - np.repeat(begins[:-1], sizes)
@@ -122,3 +133,8 @@ class PackedRows:
         row["cu_seqlens"][: len(begins)] = begins
         row["max_seqlen"] = np.int32(max(*sizes, self.length - end))
         return row
+
+
+def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array with a dtype that Paddle has; it would take uint16 for bfloat16."""
+    return array.astype(np.int64) if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array

@@ -127,6 +127,7 @@ def test_a_run_is_resumed_on_another_mesh():
         ({"batch_size": 3, "multiple_of": 2}, "batch_size=3 must be a multiple of multiple_of=2"),
         ({"batch_size": 1, "lengths": []}, "lengths must be an array of ints"),
         ({"batch_size": 1, "lengths": [1.5]}, "lengths must be an array of ints"),
+        ({"batch_size": 1, "lengths": [-1, 2]}, "lengths must be 0 or more, got -1"),
     ],
 )
 def test_bad_arguments_are_named(options, says):

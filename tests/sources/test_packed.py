@@ -275,3 +275,55 @@ def test_looking_at_documents_that_draw_leaves_the_generators_as_they_are():
     found = packed[0]["input_ids"].tolist()
     np.random.seed(1)
     assert packed[0]["input_ids"].tolist() == found
+
+
+def test_unsigned_tokens_stay_numbers():
+    """Paddle takes uint16 for bfloat16."""
+    documents = [np.array([40_000, 50_001], "uint16"), {"input_ids": np.array([7], "uint32")}]
+    packed = Packed(documents, 4)
+
+    assert packed[0]["input_ids"].tolist() == [40_000, 50_001, 7, 0]
+    assert packed[0]["input_ids"].dtype == np.int64
+
+
+def test_text_unknown_pads_and_labels_without_a_name_are_refused():
+    with pytest.raises(ArgumentError, match="a document is text, 'abc'; give the numbers of its tokens"):
+        Packed(["abc"], 4)
+    with pytest.raises(ArgumentError, match="labels must be the name of a field or None, got True"):
+        Packed([np.arange(3)], 4, labels=True)
+    with pytest.raises(ValueError, match=r"pad_values names \['foo'\], which rows do not have"):
+        Packed([np.arange(3)], 4, pad_values={"foo": 1})[0]
+
+
+def test_documents_that_have_grown_are_refused_in_mid_epoch_and_taken_at_its_end():
+    def loader(number):
+        return sharded(DataLoader(Packed(Texts([5] * number), 12), batch_size=2), ONE)
+
+    old = loader(20)
+    batches = iter(old)
+    next(batches)
+    with pytest.raises(StateError, match=r"override=\['packed'\]: the documents are packed into other rows"):
+        loader(30).load_state_dict(old.state_dict(), override=["num_samples", "packed"])
+    list(batches)
+    new = loader(30)
+    new.load_state_dict(old.state_dict(), override=["num_samples", "packed"])
+    assert len(list(new)) == len(new) == 8
+    with pytest.raises(StateError, match=r"override names \['pakced'\]"):
+        loader(20).load_state_dict(old.state_dict(), override=["pakced"])
+
+
+def test_a_packed_source_may_join_a_mixture():
+    def loader(**sources):
+        mixture = Mixture(sources, dict.fromkeys(sources, 1), num_samples=12)
+        return sharded(DataLoader(mixture, batch_size=2), ONE)
+
+    def rows(number):
+        return Packed(Texts([5] * number), 12, max_pieces=4)
+
+    old = loader(a=rows(20), b=rows(30))
+    next(iter(old))
+    new = loader(a=rows(20), b=rows(30), c=rows(10))
+    new.load_state_dict(old.state_dict(), override=["mixture"])
+    assert len(list(new)) == 5
+    with pytest.raises(StateError, match=r"the sources \['b'\] are packed into other rows"):
+        loader(a=rows(20), b=rows(31)).load_state_dict(old.state_dict(), override=["mixture", "packed"])
