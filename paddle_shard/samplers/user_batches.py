@@ -31,8 +31,7 @@ class UserBatches:
     up to the saved position, without reading a sample, and must draw the same batches again.
 
     Passes do not depend on each other, or on how far each rank prefetches: if the sampler holds its position, each
-    pass has its own copy. When a pass has come to its end, the sampler gets that position, and the next pass begins
-    after it.
+    pass has its own copy. After a pass has come to its end, the sampler gets that position.
     """
 
     batch_sampler: Iterable[Any]
@@ -212,7 +211,8 @@ class UserBatches:
     def _steps_of_length(self, resumed: LoaderState) -> int | None:
         """Return the least number of steps of an epoch, as far as lengths tell; they may be estimates."""
         try:
-            steps = len(self) if self.knows_length else None
+            # Not len(self), which may draw an epoch to count it.
+            steps = self.num_steps or (len(self.batch_sampler) if self.knows_length else None)  # type: ignore[arg-type]
         except Exception as error:  # the user's __len__ raises
             raise_if_a_handlers(error)
             return None
@@ -345,6 +345,6 @@ class UserBatches:
 
 
 _REPLAYED = (
-    "Make its order depend on the epoch only, through set_epoch or through the global generators of numpy, Python and "
-    "Paddle, which are seeded for it; or give it a state_dict and a load_state_dict."
+    "Make its order depend on the epoch only, through set_epoch or the global generators of numpy, Python and Paddle, "
+    "which are seeded for it; or give it a state_dict and a load_state_dict."
 )

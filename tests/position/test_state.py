@@ -1123,3 +1123,21 @@ def test_the_certificate_says_exactly_once_if_and_only_if_it_was(kind, length, t
             getattr(job, name)(*how)
     job.deliver(None)
     job.check()
+
+
+def test_a_pass_draws_a_sampler_once_though_its_length_is_not_told():
+    drawn = []  # also of copies
+
+    class NotTold(BatchSampler):
+        def __init__(self):
+            self.batch_size = 4
+
+        def __iter__(self):
+            drawn.append(1)
+            return iter([[0, 1, 2, 3], [4, 5]])
+
+        def __len__(self):
+            raise TypeError("as that of Paddle's WeightedRandomSampler, given a list")
+
+    assert len(rest(make(sampler=NotTold()))) == 2
+    assert len(drawn) <= 2, "once for the pass, and once if somebody asks for the length"
