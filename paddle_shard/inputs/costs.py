@@ -124,7 +124,7 @@ def _length(dataset: Any) -> int | None:
 
 def _looked_up(given: Given, ids: Any, what: str) -> Costs:
     if not isinstance(given, np.ndarray):
-        found = np.asarray(given(ids))
+        found = np.asarray(given(ids.copy() if isinstance(ids, np.ndarray) else list(ids)))  # it may change them
         if found.dtype.kind not in "iuf" or found.ndim not in (1, 2) or len(found) != len(ids):
             raise ArgumentError(
                 f"{what} must return {len(ids)} numbers for {len(ids)} ids, one or a row of them for each; it returned "

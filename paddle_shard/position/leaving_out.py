@@ -14,7 +14,8 @@ from paddle_shard.plan.mixture_ids import sample_ids, source_and_index
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips, Stretch
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.samplers import IndexBatch, PlanBatch
+from paddle_shard.samplers import IndexBatch, PlanBatch, UserBatches
+from paddle_shard.samplers.buckets import BucketBatchSampler
 from paddle_shard.samplers.left_out import without
 
 STILL_OPEN = (
@@ -58,6 +59,13 @@ def stretches_of(
         ArgumentError: A step was delivered, does not exist, or its positions are not known.
     """
     batch_size = 1 if source.item_is_batch else source.batch_size
+    sampler = source.custom_sampler
+    if isinstance(source.batches, UserBatches) and not (
+        source.batches.consecutive or isinstance(sampler, BucketBatchSampler)
+    ):
+        batch_size = None  # nobody knows whether each of its batches has as many samples
+    if not isinstance(steps, Iterable):
+        raise ArgumentTypeError(f"skip: steps must be a list or range of ints, got {steps!r}.")
     for step in steps:
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
             raise ArgumentTypeError(f"skip: a step must be an int, got {step!r}.")
@@ -73,8 +81,8 @@ def stretches_of(
             )
         elif batch_size is None:
             raise ArgumentError(
-                "skip(steps=): the loader's own sampler makes batches of different sizes, so it is not known which "
-                "samples they hold. Give their ids: skip(samples=)."
+                f"skip(steps=): the {type(sampler).__name__} may make batches of different sizes, so it is not "
+                "known which samples they hold. Give their ids: skip(samples=)."
             )
         else:
             first = start.samples + (int(step) - start.steps) * batch_size
@@ -92,6 +100,8 @@ def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int |
         ArgumentError: There is no such sample.
         ArgumentTypeError: It is not an int or a text.
     """
+    if not isinstance(samples, Iterable) or isinstance(samples, str):
+        raise ArgumentTypeError(f"skip: samples must be a list of samples, got {samples!r}.")
     for sample in samples:
         if plan is not None and isinstance(plan.ordering, Mixing):
             mixing = plan.ordering

@@ -214,6 +214,16 @@ def test_what_a_function_of_ids_returns_is_checked(function, says):
     assert says in str(caught.value)
 
 
+def test_a_function_may_change_the_ids_that_it_is_given():
+    def costs(ids):
+        ids *= 0
+        return np.ones(len(ids))
+
+    loader = make(mesh([0, 1]), 6, costs, tail="drop")
+    with iter(loader) as batches:
+        assert len({row for ids, _ in rows_of(batches) for row in ids}) == 30
+
+
 @pytest.mark.parametrize(
     ("loader", "options", "says"),
     [

@@ -229,6 +229,29 @@ def test_samplers_of_ones_own_leave_out_too(own):
     assert (loader.certificate().exact, loader.certificate().skipped) == (True, 10)
 
 
+class Uneven(BatchSampler):
+    def __init__(self):
+        self.batch_size = 4
+
+    def __iter__(self):
+        return iter([[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]])
+
+    def __len__(self):
+        return 3
+
+
+def test_steps_of_a_sampler_whose_batches_may_differ_are_refused_and_samples_are_not():
+    loader = sharded(DataLoader(Made(length=10), batch_sampler=Uneven()), ONE)
+    with pytest.raises(ArgumentError, match="Uneven may make batches of different sizes"):
+        loader.skip(steps=[1])
+    with pytest.raises(ArgumentTypeError, match="steps must be a list or range of ints, got 1"):
+        loader.skip(steps=1)
+    with pytest.raises(ArgumentTypeError, match="samples must be a list of samples, got 7"):
+        loader.skip(samples=7)
+    loader.skip(samples=[4, 5])
+    assert real(rows_of(iter(loader))) == [0, 1, 2, 3, 6, 7, 8, 9]
+
+
 class Whole(Made):
     def __getitem__(self, index):
         return np.full((2, 1), index)
@@ -286,7 +309,7 @@ def test_streams_and_damaged_states_are_refused():
         sharded(DataLoader(Endless(), batch_size=2), ONE).skip(steps=[0])
     lengths = np.arange(1, 41)
     given = DataLoader(Made(length=40), batch_sampler=BucketBatchSampler(lengths, max_tokens=80))
-    with pytest.raises(ArgumentError, match="makes batches of different sizes"):
+    with pytest.raises(ArgumentError, match="BucketBatchSampler may make batches of different sizes"):
         sharded(given, ONE).skip(steps=[0])
     loader = make(ONE, 4)
     loader.skip(samples=[1])
