@@ -48,7 +48,7 @@ def real(batches, most=None):
 def test_a_run_goes_on_by_the_schedule_on_any_mesh(schedule, first, stops, tail, workers):
     sizes = [(0, 4 * first), *((at, 4 * size) for at, size in sorted(schedule))]
     loader = make(batch_size=sizes, tail=tail)
-    straight = [real(iter(loader)) for _ in range(3)]
+    straight = [real(iter(loader)) for _ in range(len(stops) + 1)]  # each stop may end an epoch
     wanted = [(epoch, step, rows) for epoch, found in enumerate(straight) for step, rows in enumerate(found)]
 
     state, delivered = None, []
