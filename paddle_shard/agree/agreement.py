@@ -84,6 +84,20 @@ class Agreement:
             self._prefetch = max(1, steps)
 
     @property
+    def reads_on(self) -> int:
+        """Number of steps that every rank reads beyond the step that it asks for."""
+        return self.outlook.reads_on
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the ranks have agreed how the pass ends, or a rank is lost: `deliver` tells what has happened."""
+        return self._verdict is not None or self._closed or self._coordinator.is_over
+
+    def introduction_of(self, rank: int) -> bytes | None:
+        """Return what a global rank has told all others when they met; None if they have not met yet."""
+        return self._coordinator.introductions.get(rank)
+
+    @property
     def announced(self) -> int:
         """Number of steps that this rank has said it can serve."""
         return self.outlook.step

@@ -12,6 +12,7 @@ class AloneAgreement:
     """
 
     on_table = False
+    reads_on = 0
 
     def __init__(self) -> None:
         """Start at step 0."""

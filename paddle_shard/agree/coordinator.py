@@ -56,6 +56,7 @@ class Coordinator:
         timeout: float = 1800.0,
         end_process: Callable[[], None] = lambda: os._exit(1),
         join_table: Callable[[Group], ProgressTable | None] = lambda group: None,
+        introduction: bytes = b"",
     ) -> None:
         """Set up the coordinator; its thread starts with the first pass.
 
@@ -66,6 +67,7 @@ class Coordinator:
                 of the loss within `GRACE` seconds: it may be stuck in a collective.
             join_table: Returns a progress table, if the ranks can have one; called once on each rank, in the
                 background.
+            introduction: What this rank tells all others when they first meet.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
@@ -85,6 +87,9 @@ class Coordinator:
         self._closed = False
         self._join_table = join_table
         self.table: ProgressTable | None = None
+        self._introduction = introduction
+        self.introductions: dict[int, bytes] = {}
+        """Global rank -> its introduction; empty until the ranks have met."""
         self._thread: threading.Thread | None = None
 
     def open(
@@ -244,6 +249,7 @@ class Coordinator:
         pause = 0.0
         try:
             self.table = self._join_table(self.group)
+            self.introductions = dict(zip(self.group.names, self.group.gather(self._introduction), strict=True))
             while True:
                 with self.changed:
                     if pause:  # this rank has sent all it knows, and now waits for the others
@@ -277,6 +283,11 @@ class Coordinator:
             exits = exits and not self._heard and not self._closed
         if exits:
             self._end_process()
+
+    @property
+    def is_over(self) -> bool:
+        """True if a rank is lost or this one has left: nothing will be agreed on any more."""
+        return self._closed or self._lost is not None
 
     @property
     def _name(self) -> int:

@@ -15,6 +15,11 @@ class Rounds(Protocol):
     group: Group
     changed: Condition
     table: ProgressTable | None
+    introductions: dict[int, bytes]
+
+    @property
+    def is_over(self) -> bool:
+        """See `Coordinator`."""
 
     @staticmethod
     def tag(label: str) -> int:

@@ -11,6 +11,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.agree import Agreement, Coordinator, Group, described
+from paddle_shard.comm.reception import own_name
 from paddle_shard.comm.shared_table import join_table
 from paddle_shard.comm.star_group import group_of
 
@@ -86,7 +87,7 @@ _gatherers: dict[tuple[tuple[int, ...], int], Group] = {}
 
 def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     group = group_of(ranks, f"loaders of {_named(ranks)}", timeout)
-    return Coordinator(group, timeout=timeout, end_process=_end_process, join_table=join_table)
+    return Coordinator(group, timeout=timeout, end_process=_end_process, join_table=join_table, introduction=own_name())
 
 
 def _named(ranks: tuple[int, ...]) -> str:

@@ -113,6 +113,12 @@ def meeting_of(ranks: Sequence[int], timeout: float) -> Meeting:
     return Meeting(host=host, port=port, owner=ranks[0], early=True)
 
 
+def hosts_of_ranks() -> list[str] | None:
+    """Return the host of each global rank, as the launcher has named it; None if it has not."""
+    hosts = [end.rpartition(":")[0] for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
+    return hosts if len(hosts) == dist.get_world_size() and all(hosts) else None
+
+
 @functools.cache
 def _make_store(port: int) -> Any:
     """Make a store at a port. It lives as long as this process; its forked children use it, too."""

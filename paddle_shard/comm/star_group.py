@@ -12,21 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import secrets
 import select
 import socket
 import struct
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import paddle.distributed as dist
 
 from paddle_shard.agree.group import MergingGroup, TwoLevelGroup
-from paddle_shard.comm.meeting import meeting_of
+from paddle_shard.comm.meeting import hosts_of_ranks, meeting_of
+from paddle_shard.comm.sockets import noted
 from paddle_shard.errors import PeerLostError
 
 _HEAD = struct.Struct("<Ic")
@@ -36,23 +34,6 @@ _POLL, _GRACE = 0.02, 2.0
 
 MAX_STAR = 64
 """Most ranks that one rank talks to if they are on several hosts."""
-
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_making = threading.RLock()
-"""Held while a socket is made and recorded, and while this process is forked."""
-
-
-def _leave_sockets_to_the_parent() -> None:
-    """Close the copies in a forked child: a worker that held one would hide the death of its rank from the others."""
-    for found in list(_sockets):
-        with contextlib.suppress(OSError):
-            found.close()
-    _making.release()
-
-
-os.register_at_fork(
-    before=_making.acquire, after_in_parent=_making.release, after_in_child=_leave_sockets_to_the_parent
-)
 
 
 class StarGroup(MergingGroup):
@@ -193,7 +174,7 @@ class StarGroup(MergingGroup):
         token, missing = secrets.token_bytes(16), set(range(1, self.size))
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         dual = family == socket.AF_INET6
-        with _noted(
+        with noted(
             lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size)
         ) as server:
             server.setblocking(False)
@@ -207,7 +188,7 @@ class StarGroup(MergingGroup):
                 try:
                     if not poll.poll(10_000 * _POLL):  # not longer, so that this loop sees if the group was closed
                         raise TimeoutError
-                    peer = _noted(lambda: server.accept()[0])
+                    peer = noted(lambda: server.accept()[0])
                     said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
                 except TimeoutError:
                     if time.monotonic() >= deadline:
@@ -278,8 +259,7 @@ def group_of(
     meeting = meeting_of(ranks, timeout) if len(ranks) > 1 else None
     host = "" if meeting is None else meeting.host
     if hosts is None:
-        ends = [end.rpartition(":")[0] for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
-        hosts = ends if len(ends) == size and all(ends) else [host] * size
+        hosts = hosts_of_ranks() or [host] * size
 
     def connect_store(wanted: Callable[[], bool]) -> Any:
         assert meeting is not None
@@ -300,19 +280,11 @@ def group_of(
     return TwoLevelGroup(star(mine, f"on {hosts[me]}"), across, rank=ranks.index(me), names=ranks)
 
 
-def _noted(make: Callable[[], socket.socket]) -> socket.socket:
-    """Return a socket that a forked child closes; making it must not block."""
-    with _making:
-        made = make()
-        _sockets.add(made)
-    return made
-
-
 def _connected(host: str, port: int, timeout: float) -> socket.socket:
     """Return a connection, as `socket.create_connection` does."""
     failure: OSError = ConnectionError("the host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        peer = _noted(functools.partial(socket.socket, family, kind, protocol))
+        peer = noted(functools.partial(socket.socket, family, kind, protocol))
         peer.settimeout(timeout)
         try:
             peer.connect(address)

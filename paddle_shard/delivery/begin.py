@@ -14,6 +14,7 @@ import numpy as np
 
 from paddle_shard.agree import Agreement, AloneAgreement
 from paddle_shard.comm.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
+from paddle_shard.comm.replicas import Following, Leading
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.pending import Pending
 from paddle_shard.delivery.placing import placed
@@ -28,6 +29,7 @@ from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.chunk import NO_STAND_IN, Slice
 from paddle_shard.reading.digest import digest
+from paddle_shard.reading.follower import Sharing
 from paddle_shard.reading.local_shuffle import MixedPass
 from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.request import ReadRequest
@@ -80,13 +82,14 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
             found.skipped = np.isin(np.arange(len(found.indices)), skipped)
         return placed(setup, batch, found)
 
-    prefetch = 0 if look else setup.prefetch
+    end, sharing = (None, None) if look else _shared(setup)
+    prefetch = 0 if look or (isinstance(end, Following) and not setup.dataloader.num_workers) else setup.prefetch
     if not prefetch:
-        reading, draw = setup.reading.start(requests), _draw_nothing
+        reading, draw = setup.reading.start(requests, sharing), _draw_nothing
     else:
         drawn, given = DrawnAhead(requests), setup.dataloader
         drawn.draw(given.prefetch_factor * given.num_workers)  # the first requests that the workers get
-        reading = setup.reading.start(drawn)
+        reading = setup.reading.start(drawn, sharing)
 
         def draw(count: int) -> None:
             drawn.draw(count + reading.num_ahead)
@@ -101,10 +104,17 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
             alone=look,
             ends_must_agree=True,
             digest=compared,
+            end=end,
             prefetch=prefetch,
             if_worth_it=setup.if_worth_it,
             draw=draw,
         )
+
+
+def _shared(setup: PassSetup) -> tuple[Leading | Following | None, Sharing]:
+    """Return this rank's end of the connection to those that it shares a reader with, and how its pass uses it."""
+    end = setup.replicas.open(setup.options.timeout)
+    return end, setup.replicas.sharing(end)
 
 
 def _draws_for_all(source: Source) -> bool:
@@ -131,7 +141,8 @@ def stream_pass(setup: PassSetup, start: LoaderState) -> StepPass:
     source = setup.source
     assert source.stream is not None
     num_steps = source.stream.batches.steps_left(start)
-    reading = _reading(setup, source.stream, start, num_steps)
+    end, sharing = _shared(setup)
+    reading = _reading(setup, source.stream, start, num_steps, sharing)
     with _closed_on_failure(reading):
         return _step_pass(
             setup,
@@ -142,6 +153,7 @@ def stream_pass(setup: PassSetup, start: LoaderState) -> StepPass:
             readiness=stream_readiness(source.tail, num_steps),
             num_steps=num_steps,
             digest=(lambda found, made: found.digest) if source.stream.read_by_all else None,
+            end=end,
             prefetch=setup.prefetch,
         )
 
@@ -155,6 +167,7 @@ def _step_pass(
     alone: bool = False,
     ends_must_agree: bool,
     digest: Any = None,
+    end: Leading | Following | None = None,
     **how: Any,
 ) -> StepPass:
     """Return a pass that keeps in step with the other ranks, if there are any; `how` goes to `StepPass`."""
@@ -163,7 +176,9 @@ def _step_pass(
     if not alone:
         same_data = digest is not None
         agreement = _agreement(setup, start, ends_must_agree=ends_must_agree, same_data=same_data)
-    notes = None
+        if end is not None:
+            end.begin(setup.agreeing_ranks, agreement)
+    notes, follows = None, isinstance(end, Following)
     if not alone or setup.pad_to is not None:
         notes = StepNotes(
             holds_rows=setup.own_layout.on_mesh or not setup.source.split,
@@ -176,7 +191,8 @@ def _step_pass(
         agreement,
         prepare=prepare,
         notes=notes,
-        in_bursts=not setup.dataloader.num_workers,
+        in_bursts=not setup.dataloader.num_workers and not follows,
+        follows=follows,
         digest=None if alone else digest,
         **how,
     )
@@ -238,7 +254,7 @@ class _StreamSteps:
 
     def _read_first(self) -> Any:
         request, why = self._stream.first_item(self._start.epoch, self._local_rows), "it has none"
-        reading = self._setup.reading.start(iter([[request]]), [np.arange(1)], 0)
+        reading = self._setup.reading.start(iter([[request]]), lambda _=None: [np.arange(1)], 0)
         try:
             found = next(reading).batch
         except (DataReadError, StopIteration) as error:
@@ -290,19 +306,19 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     )
 
 
-def _reading(setup: PassSetup, stream: StreamSetup, start: LoaderState, num_steps: int | None) -> Any:
+def _reading(setup: PassSetup, stream: StreamSetup, start: LoaderState, num_steps: int | None, sharing: Sharing) -> Any:
     """Start to read a stream's slices at a position."""
     mixed = stream.batches.mixed
     compared = len(setup.agreeing_ranks) > 1 or len(stream.chunks) > 1
     if mixed is None:
-        return setup.reading.start(stream.requests(start, compared), stream.places(), stream.num_workers)
+        return setup.reading.start(stream.requests(start, compared), stream.places, stream.num_workers, sharing)
     assert stream.batches.plan is not None
     # Rows are mixed in windows of batches, so reading begins at the start of a window.
     skip = start.steps % mixed[0]
     begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
     own = setup.own_layout
     return MixedPass(
-        setup.reading.start(stream.requests(begin, compared), stream.places(), stream.num_workers),
+        setup.reading.start(stream.requests(begin, compared), stream.places, stream.num_workers, sharing),
         setup.reading.gather,
         setup.reading.even,
         window=mixed[0],

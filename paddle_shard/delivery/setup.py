@@ -9,6 +9,7 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.comm.batch_check import BatchCheck
+from paddle_shard.delivery.replicas import Replicas
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.inputs.options import LoaderOptions
@@ -45,6 +46,8 @@ class PassSetup:
     """Settings that must be the same on all ranks."""
     batch_check: BatchCheck | None
     """Compares what the ranks have read; None: they do not compare it."""
+    replicas: Replicas
+    """How reading is shared with other ranks."""
     verify: int
     """Every how many steps they compare it; 0: the first batch of a pass."""
     prefetch: int

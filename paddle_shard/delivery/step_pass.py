@@ -15,6 +15,7 @@ from paddle_shard.errors import AgreedFailure, PeerLostError, UnequalEndsError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.tails import Tail
 from paddle_shard.reading.chunk import Slice
+from paddle_shard.reading.follower import LeaderStoppedError
 from paddle_shard.reading.pace import Pace
 from paddle_shard.reading.passes import Pass
 from paddle_shard.reading.reader import AGAIN
@@ -54,6 +55,7 @@ class StepPass:
         num_steps: int | None = None,
         notes: StepNotes | None = None,
         in_bursts: bool = False,
+        follows: bool = False,
         prefetch: int = 0,
         if_worth_it: bool = False,
         draw: Callable[[int], None] = lambda count: None,
@@ -71,6 +73,8 @@ class StepPass:
             num_steps: Number of steps from here to the end, the same on every rank; None if it is not known.
             notes: What the ranks tell each other about each step.
             in_bursts: True if quick steps are read several at a time. Not with workers, which would wait meanwhile.
+            follows: True if another rank reads for this one. Then this one waits for the step that it is asked for, but
+                never for one that the other rank need not have read: it may be in a step that needs this rank.
             prefetch: Number of steps that a prefetch thread keeps ready; 0: there is no thread.
             if_worth_it: True if the thread is started only if reading a step takes long enough.
             draw: Draws the requests of so many steps, on the caller's thread.
@@ -84,7 +88,7 @@ class StepPass:
         if prefetch:
             pace = self._pace if if_worth_it else None
             self._ahead = Ahead(self._step, lambda: reading.runs_free, pace, reading.marks)
-        self._in_bursts, self._least_ahead = in_bursts, agreement.prefetch
+        self._in_bursts, self._follows, self._least_ahead = in_bursts, follows, agreement.prefetch
         self._direct = self._alone and not prefetch and readiness is None and num_steps is None and notes is None
         """True if each step is read when it is asked for, and nothing has to be announced."""
         self._peeked: list[tuple[Any, Exception | None]] = []
@@ -98,6 +102,7 @@ class StepPass:
         """Number of steps that are ready and not announced yet."""
         self._announced = self._delivered = 0
         self._failure: BaseException | None = None
+        self._stopped: LeaderStoppedError | None = None
         self._over = False
         """True if nothing more will be read."""
 
@@ -133,6 +138,9 @@ class StepPass:
             raise self._failure from lost
         if self._ahead is not None:
             self._ahead.leave()
+        if self._stopped is not None and not self._ready:
+            self.close()
+            raise self._stopped
         self._delivered += 1
         found = self._ready.popleft()
         if self._notes is not None:
@@ -163,6 +171,8 @@ class StepPass:
         if ahead is not None:
             ahead.need(count, limit)
         enough = _ENOUGH if agreement.on_table else max(1, agreement.prefetch // 2)
+        if self._follows:
+            enough = agreement.reads_on
         while ahead is None and not self._over and self._announced < count:
             if self._announced > step + enough and not self._reading.at_hand():
                 break
@@ -273,6 +283,11 @@ class StepPass:
                 say.note(note)
         except StopIteration:
             return self._end()
+        except LeaderStoppedError as stopped:  # it says why, once this rank has said that nothing is wrong here
+            self._over, self._stopped = True, stopped
+            self._say()
+            say.announce_ok(2)
+            return False
         except Exception as failure:  # also if a batch does not fit the meshes
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure

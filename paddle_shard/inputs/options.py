@@ -18,6 +18,7 @@ from paddle_shard.say_once import say_once
 
 ON_LOST = ("raise", "exit")
 ON_ERROR = ("raise", "skip")
+REPLICAS = ("each", "leader", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class LoaderOptions:
     seed_paddle: bool
     agree: bool
     verify: str | int | None
+    replicas: str
     timeout: float
     prefetch: int | None
     on_error: str
@@ -66,9 +68,9 @@ class LoaderOptions:
         timeout = self.timeout
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
-        for name, value, known in (("on_lost", self.on_lost, ON_LOST), ("on_error", self.on_error, ON_ERROR)):
-            if value not in known:
-                raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}.")
+        for name, known in (("on_lost", ON_LOST), ("on_error", ON_ERROR), ("replicas", REPLICAS)):
+            if getattr(self, name) not in known:
+                raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
         _check_dense_tensor_idx(self.dense_tensor_idx)
         _check_batch_size(self.batch_size)
 
@@ -88,7 +90,7 @@ class LoaderOptions:
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
         names = ["seed", "seed_paddle", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "num_parts"]
-        names.append("verify")
+        names += ["verify", "replicas"]
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()
         if padding is not None:  # in one form, however the user wrote it

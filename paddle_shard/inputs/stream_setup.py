@@ -74,12 +74,17 @@ class StreamSetup:
         assert self.batches.plan is not None
         return self.batches.plan.rows_of(self.parts)
 
-    def places(self) -> list[Rows]:
-        """Return, for each chunk, the positions of its rows among the rows that this rank reads."""
+    def places(self, num_chunks: int | None = None) -> list[Rows]:
+        """Return, for each chunk, the positions of its rows among the rows that this rank reads.
+
+        Args:
+            num_chunks: Number of chunks in which another rank has read the same rows; None: as this rank's readers do.
+        """
         plan = self.batches.plan
         if plan is None:
             return [np.zeros(1, np.int64)]
-        return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in self.chunks]
+        chunks = self.chunks if num_chunks is None else chunks_of(self.parts, num_chunks)
+        return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in chunks]
 
     def requests(self, start: LoaderState, compared: bool) -> Iterator[list[ChunkRequest]]:
         """Yield the requests to the readers for each step, forever.

@@ -40,6 +40,7 @@ def shard_dataloader(
     seed_paddle: bool = False,
     agree: bool = True,
     verify: str | int | None = "first",
+    replicas: str = "each",
     timeout: float = 1800.0,
     prefetch: int | None = None,
     on_error: str = "raise",
@@ -111,6 +112,10 @@ def shard_dataloader(
             bytes, and data that is split already must differ between data ranks. If not, it is an error on all ranks
             that names the step, the ranks, the fields and the samples. "first": the first batch of each pass. An int k:
             also the batches of every k-th step. None: never. It goes with the agreement, in the background.
+        replicas: Who reads for ranks that hold the same rows (that differ in mp, pp or sep only). "each": every rank
+            reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
+            others through memory that they share. The others start no workers, and what the data set keeps in memory
+            is there once. "auto": "leader", unless reading the first batches costs less than handing them on.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it.
         prefetch: Number of batches that a thread of its own keeps ready and placed while the model computes. 0: no
             thread. None: two batches, if reading one takes 1 ms or more, the DataLoader has `use_buffer_reader`, and

@@ -9,6 +9,7 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
 from paddle_shard.comm.batch_check import BatchCheck, checked_verify
+from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
@@ -90,6 +91,7 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
         self._prefetch, self._if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
         members, me = ranks_of(layouts), dist.get_rank()
         self._agreeing_ranks = members if options.agree and me in members else (me,)
+        self._replicas = replicas_of(options, self._source, layouts, self._agreeing_ranks)
         self._facts = facts_of(self._source, layouts, dataloader.dataset, options.compared())
         """Settings that must be the same on all ranks."""
         self._given = dataloader
@@ -188,6 +190,7 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
             agreeing_ranks=self._agreeing_ranks,
             facts=self._facts | {"changes of the order": self._run.history},
             batch_check=self._batch_check,
+            replicas=self._replicas,
             verify=self._verify,
             prefetch=self._prefetch,
             if_worth_it=self._if_worth_it,

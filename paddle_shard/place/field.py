@@ -62,6 +62,12 @@ class FieldLayout:
         """This process's data rank; defined only if `on_mesh`."""
         return self.layout.data_rank(self.global_rank, self.data_axes)
 
+    def slice_of(self, global_rank: int) -> tuple[int, int] | None:
+        """Return (number of data ranks, data rank) of any process; None if it is not on the mesh."""
+        if global_rank not in self.layout.process_ids:
+            return None
+        return self.num_data_ranks, self.layout.data_rank(global_rank, self.data_axes)
+
     @cached_property
     def placements(self) -> list[Any]:
         """One of Paddle's placements for each axis."""

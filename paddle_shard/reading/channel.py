@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import errno
-import mmap
-import os
 import select
 import socket
 import struct
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.parcel import pickled, unpickled
+from paddle_shard.reading.slots import Slots, ample, layout, mapped, read, write
 
 _HEAD = struct.Struct("<BxHIIQ")
 """Kind of payload, number of messages, number of pieces, slot, number of bytes."""
@@ -25,8 +20,6 @@ _INLINE, _SHARED, _MEMORY = range(3)
 """The payload follows the head; the payload is in shared memory; new shared memory is sent, without a payload."""
 _SMALL = 16 << 10
 """Largest payload in bytes that is sent through the socket."""
-_ALIGNMENT = 64
-_GRAIN = 64 << 10
 
 
 class Channel:
@@ -48,7 +41,7 @@ class Channel:
         self._connection, self._num_slots = connection, num_slots
         self._small = memoryview(bytearray(_HEAD.size + _SMALL))
         self._theirs: memoryview | None = None
-        self._ours: _Slots | None = None
+        self._ours: Slots | None = None
         self._num_sent = 0
         self.num_bytes = 0
         """Size in bytes of the last payload that was received."""
@@ -78,15 +71,15 @@ class Channel:
                 raise EOFError
             kind, count, num_pieces, slot, self.num_bytes = _HEAD.unpack_from(self._small)
             if kind == _MEMORY:
-                self._theirs = _theirs(files, self.num_bytes)
+                self._theirs = mapped(_FILE.unpack(files[0][2])[0], self.num_bytes) if files else None
                 continue
             if kind == _INLINE:
-                return unpickled(*_read(self._small[_HEAD.size :], num_pieces), count, failed)
+                return unpickled(*read(self._small[_HEAD.size :], num_pieces), count, failed)
             if self._theirs is None:
                 error = OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v")
                 return [failed(error)] * count
             room = len(self._theirs) // self._num_slots
-            return unpickled(*_read(self._theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
+            return unpickled(*read(self._theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
 
     def send(self, *messages: Any, slot: int | None = None) -> None:
         """Send messages, which are received together.
@@ -101,14 +94,14 @@ class Channel:
             Exception: Whatever pickling raises; nothing was sent.
         """
         pieces = pickled(messages)
-        starts, size = _layout([piece.nbytes for piece in pieces])
+        starts, size = layout([piece.nbytes for piece in pieces])
         slot = self._num_sent % self._num_slots if slot is None else slot
         if size <= _SMALL:
             _HEAD.pack_into(self._small, 0, _INLINE, len(messages), len(pieces), slot, size)
-            _write(self._small[_HEAD.size :], pieces, starts)
+            write(self._small[_HEAD.size :], pieces, starts)
             self._connection.send(self._small[: _HEAD.size + size])
         else:
-            _write(self._slot(slot, size), pieces, starts)
+            write(self._slot(slot, size), pieces, starts)
             self._connection.send(_HEAD.pack(_SHARED, len(messages), len(pieces), slot, size))
         self._num_sent += 1
 
@@ -125,8 +118,7 @@ class Channel:
     def _slot(self, number: int, size: int) -> memoryview:
         """Return shared memory for a payload. If there is too little, new memory is made and sent to the other side."""
         if self._ours is None or self._ours.room < size:
-            ample = -(-(size + size // 4) // _GRAIN) * _GRAIN  # with some reserve, since batches differ in size
-            slots = _Slots(self._num_slots, ample)
+            slots = Slots(self._num_slots, ample(size))
             try:
                 socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, 0, 0, len(slots.memory))], [slots.file])
             except BaseException:
@@ -136,83 +128,3 @@ class Channel:
                 self._ours.close()
             self._ours = slots
         return self._ours.slot(number, size)
-
-
-class _Slots:
-    """Slots of equal size in an unnamed file in memory. It exists as long as a process has it open or mapped."""
-
-    def __init__(self, num_slots: int, room: int) -> None:
-        """Make the file and map it; it takes no memory yet.
-
-        Raises:
-            OSError: The file cannot be made or mapped.
-        """
-        self.room = room
-        """Size of a slot in bytes."""
-        self._there = [0] * num_slots
-        if hasattr(os, "memfd_create"):  # missing if Python was built for a C library from before 2018
-            self.file = os.memfd_create("paddle_shard")
-        else:
-            with tempfile.TemporaryFile(dir="/dev/shm") as file:
-                self.file = os.dup(file.fileno())
-        try:
-            os.ftruncate(self.file, num_slots * room)
-            self.memory = memoryview(mmap.mmap(self.file, num_slots * room))
-        except BaseException:
-            self.close()
-            raise
-
-    def slot(self, number: int, size: int) -> memoryview:
-        """Return a slot, of which at least `size` bytes are allocated.
-
-        Raises:
-            OSError: There is not enough memory.
-        """
-        start = number * self.room
-        if self._there[number] < size:
-            there = min(-(-size // _GRAIN) * _GRAIN, self.room)
-            os.posix_fallocate(self.file, start, there)  # else a write would kill the process if memory is short
-            self._there[number] = there
-        return self.memory[start : start + self.room]
-
-    def close(self) -> None:
-        """Close the file, so that its number is free; safe to call again."""
-        file, self.file = self.file, -1
-        if file >= 0:
-            os.close(file)
-
-
-def _theirs(files: Sequence[tuple[int, int, bytes]], size: int) -> memoryview | None:
-    """Map memory that was sent; None if no more files can be opened, or if no addresses are left."""
-    if not files:
-        return None
-    (file,) = _FILE.unpack(files[0][2])
-    try:
-        return memoryview(mmap.mmap(file, size))
-    except OSError as error:
-        raise_if_a_handlers(error)
-        return None
-    finally:
-        os.close(file)
-
-
-def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each piece begins, after a table of their lengths, and where the last piece ends."""
-    starts, end = [], 8 * len(lengths)
-    for length in lengths:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(start)
-        end = start + length
-    return starts, end
-
-
-def _write(memory: memoryview, pieces: Sequence[memoryview], starts: Sequence[int]) -> None:
-    struct.pack_into(f"<{len(pieces)}Q", memory, 0, *[piece.nbytes for piece in pieces])
-    for piece, start in zip(pieces, starts, strict=True):
-        memory[start : start + piece.nbytes] = piece
-
-
-def _read(memory: memoryview, num_pieces: int) -> tuple[memoryview, list[Any]]:
-    lengths = struct.unpack_from(f"<{num_pieces}Q", memory)
-    (start, length), *arrays = zip(_layout(lengths)[0], lengths, strict=True)
-    return memory[start : start + length], [np.frombuffer(memory, np.uint8, size, at).copy() for at, size in arrays]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle.io
@@ -73,6 +73,15 @@ class Pass(Iterator[Any]):
         raise NotImplementedError
 
 
+Share = Callable[[Request, Any], Any]
+"""Sends what was read for a request to other ranks; returns it, or the failure to send it."""
+
+
+def keep(request: Request, batch: Any) -> Any:
+    """Return the batch: no other rank needs it."""
+    return batch
+
+
 def finished(batch: Any, to_tensors: ToTensors, skipped: deque[list[tuple[int, str]]]) -> Any:
     """Return what was read, with its arrays as tensors, or the failure. Skipped samples are logged and noted."""
     if isinstance(batch, ReadFailure):
@@ -103,8 +112,9 @@ class DirectPass(Pass):
         reader: Reader,
         generators: Sequence[Generator],
         to_tensors: ToTensors,
+        share: Share = keep,
     ) -> None:
-        self._requests = requests
+        self._requests, self._share = requests, share
         self._reader = reader
         self._snapshot = snapshot(generators)
         self._to_tensors = to_tensors
@@ -176,7 +186,7 @@ class DirectPass(Pass):
         return requests
 
     def _finished(self, batch: Any, request: Request) -> Any:
-        found = finished(batch, self._to_tensors, self.skipped)
+        found = finished(self._share(request, batch), self._to_tensors, self.skipped)
         if not isinstance(found, ReadFailure):
             return found
         self.close()

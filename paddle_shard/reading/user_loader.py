@@ -10,9 +10,10 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import BatchStructureError
+from paddle_shard.reading.follower import FollowerPass, LeaderPass, Sender, Sharing
 from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import ToTensors
-from paddle_shard.reading.passes import DirectPass, Pass, shallow_copy
+from paddle_shard.reading.passes import DirectPass, Pass, Share, keep, shallow_copy
 from paddle_shard.reading.reader import BatchReader
 from paddle_shard.reading.request import ReadRequest
 from paddle_shard.reading.worker_pass import WorkerPass
@@ -75,21 +76,33 @@ class UserLoader:
         self.dataloader._iterator = None
         self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
 
-    def start(self, requests: Iterator[ReadRequest]) -> Any:
-        """Start a new pass; any number may be open at once."""
-        return UserPass(self, requests) if self._has_iter else self.core_pass(requests)
+    def start(self, requests: Iterator[ReadRequest], sharing: Sharing = None) -> Any:
+        """Start a new pass; any number may be open at once.
 
-    def core_pass(self, requests: Iterator[ReadRequest]) -> Pass:
+        Args:
+            requests: What to read.
+            sharing: How the reading is shared with other ranks.
+        """
+        return UserPass(self, requests, sharing) if self._has_iter else self.core_pass(requests, sharing)
+
+    def core_pass(self, requests: Iterator[Any], sharing: Sharing = None) -> Pass:
         """Start a pass that reads requests, without the `__iter__` of the user's subclass."""
+        if sharing is None:
+            return self._reading_pass(requests, keep)
+        if isinstance(sharing, Sender):
+            return LeaderPass(self._reading_pass(requests, sharing), sharing)
+        return FollowerPass(requests, sharing, self._zero_copy, self.core_pass)
+
+    def _reading_pass(self, requests: Iterator[ReadRequest], share: Share) -> Pass:
         if self.dataloader.num_workers == 0:
             to_tensors = self._zero_copy if self._reader.makes_arrays else self._copied
-            return DirectPass(requests, self._reader, self._generators, to_tensors)
+            return DirectPass(requests, self._reader, self._generators, to_tensors, share)
         pool = (
             self._idle.pop()
             if self._idle
             else WorkerPool(self.dataloader, self._reader, worker_timeout=self._worker_timeout)
         )
-        return WorkerPass(requests, pool, self._idle, self._zero_copy)
+        return WorkerPass(requests, pool, self._idle, self._zero_copy, share)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""
@@ -108,7 +121,7 @@ class UserPass(Pass):
     a batch that is not yielded in its turn is refused.
     """
 
-    def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest]) -> None:
+    def __init__(self, loader: UserLoader, requests: Iterator[ReadRequest], sharing: Sharing = None) -> None:
         self._cores: list[Pass] = []
         cores = self._cores
         self._name = name = f"{type(loader.dataloader).__name__}.__iter__"
@@ -120,7 +133,7 @@ class UserPass(Pass):
                 raise BatchStructureError(
                     f"{name} goes through its batches more than once; a sharded pass can read them once only."
                 )
-            cores.append(loader.core_pass(requests))
+            cores.append(loader.core_pass(requests, sharing))
             return _noted(cores[0], taken)
 
         self._start = start_pass

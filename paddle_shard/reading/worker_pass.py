@@ -11,7 +11,7 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.parcel import ToTensors
-from paddle_shard.reading.passes import Pass, finished
+from paddle_shard.reading.passes import Pass, Share, finished, keep
 from paddle_shard.reading.request import Request
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
@@ -25,6 +25,7 @@ class WorkerPass(Pass):
         pool: WorkerPool,
         idle: list[WorkerPool],
         to_tensors: ToTensors,
+        share: Share = keep,
     ) -> None:
         """Start the pass.
 
@@ -33,10 +34,11 @@ class WorkerPass(Pass):
             pool: A pool that is not in use.
             idle: The list that a persistent pool returns to when the pass has ended.
             to_tensors: Converts arrays that only the batch holds to tensors.
+            share: Sends what was read to other ranks.
         """
         self._pool: WorkerPool | None = pool
         self._idle = idle
-        self._to_tensors = to_tensors
+        self._to_tensors, self._share = to_tensors, share
         self._over = False
         """True if all answers have come and no more requests will be sent."""
         self.skipped = deque()
@@ -57,7 +59,7 @@ class WorkerPass(Pass):
             )
         try:
             request, batch = pool.next()
-            found = finished(batch, self._to_tensors, self.skipped)
+            found = finished(self._share(request, batch), self._to_tensors, self.skipped)
         except StopIteration:
             self._leave(pool)
             raise

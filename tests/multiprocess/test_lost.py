@@ -12,7 +12,7 @@ from unittest import mock
 import paddle.distributed as dist
 import pytest
 
-from paddle_shard.comm import star_group
+from paddle_shard.comm import sockets
 from paddle_shard.comm.meeting import meeting_of
 from paddle_shard.comm.star_group import StarGroup, group_of
 from paddle_shard.errors import ArgumentError, PeerLostError
@@ -135,7 +135,7 @@ class Store:
 
 def sockets_in_a_child():
     """Which of this process's sockets of groups a forked child has open."""
-    known = {os.fstat(one.fileno()).st_ino for one in list(star_group._sockets) if one.fileno() >= 0}
+    known = {os.fstat(one.fileno()).st_ino for one in list(sockets._sockets) if one.fileno() >= 0}
     assert known
     pid = os.fork()
     if pid == 0:
