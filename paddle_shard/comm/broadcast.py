@@ -23,8 +23,8 @@ from paddle_shard.reading.parcel import pickled, unpickled
 from paddle_shard.reading.slots import Slots, ample, layout, mapped, write
 from paddle_shard.reading.slots import read as read_slot
 
-MESSAGE, END, READ_YOURSELF = range(1, 4)
-"""A message; the leader has no more; the follower must read from here on."""
+MESSAGE, END, STOP, READ_YOURSELF = range(1, 5)
+"""A message; the data has ended; the leader has failed or is done; the follower must read from here on."""
 
 _ROWS, _WORDS = 4096, 6
 """Rows of the table, more than messages are ever on their way; 64-bit words of a row: kind of message, key, number of
@@ -100,7 +100,7 @@ class Broadcast:
             self._publish(MESSAGE, key, self._newest, slot, len(pieces), size)
 
     def say(self, kind: int) -> None:
-        """Send `END` or `READ_YOURSELF`; nothing follows it."""
+        """Send `END`, `STOP` or `READ_YOURSELF`; no message follows it."""
         with self._lock:
             if self._memories:
                 self._publish(kind, 0, 0, 0, 0, 0)

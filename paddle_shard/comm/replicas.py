@@ -11,7 +11,7 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.agree import Agreement
-from paddle_shard.comm.broadcast import END, READ_YOURSELF, Broadcast, Receiver
+from paddle_shard.comm.broadcast import END, READ_YOURSELF, STOP, Broadcast, Receiver
 from paddle_shard.comm.reception import PassKey, connected, reception
 from paddle_shard.errors import PeerLostError
 from paddle_shard.reading import follower
@@ -54,6 +54,10 @@ class Leading:
     def end(self) -> None:
         """See `Leads`."""
         self._broadcast.say(END)
+
+    def stop(self) -> None:
+        """See `Leads`."""
+        self._broadcast.say(STOP)
 
     def read_yourself(self) -> None:
         """See `Leads`."""
@@ -104,11 +108,13 @@ class Following:
                     time.sleep(pause)
                     pause = min(2 * pause, _LOOK_SECONDS)
             elif not self._receiver.wait(_LOOK_SECONDS):
-                raise self._stopped()
+                raise PeerLostError.of(f"{self._named}, has left its loop or was killed.", [self.leader])
         assert self._receiver is not None
         kind, key, message = self._receiver.take(failed)
         if kind == END:
             raise StopIteration
+        if kind == STOP:
+            raise self._stopped()
         if kind == READ_YOURSELF:
             self._on_each()
             return follower.READ_YOURSELF
@@ -135,8 +141,8 @@ class Following:
             self._receiver = connected(name.decode(), self._key, self._position)
         except OSError as error:
             raise PeerLostError.of(
-                f"global rank {self.leader}, which reads for global rank {dist.get_rank()} too, cannot be reached on "
-                f"this host: {error}. With replicas='each', every rank reads for itself.",
+                f"{self._named}, cannot be reached on this host: {error}. With replicas='each', every rank reads for "
+                "itself.",
                 [self.leader],
             ) from error
 
@@ -151,8 +157,8 @@ class Following:
             raise self._stopped()
         if waited > self._timeout:
             raise PeerLostError.of(
-                f"global rank {self.leader}, which reads for global rank {dist.get_rank()} too, has sent nothing for "
-                f"{self._timeout:g} s. If a batch may take longer than that, use a longer timeout.",
+                f"{self._named}, has sent nothing for {self._timeout:g} s. If a batch may take longer than that, use a "
+                "longer timeout.",
                 [self.leader],
                 self._timeout,
             )
@@ -168,5 +174,8 @@ class Following:
             )
 
     def _stopped(self) -> Exception:
-        text = f"global rank {self.leader}, which reads for global rank {dist.get_rank()} too, has ended its pass."
-        return follower.LeaderStoppedError.of(text, [self.leader])
+        return follower.LeaderStoppedError.of(f"{self._named}, has ended its pass.", [self.leader])
+
+    @property
+    def _named(self) -> str:
+        return f"global rank {self.leader}, which reads for global rank {dist.get_rank()} too"

@@ -291,6 +291,7 @@ class StepPass:
         except Exception as failure:  # also if a batch does not fit the meshes
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
+            self._reading.let_go()
             self._say()
             say.announce_failure(b"" if self._alone else report_of(failure))
             return True
@@ -306,6 +307,7 @@ class StepPass:
 
     def _end(self) -> bool:
         self._over = True
+        self._reading.let_go()
         self._say()
         self._agreement.announce_end()
         return True

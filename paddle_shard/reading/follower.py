@@ -26,7 +26,7 @@ _TRIALS = 8
 
 
 class LeaderStoppedError(PeerLostError):
-    """The rank that reads for this one has stopped. The agreement on steps tells why: it failed, or left, or died."""
+    """The rank that reads for this one has stopped, and the agreement on steps tells why."""
 
 
 class Leads(Protocol):
@@ -40,6 +40,9 @@ class Leads(Protocol):
 
     def end(self) -> None:
         """Say that there is nothing more to read."""
+
+    def stop(self) -> None:
+        """Say that nothing more will come: the agreement on steps tells why."""
 
     def read_yourself(self) -> None:
         """Say that the followers must read from here on."""
@@ -63,7 +66,8 @@ class Follows(Protocol):
 
         Raises:
             StopIteration: The leader has nothing more to read.
-            LeaderStoppedError: Nothing will come.
+            LeaderStoppedError: Nothing will come: the leader has failed, or the ranks have agreed on an end.
+            PeerLostError: The leader has left its pass, was killed, or is silent.
         """
 
     def interrupt(self) -> None:
@@ -137,6 +141,11 @@ class Sender:
         if self.active:
             self._leads.end()
 
+    def stop(self) -> None:
+        """Say that nothing more will come."""
+        if self.active:
+            self._leads.stop()
+
     def close(self) -> None:
         """Leave; safe to call again."""
         self._leads.close()
@@ -196,6 +205,10 @@ class LeaderPass(Pass):
         """See `Pass`."""
         self._core.interrupt()
 
+    def let_go(self) -> None:
+        """See `Pass`."""
+        self._sender.stop()
+
     def finish(self) -> None:
         """See `Pass`."""
         self._core.finish()
@@ -241,7 +254,8 @@ class FollowerPass(Pass):
         Raises:
             DataReadError: Receiving it failed.
             DifferentDataError: The leader has read something else.
-            LeaderStoppedError: The leader has failed, left its pass, or was killed: the agreement tells which.
+            LeaderStoppedError: The leader has failed or ended: the agreement tells which.
+            PeerLostError: The leader has left its pass, was killed, or is silent.
         """
         if self._own is not None:
             return next(self._own)

@@ -73,6 +73,10 @@ class MixedPass(Pass):
         """Make a call of `next` that waits in another thread return."""
         self._reading.interrupt()
 
+    def let_go(self) -> None:
+        """See `Pass`."""
+        self._reading.let_go()
+
     def finish(self) -> None:
         """End the pass normally; persistent workers stay for the next pass."""
         self._reading.finish()

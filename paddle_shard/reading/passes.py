@@ -64,6 +64,9 @@ class Pass(Iterator[Any]):
     def interrupt(self) -> None:
         """Make a call of `next` that waits in another thread return, if possible. Then the pass must be closed."""
 
+    def let_go(self) -> None:
+        """Tell the ranks that this pass reads for, if there are any, that nothing more will come."""
+
     def finish(self) -> None:
         """End a pass that is no longer needed, though nothing has failed; persistent workers may stay."""
         self.close()

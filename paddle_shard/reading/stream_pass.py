@@ -181,6 +181,10 @@ class StreamPass(Pass):
         """Make a call of `next` that waits in another thread return."""
         self._core.interrupt()
 
+    def let_go(self) -> None:
+        """See `Pass`."""
+        self._core.let_go()
+
     def finish(self) -> None:
         """End a pass that is no longer needed; persistent workers stay for the next pass."""
         self._core.finish()

@@ -210,6 +210,11 @@ class UserPass(Pass):
         """See `Pass`."""
         self._cores[0].interrupt()
 
+    def let_go(self) -> None:
+        """See `Pass`."""
+        for core in self._cores:
+            core.let_go()
+
     def close(self) -> None:
         """End the workers of the pass."""
         for core in self._cores:

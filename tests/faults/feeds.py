@@ -57,6 +57,7 @@ def loader_of(kind, length, *, workers=0, batch_size=8, fault=None, mesh=None, s
         dataset = stream.map(faulty).sharding_filter() if kind == "stream" else stream.sharding_filter().map(faulty)
     mesh = dist.ProcessMesh([0], dim_names=["dp"]) if mesh is None else mesh
     dataloader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **(settings or {}))
+    own = {"verify": None, **own}  # rows tell who has read them, so those of replicas differ
     return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **own)
 
 

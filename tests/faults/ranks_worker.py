@@ -34,7 +34,11 @@ class Fault:
 
 
 def mesh():
-    return dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+    """All ranks in data parallel; or in pairs of replicas, if the test asks for that."""
+    ranks = list(range(dist.get_world_size()))
+    if "PAIRS_OF_REPLICAS" not in os.environ:
+        return dist.ProcessMesh(ranks, dim_names=["dp"])
+    return dist.ProcessMesh([ranks[at : at + 2] for at in ranks[::2]], dim_names=["dp", "mp"])
 
 
 def told(failure):

@@ -97,9 +97,9 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
 
 
 @contextlib.contextmanager
-def ranks(directory, role, case):
+def ranks(directory, role, case, count=RANKS):
     """Start the ranks; what they have started and left is an error."""
-    with start_ranks(WORKER, RANKS, directory, args=[role, json.dumps(case)], env=environment(), timeout=HANG) as job:
+    with start_ranks(WORKER, count, directory, args=[role, json.dumps(case)], env=environment(), timeout=HANG) as job:
         yield job
         assert job.left(8.0) == set(), "processes are left"
 

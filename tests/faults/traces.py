@@ -14,7 +14,7 @@ from pathlib import Path
 from paddle_shard.errors import PaddleShardError
 from tests.deadlines import HANG
 
-KEPT = re.compile(r"^paddle_shard-agree")
+KEPT = re.compile(r"^paddle_shard-(agree|reception)")
 """Threads that live as long as the process."""
 NOTHING = "nothing came"
 
