@@ -59,7 +59,10 @@ class Broadcast:
         """For each slot of the newest memory: number of messages when it was used last."""
         self._last: dict[int, int] = {}
         """For each memory: number of messages when it was used last."""
-        self._count = 0
+        self._count = self._woken = 0
+        """Number of messages; of those when the followers were woken last."""
+        self.holds = False
+        """True while nobody is woken, since more messages follow at once."""
 
     def connect(self, follower: int, connection: socket.socket) -> None:
         """Give a follower what was sent so far.
@@ -76,7 +79,7 @@ class Broadcast:
             self._peers[follower] = connection
             for number in sorted(self._memories):
                 self._tell(follower, number)
-            self._wake(follower)
+            self._try(follower, lambda peer: peer.send(_WAKE))
 
     def send(self, key: int, message: Any) -> None:
         """Send a message to all followers.
@@ -105,6 +108,16 @@ class Broadcast:
             if self._memories:
                 self._publish(kind, 0, 0, 0, 0, 0)
 
+    def wake(self) -> None:
+        """Wake the followers that may be asleep: those that had taken all messages before the newest ones."""
+        with self._lock:
+            self.holds, woken, self._woken = False, self._woken, self._count
+            if not self._memories or woken == self._count:
+                return
+            for follower, peer in enumerate(self._peers):
+                if peer is not None and self._table[1 + follower] >= woken:
+                    self._try(follower, lambda peer: peer.send(_WAKE))
+
     def close(self) -> None:
         """End the connections and free the memory; safe to call again. Followers can still take what was sent."""
         with self._lock:
@@ -124,9 +137,8 @@ class Broadcast:
         with self._fence:  # what was written before must be seen before
             self._count += 1
         self._table[_PUBLISHED] = self._count
-        for follower, peer in enumerate(self._peers):
-            if peer is not None and self._table[1 + follower] >= self._count - 1:
-                self._wake(follower)
+        if not self.holds:
+            self.wake()
 
     def _taken(self) -> int:
         """Return how many messages all followers have taken that are not gone."""
@@ -159,9 +171,6 @@ class Broadcast:
         if not self._try(follower, lambda peer: socket.send_fds(peer, [head], [memory.file])):
             self._gone[follower] = True  # it sees the end of the connection
             cast(socket.socket, self._peers[follower]).close()
-
-    def _wake(self, follower: int) -> None:
-        self._try(follower, lambda peer: peer.send(_WAKE))
 
     def _try(self, follower: int, send: Callable[[socket.socket], Any]) -> bool:
         """Send something to a follower, unless it is gone; return False if much else is on its way to it."""

@@ -33,7 +33,7 @@ class Reception:
     def __init__(self) -> None:
         self.name = f"paddle_shard-{os.getpid()}-{secrets.token_hex(8)}"
         """Name of the socket, unique on the host."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a pass may be dropped, and leave, wherever garbage is collected
         self._server: socket.socket | None = None
         self._open: dict[PassKey, Broadcast] = {}
         self._early: dict[PassKey, list[tuple[int, socket.socket]]] = {}

@@ -51,6 +51,14 @@ class Leading:
         """See `Leads`."""
         self._broadcast.send(key, message)
 
+    def hold(self) -> None:
+        """See `Leads`."""
+        self._broadcast.holds = True
+
+    def wake(self) -> None:
+        """See `Leads`."""
+        self._broadcast.wake()
+
     def end(self) -> None:
         """See `Leads`."""
         self._broadcast.say(END)

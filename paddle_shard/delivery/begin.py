@@ -192,6 +192,7 @@ def _step_pass(
         prepare=prepare,
         notes=notes,
         in_bursts=not setup.dataloader.num_workers and not follows,
+        shares=end is not None,
         follows=follows,
         digest=None if alone else digest,
         **how,

@@ -55,6 +55,7 @@ class StepPass:
         num_steps: int | None = None,
         notes: StepNotes | None = None,
         in_bursts: bool = False,
+        shares: bool = False,
         follows: bool = False,
         prefetch: int = 0,
         if_worth_it: bool = False,
@@ -73,6 +74,7 @@ class StepPass:
             num_steps: Number of steps from here to the end, the same on every rank; None if it is not known.
             notes: What the ranks tell each other about each step.
             in_bursts: True if quick steps are read several at a time. Not with workers, which would wait meanwhile.
+            shares: True if ranks share a reader, so that quick steps had better be handed on several at a time.
             follows: True if another rank reads for this one. Then this one waits for the step that it is asked for, but
                 never for one that the other rank need not have read: it may be in a step that needs this rank.
             prefetch: Number of steps that a prefetch thread keeps ready; 0: there is no thread.
@@ -89,6 +91,7 @@ class StepPass:
             pace = self._pace if if_worth_it else None
             self._ahead = Ahead(self._step, lambda: reading.runs_free, pace, reading.marks)
         self._in_bursts, self._follows, self._least_ahead = in_bursts, follows, agreement.prefetch
+        self._shares = shares
         self._direct = self._alone and not prefetch and readiness is None and num_steps is None and notes is None
         """True if each step is read when it is asked for, and nothing has to be announced."""
         self._peeked: list[tuple[Any, Exception | None]] = []
@@ -189,7 +192,7 @@ class StepPass:
         newest = self._ready[-1] if self._ready else None
         self._pace.look(step, 0 if newest is None else newest[1].num_bytes)
         if self._pace.num_bytes:
-            ahead = self._pace.steps_ahead(self._least_ahead, on_table=self._agreement.on_table)
+            ahead = self._pace.steps_ahead(self._least_ahead, on_table=self._agreement.on_table and not self._shares)
             if ahead != self._agreement.prefetch:
                 self._agreement.prefetch = ahead
 

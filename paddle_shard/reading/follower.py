@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -37,6 +38,12 @@ class Leads(Protocol):
 
     def send(self, key: int, message: Any) -> None:
         """Send a message; never waits."""
+
+    def hold(self) -> None:
+        """Wake no follower until `wake` is called."""
+
+    def wake(self) -> None:
+        """Wake the followers that may be asleep."""
 
     def end(self) -> None:
         """Say that there is nothing more to read."""
@@ -136,6 +143,15 @@ class Sender:
             self.active = False
             self._leads.read_yourself()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Wake the followers once, for all that is sent meanwhile."""
+        self._leads.hold()
+        try:
+            yield
+        finally:
+            self._leads.wake()
+
     def end(self) -> None:
         """Say that there is nothing more to read."""
         if self.active:
@@ -156,8 +172,13 @@ class LeaderPass(Pass):
 
     def __init__(self, core: Pass, sender: Sender) -> None:
         self._core, self._sender = core, sender
+        self._raised: Exception | None = None
+        """What was raised after some batches of `several`, to be raised by the next call."""
 
     def __next__(self) -> Any:
+        if self._raised is not None:
+            raised, self._raised = self._raised, None
+            raise raised
         self._sender.begin()
         try:
             return next(self._core)
@@ -198,8 +219,20 @@ class LeaderPass(Pass):
         return self._core.at_hand(count)
 
     def several(self, count: int) -> Sequence[Any]:
-        """See `Pass`. What is read in one go may have to be read again, so it is not sent."""
-        return () if self._sender.active else self._core.several(count)
+        """See `Pass`. The core reads one by one: what it reads in one go may have to be read again."""
+        if not self._sender.active:
+            return self._core.several(count)
+        found: list[Any] = []
+        with self._sender.together():
+            try:
+                while len(found) < count:
+                    found.append(next(self))
+            except Exception as error:
+                raise_if_a_handlers(error)
+                if not found:
+                    raise
+                self._raised = error
+        return found
 
     def interrupt(self) -> None:
         """See `Pass`."""

@@ -113,6 +113,7 @@ def when(name):
 def killed(case):
     """One rank is killed while all read; the others report whom they miss, and where they stand."""
     dist.init_parallel_env()
+    dist.barrier()  # a rank that dies while others still meet is Paddle's to report
     own = case["options"]
     loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=case["timeout"], **own)
     if dist.get_rank() == case["victim"]:
