@@ -40,6 +40,16 @@ class Replicas:
         reader = self.reader
         return () if reader is None or self.on_each or reader.leader != dist.get_rank() else reader.followers
 
+    def __str__(self) -> str:
+        """Who reads for whom; empty if each rank reads for itself, and nothing else was possible."""
+        if self.reader is None:
+            return ""
+        if self.on_each:
+            return "each replica reads for itself, as that costs less than handing on"
+        if self.read_by is not None:
+            return f"read by global rank {self.read_by}"
+        return f"reads for global ranks {', '.join(map(str, self.reads_for))} too"
+
     def open(self, timeout: float) -> Leading | Following | None:
         """Return this rank's end for a new pass; None if it reads for itself only.
 

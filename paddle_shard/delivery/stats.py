@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 
@@ -50,8 +51,18 @@ class LoaderStats:
         (0, 0.0)
     """
 
-    def __init__(self) -> None:
-        self.total, self.epoch = Counts(), Counts()
+    def __init__(self, who_reads: Callable[[], str] = str) -> None:
+        """Begin.
+
+        Args:
+            who_reads: Returns what is said of ranks that share a reader; empty if there are none.
+        """
+        self.total, self.epoch, self._who_reads = Counts(), Counts(), who_reads
+
+    @property
+    def who_reads(self) -> str:
+        """With `replicas=`: which global rank reads for this one, or which others this one reads for; or empty."""
+        return self._who_reads()
 
     def begin(self) -> Counts:
         """Return the counts of a new pass."""
@@ -78,7 +89,7 @@ class LoaderStats:
             + (f", imbalance {c.imbalance:.3f}" if c.mean_cost else "")
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
-        return "\n".join(lines)
+        return "\n".join(lines + [self.who_reads] * bool(self.who_reads))
 
 
 class PassClock:

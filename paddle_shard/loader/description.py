@@ -11,7 +11,14 @@ from paddle_shard.plan.shard_plan import ShardPlan
 
 
 def shown(
-    kind: str, dataset: Any, source: Source, plan: ShardPlan | None, layout: FieldLayout, seed: int, epoch: int
+    kind: str,
+    dataset: Any,
+    source: Source,
+    plan: ShardPlan | None,
+    layout: FieldLayout,
+    seed: int,
+    epoch: int,
+    who_reads: str,
 ) -> str:
     """Return a loader's `repr`."""
     axes = [layout.layout.axes[axis] for axis in layout.data_axes]
@@ -24,7 +31,8 @@ def shown(
     return (
         f"{kind}({type(dataset).__name__}, {order}, global batch {source.batch_size}, "
         f"tail {source.tail!r}, split over {axes} = {layout.num_data_ranks} data ranks of the mesh "
-        f"{dict(zip(layout.layout.axes, layout.layout.shape, strict=True))}, epoch {epoch})"
+        f"{dict(zip(layout.layout.axes, layout.layout.shape, strict=True))}, epoch {epoch}"
+        + (f", {who_reads})" if who_reads else ")")
     )
 
 

@@ -106,7 +106,7 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
             self._batch_check = BatchCheck((own.layout, own.data_axes))
         self._rows = LoaderRows(self._source, self._placer, own)
         self._next_of = None
-        self.stats = LoaderStats()
+        self.stats = LoaderStats(self._replicas.__str__)
         self._described: ShardIterator | None = None
         make = TensorMaker(dataloader.places[0])
         drawn = generators(with_paddle=options.seed_paddle)
@@ -157,9 +157,8 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
         return self._original is dataloader
 
     def __repr__(self) -> str:
-        return shown(
-            type(self).__name__, self.dataset, self._source, self.plan, self._own_layout, self.seed, self.epoch
-        )
+        name, who_reads = type(self).__name__, str(self._replicas)
+        return shown(name, self.dataset, self._source, self.plan, self._own_layout, self.seed, self.epoch, who_reads)
 
     def __len__(self) -> int:
         return self._run.num_batches()

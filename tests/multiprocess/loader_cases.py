@@ -16,7 +16,10 @@ MESHES = {
         ([[3, 0], [2, 1]], ["dp", "mp"]),
         ([2, 0], ["dp"]),  # ranks 1 and 3 are on no mesh
     ],
-    8: [([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ["pp", "dp", "mp"])],
+    8: [
+        ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ["pp", "dp", "mp"]),
+        ([[[[7, 1], [2, 3]], [[4, 5], [6, 0]]]], ["pp", "mp", "dp", "sep"]),
+    ],
 }
 
 
@@ -39,28 +42,32 @@ def cases(num_ranks):
             def make(ids=ids, names=names, workers=workers, shuffle=shuffle, tail=tail):
                 given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=shuffle)
                 mesh = dist.ProcessMesh(ids, dim_names=names)
-                return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", tail=tail, seed=3)
+                replicas = "leader" if shuffle else "each"
+                return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", tail=tail, seed=3, replicas=replicas)
 
             made[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
 
         def ramped(ids=ids, names=names):
             given = paddle.io.DataLoader(Mixed(), batch_size=8)
             mesh = dist.ProcessMesh(ids, dim_names=names)
-            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", batch_size=[(0, 4), (10, 8), (30, 4)])
+            sizes = [(0, 4), (10, 8), (30, 4)]
+            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", batch_size=sizes, replicas="auto")
 
         made[f"{names} {ids} batch sizes"] = ramped
 
         def dealt(ids=ids, names=names):
             given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=2, shuffle=True)
             mesh = dist.ProcessMesh(ids, dim_names=names)
-            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", balance=lambda ids: ids**2)
+            costs = {"balance": lambda ids: ids**2}
+            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas="leader", **costs)
 
         made[f"{names} {ids} balance"] = dealt
 
         def without(ids=ids, names=names):
             given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=2, shuffle=True)
             mesh = dist.ProcessMesh(ids, dim_names=names)
-            loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", balance=lambda ids: ids**2)
+            costs = {"balance": lambda ids: ids**2}
+            loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas="leader", **costs)
             loader.skip(steps=[1], samples=[3, 4, 5])
             return loader
 

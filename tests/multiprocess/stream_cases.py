@@ -149,7 +149,8 @@ def cases(num_ranks):
 
 def make(source, ids, names, workers, tail, **options):
     mesh = dist.ProcessMesh(ids, dim_names=names)
-    options = {"seed": 3, **options}
+    # Without replicas nothing is shared.
+    options = {"seed": 3, "replicas": "leader" if workers else "auto", **options}
     return paddle_shard.shard_dataloader(SOURCES[source](workers), mesh, shard_dims="dp", tail=tail, **options)
 
 

@@ -1,0 +1,113 @@
+"""Ranks that share a reader: one reads, all get what each would have read, and what is wrong is said on all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import HANG
+
+pytestmark = pytest.mark.multiprocess
+WORKER = Path(__file__).with_name("replicas_worker.py")
+
+
+def reports(run_once, case):
+    return run_once(WORKER, 4, [case], timeout=HANG)
+
+
+def test_one_rank_of_those_with_the_same_rows_reads_them_once(run_once):
+    found = reports(run_once, "reads")
+
+    leaders = {"dp1 x mp4": [0], "dp2 x mp2": [0, 2], "mp2 x dp2": [0, 1], "dp4": [0, 1, 2, 3]}
+    for mesh, of_mesh in leaders.items():
+        steps, read, said, in_repr = zip(*(report[mesh] for report in found), strict=True)
+        assert set(steps) == {5}
+        assert [rank for rank, count in enumerate(read) if count] == of_mesh
+        assert sum(read) == 40
+        assert all(in_repr)
+        if mesh == "dp1 x mp4":
+            assert said == ("reads for global ranks 1, 2, 3 too", *["read by global rank 0"] * 3)
+        if mesh == "dp4":
+            assert said == ("",) * 4
+    assert [report["workers"] for report in found] == [2, 0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "workers",
+        "random samples",
+        "accumulation of steps",
+        "prefetch",
+        "own iter",
+        "growing",
+        "skips errors",
+        "whole items",
+        "stream",
+        "stream, workers",
+        "stream, other workers",
+        "stream, local shuffle",
+        "bare rank fields",
+    ],
+)
+def test_what_is_shared_is_what_each_rank_would_have_read(run_once, case):
+    for rank, report in enumerate(reports(run_once, "same_as_each")):
+        shared, each = report[case]
+        assert shared == each, f"rank {rank}"
+        assert len(shared[0]) > 2
+        assert not any(isinstance(step, str) for step in shared[0]), shared
+
+
+def test_a_run_with_a_shared_reader_is_resumed_on_another_mesh(run_once):
+    for shared, each, exact in reports(run_once, "resumes"):
+        assert shared == each
+        assert len(shared) == 3
+        assert exact
+
+
+def test_passes_overlap_and_are_abandoned(run_once):
+    for rank, (together, first, nested) in enumerate(reports(run_once, "passes")):
+        sums = [[[4], float(sum(range(at, at + 4)))] for at in range(4 * (rank // 2), 40, 8)]
+        assert together == [[one, one] for one in sums]
+        assert first == sums[0]
+        inner = [[[8], float(sum(range(at, at + 8)))] for at in range(0, 24, 8)]
+        assert nested == [sums[0], sums[1], *inner, sums[2], sums[3], *inner, sums[4]]
+
+
+def test_auto_reads_on_each_rank_what_costs_less_than_handing_on(run_once):
+    for rank, report in enumerate(reports(run_once, "autos")):
+        assert report["cheap"][0]
+        assert report["dear"][0]
+        _, reads, said = report["dear"]
+        assert reads == (400 if rank in (0, 2) else 0)
+        assert said.startswith("reads for" if rank in (0, 2) else "read by")
+
+
+TOLD = {
+    "no agreement": ("ArgumentError", "needs the ranks to agree on steps"),
+    "wrong word": ("ArgumentError", "replicas must be 'each' or 'leader' or 'auto', got 'one'"),
+    "not sent": ("DataReadError", "replicas='each' reads on each"),
+    "another choice": ("ArgumentError", "replicas: "),
+    "other samples": ("DifferentDataError", "Seed the sampler alike on all ranks"),
+    "more samples": ("", ""),
+    "fewer samples": ("", ""),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_cannot_be_shared_is_said_on_all_ranks(run_once, case):
+    kind, text = TOLD[case]
+    for report in reports(run_once, "refused"):
+        told = report[case][1]
+        assert "Error" in told
+        assert told.startswith(kind)
+        assert text in told, told
+
+
+def test_what_fails_on_the_leader_fails_on_all_and_a_follower_reads_nothing(run_once):
+    found = reports(run_once, "refused")
+
+    for report in found:
+        steps, told = report["fails on the leader"]
+        assert steps == 3, "two steps and the error"
+        assert "no disk for 18" in told
+        assert report["fails on a follower"] == [5, ""]
