@@ -64,6 +64,7 @@ bench: $(READY)
 	$(PY) benchmarks/mixture.py
 	$(PY) benchmarks/packing.py
 	$(PY) benchmarks/balance.py
+	$(PY) benchmarks/replicas.py
 	$(PY) benchmarks/agreement.py
 	$(PY) benchmarks/loader.py
 

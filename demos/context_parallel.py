@@ -164,6 +164,7 @@ def main():
         input_keys=FIELDS,
         placements=split.placements(*FIELDS, dp=0),
         seed=SEED,
+        replicas="leader",  # on each host, one of the ranks that differ in sep or mp reads for them all
     )
     found, alone = train(loader, split, mesh), train_one_process(rows)
     own = slice(*(BATCH_SIZE // shape[0] * (dist.get_rank() // (shape[1] * shape[2]) + end) for end in (0, 1)))

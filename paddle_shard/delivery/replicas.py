@@ -14,7 +14,8 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.readers import SharedReader, shared_reader
-from paddle_shard.reading.follower import Sender, Sharing
+from paddle_shard.reading.follower import Sharing
+from paddle_shard.reading.leader import Sender
 
 
 @dataclass(slots=True)

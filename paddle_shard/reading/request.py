@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.reading.digest import digest
 
 
 class Request(Protocol):
@@ -56,3 +57,10 @@ class ReadRequest(NamedTuple):
     def sample_seed(self, index: Any) -> int:
         """Return the seed for reading one sample: a function of (seed, epoch, index)."""
         return mix(self.key, index) if isinstance(index, int) else derive_seed(self.key, index)
+
+
+def key_of(request: Request) -> int:
+    """Return a number by which a follower knows that a message is the answer to its own request."""
+    if isinstance(request, ReadRequest):
+        return digest(request.indices, request.step)
+    return request.step

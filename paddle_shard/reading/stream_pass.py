@@ -15,7 +15,8 @@ from paddle_shard.reading.chunk import Chunk, ChunkRequest, Even, Gather, Joiner
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.dispatch import dispatch
 from paddle_shard.reading.failure import ReadFailure, log_skipped
-from paddle_shard.reading.follower import FollowerPass, LeaderPass, Sender, Sharing
+from paddle_shard.reading.follower import FollowerPass, Sharing
+from paddle_shard.reading.leader import LeaderPass, Sender
 from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass, keep

@@ -10,7 +10,8 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.reading.follower import FollowerPass, LeaderPass, Sender, Sharing
+from paddle_shard.reading.follower import FollowerPass, Sharing
+from paddle_shard.reading.leader import LeaderPass, Sender
 from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.passes import DirectPass, Pass, Share, keep, shallow_copy
