@@ -18,6 +18,8 @@ from paddle_shard.reading import follower
 
 _LOOK_SECONDS = 0.05
 """Seconds between two looks at the agreement while no message comes."""
+_GRACE = 5.0
+"""Seconds in which the agreement may say that it is another rank that has not come, before the leader is blamed."""
 _NOTICE = 5.0
 """Seconds after which a rank that waits says so, once a pass."""
 
@@ -163,7 +165,7 @@ class Following:
         """
         if self._closed or self._agreement is None or self._agreement.is_decided:
             raise self._stopped()
-        if waited > self._timeout:
+        if waited > self._timeout + (0.0 if self._receiver else _GRACE):
             raise PeerLostError.of(
                 f"{self._named}, has sent nothing for {self._timeout:g} s. If a batch may take longer than that, use a "
                 "longer timeout.",

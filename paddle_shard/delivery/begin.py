@@ -15,6 +15,7 @@ import numpy as np
 from paddle_shard.agree import Agreement, AloneAgreement
 from paddle_shard.comm.agreeing import PREFETCH, PREFETCH_ALONE, open_agreement
 from paddle_shard.comm.replicas import Following, Leading
+from paddle_shard.delivery.described import DescribedPass, DescribedStreamPass
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.pending import Pending
 from paddle_shard.delivery.placing import placed
@@ -84,7 +85,9 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
 
     end, sharing = (None, None) if look else _shared(setup)
     prefetch = 0 if look or (isinstance(end, Following) and not setup.dataloader.num_workers) else setup.prefetch
-    if not prefetch:
+    if _reads_nothing(setup):
+        reading, draw, prefetch = DescribedPass(requests, setup.described.example), _draw_nothing, 0
+    elif not prefetch:
         reading, draw = setup.reading.start(requests, sharing), _draw_nothing
     else:
         drawn, given = DrawnAhead(requests), setup.dataloader
@@ -109,6 +112,11 @@ def index_pass(setup: PassSetup, start: LoaderState, look: bool) -> StepPass:
             if_worth_it=setup.if_worth_it,
             draw=draw,
         )
+
+
+def _reads_nothing(setup: PassSetup) -> bool:
+    """Return whether this rank holds none of the data, and knows from the user what the batches are like."""
+    return setup.described is not None and not setup.own_layout.on_mesh
 
 
 def _shared(setup: PassSetup) -> tuple[Leading | Following | None, Sharing]:
@@ -309,6 +317,8 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
 
 def _reading(setup: PassSetup, stream: StreamSetup, start: LoaderState, num_steps: int | None, sharing: Sharing) -> Any:
     """Start to read a stream's slices at a position."""
+    if _reads_nothing(setup):
+        return DescribedStreamPass(setup.described.example)
     mixed = stream.batches.mixed
     compared = len(setup.agreeing_ranks) > 1 or len(stream.chunks) > 1
     if mixed is None:

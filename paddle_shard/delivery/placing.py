@@ -25,7 +25,9 @@ def placed(setup: PassSetup, batch: Any, pending: Pending) -> tuple[Any, Pending
         pending.summary = _summary(setup, batch, pending)
     if pending.rows is None:
         pending.rows = setup.rows.of_item(batch, setup.input_keys)
-    pending.row_shapes, pending.num_bytes = _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
+    pending.row_shapes, pending.num_bytes = row_shapes(batch)
+    if setup.described is not None:
+        setup.described.check(pending.row_shapes)
     pad_to = setup.pad_to
     placed, pending.layout, apart = setup.placer.place(batch, pending.rows, setup.input_keys, pad_to)
     if pad_to is not None:
@@ -60,6 +62,11 @@ def _summary(setup: PassSetup, batch: Any, pending: Pending) -> dict[str, Any]:
         num_steps=setup.run.num_steps_or_none(),
     )
     return found
+
+
+def row_shapes(batch: Any) -> tuple[Sequence[Any], int]:
+    """Return (dtype, *shape of a row) of each tensor of a batch, and the bytes of all."""
+    return _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
 
 
 @lru_cache(maxsize=64)

@@ -19,8 +19,19 @@ from paddle_shard.plan.partition import nearest_multiples
 class LoaderRows:
     """The rows of batches of any size, for one loader."""
 
-    def __init__(self, source: Source, placer: BatchPlacer, own_layout: FieldLayout) -> None:
+    def __init__(
+        self, source: Source, placer: BatchPlacer, own_layout: FieldLayout, *, described: bool = False
+    ) -> None:
+        """Set up.
+
+        Args:
+            source: What is read.
+            placer: Has the layouts of all fields.
+            own_layout: Layout of the field whose rows this rank reads.
+            described: True if a rank on no mesh reads nothing, and has a batch of one row from the user.
+        """
         self._source, self._placer, self._own = source, placer, own_layout
+        self._described = described and not own_layout.on_mesh
         self._of_size: dict[tuple[int, int], BatchRows] = {}
 
     def of(self, num_rows: int, micro_size: int) -> BatchRows:
@@ -38,7 +49,7 @@ class LoaderRows:
         rows = BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own])
         rows.apart = True
         if not self._own.on_mesh:
-            rows.read = np.arange(num_local_rows)
+            rows.read = np.arange(1 if self._described else num_local_rows)
         return rows
 
     def of_stream(self) -> BatchRows:
@@ -50,7 +61,7 @@ class LoaderRows:
             return self.of_split(source.batch_size)
         assert stream.batches.plan is not None
         rows = BatchRows(source.batch_size, stream.batches.plan.micro_rows, self._placer.layouts)
-        rows.read = stream.read_rows()
+        rows.read = np.zeros(1, np.int64) if self._described else stream.read_rows()
         return rows
 
     def of_item(self, batch: Any, keys: Sequence[Any] | None) -> BatchRows:

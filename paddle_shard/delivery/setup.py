@@ -48,6 +48,8 @@ class PassSetup:
     """Compares what the ranks have read; None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
+    described: Any
+    """The `Described` batches; None: they are not described."""
     verify: int
     """Every how many steps they compare it; 0: the first batch of a pass."""
     prefetch: int

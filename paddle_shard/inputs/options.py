@@ -49,6 +49,7 @@ class LoaderOptions:
     agree: bool
     verify: str | int | None
     replicas: str
+    describe: Any
     timeout: float
     prefetch: int | None
     on_error: str

@@ -127,7 +127,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
             "local_shuffle mixes rows, but fields of dense_tensor_idx, and those placed 'as read', need not have a row "
             "for each sample. Use shuffle(window)."
         )
-    _check_off_mesh(own, is_dataset_splitted and num_batches is None)
+    _check_off_mesh(own, is_dataset_splitted and num_batches is None, described=options.describe is not None)
     batches = StreamBatches(
         stage=stage,
         plan=plan,
@@ -186,7 +186,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     )
 
 
-def _check_off_mesh(own: FieldLayout, split: bool) -> None:
+def _check_off_mesh(own: FieldLayout, split: bool, *, described: bool) -> None:
     """Log what a rank on none of the meshes reads; refuse it if it cannot know when the others' data ends.
 
     Such a rank makes the same steps as the others, but hears nothing from them.
@@ -198,9 +198,11 @@ def _check_off_mesh(own: FieldLayout, split: bool) -> None:
             f"global rank {own.global_rank} is on none of the meshes, and cannot know when the others' data, which is "
             "split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
         )
+    if described:
+        return
     say_once(
         "global rank %d is on none of the meshes: to make the same steps, it reads all parts of the stream. A rank "
-        "that counts its steps otherwise needs no loader.",
+        "that counts its steps otherwise needs no loader; with describe= it reads nothing.",
         own.global_rank,
     )
 

@@ -41,6 +41,7 @@ def shard_dataloader(
     agree: bool = True,
     verify: str | int | None = "first",
     replicas: str = "each",
+    describe: Any = None,
     timeout: float = 1800.0,
     prefetch: int | None = None,
     on_error: str = "raise",
@@ -116,6 +117,10 @@ def shard_dataloader(
             reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
             others through memory that they share. The others start no workers, and what the data set keeps in memory
             is there once. "auto": "leader", unless reading the first batches costs less than handing them on.
+        describe: An example of a batch, of any number of rows, as arrays or tensors, for pipelines in which a middle
+            stage iterates over the loader too. Such a rank is on none of the meshes and gets metadata only; with this,
+            it reads nothing for it. The other ranks check that their batches are like it. None: it reads a row a
+            step, or all parts of a stream.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it.
         prefetch: Number of batches that a thread of its own keeps ready and placed while the model computes. 0: no
             thread. None: two batches, if reading one takes 1 ms or more, the DataLoader has `use_buffer_reader`, and

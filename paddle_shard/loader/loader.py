@@ -9,6 +9,7 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
 from paddle_shard.comm.batch_check import BatchCheck, checked_verify
+from paddle_shard.delivery.described import described_of
 from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.setup import PassSetup
@@ -104,11 +105,12 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
             self._batch_check = BatchCheck(None, getattr(dataloader.dataset, "sample_name", None))
         elif verify is not None and not compared and own.on_mesh and own.num_data_ranks > 1:
             self._batch_check = BatchCheck((own.layout, own.data_axes))
-        self._rows = LoaderRows(self._source, self._placer, own)
+        make = TensorMaker(dataloader.places[0])
+        self._described_as = described_of(options, self._source, make.copied, on_mesh=own.on_mesh)
+        self._rows = LoaderRows(self._source, self._placer, own, described=self._described_as is not None)
         self._next_of = None
         self.stats = LoaderStats(self._replicas.__str__)
         self._described: ShardIterator | None = None
-        make = TensorMaker(dataloader.places[0])
         drawn = generators(with_paddle=options.seed_paddle)
         worker_timeout = 0.9 * self.timeout  # less than the other ranks', so that they are told what it is
         self._reading: Any
@@ -190,6 +192,7 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
             facts=self._facts | {"changes of the order": self._run.history},
             batch_check=self._batch_check,
             replicas=self._replicas,
+            described=self._described_as,
             verify=self._verify,
             prefetch=self._prefetch,
             if_worth_it=self._if_worth_it,
