@@ -146,23 +146,29 @@ class Broadcast:
 
     def _slot(self, size: int) -> int:
         """Return a free slot of the newest memory, which is made if there is none."""
-        taken = self._taken()
-        for number in [n for n in self._memories if 0 < n < self._newest and self._last[n] <= taken]:
-            self._memories.pop(number).close()
         room = self._memories[self._newest].room if self._newest else 0
-        if size <= room:
-            for slot, used in enumerate(self._used):
-                if used <= taken:
-                    return slot
-        room = max(room, ample(size))
-        count = max(_FEWEST_SLOTS, 2 * len(self._used) if size <= room else 0)
-        self._memories[self._newest + 1] = Slots(count, room)
+        slot = self._free_slot() if size <= room else None
+        if slot is None and size <= room:
+            for follower in range(len(self._peers)):  # it may be gone: then it keeps nothing occupied
+                self._try(follower, lambda peer: peer.send(_WAKE))
+            slot = self._free_slot()
+        if slot is not None:
+            return slot
+        count = 2 * len(self._used) if size <= room else _FEWEST_SLOTS
+        self._memories[self._newest + 1] = Slots(count, max(room, ample(size)))
         self._newest += 1
         self._used, self._last[self._newest] = [0] * count, 0
         for follower, peer in enumerate(self._peers):
             if peer is not None:
                 self._tell(follower, self._newest)
         return 0
+
+    def _free_slot(self) -> int | None:
+        """Return a free slot of the newest memory, if there is one; free older memory that all have read."""
+        taken = self._taken()
+        for number in [n for n in self._memories if 0 < n < self._newest and self._last[n] <= taken]:
+            self._memories.pop(number).close()
+        return next((slot for slot, used in enumerate(self._used) if used <= taken), None)
 
     def _tell(self, follower: int, number: int) -> None:
         memory = self._memories[number]
