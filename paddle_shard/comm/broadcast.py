@@ -146,11 +146,13 @@ class Broadcast:
 
     def _slot(self, size: int) -> int:
         """Return a free slot of the newest memory, which is made if there is none."""
+        self._free_memory()
         room = self._memories[self._newest].room if self._newest else 0
         slot = self._free_slot() if size <= room else None
         if slot is None and size <= room:
             for follower in range(len(self._peers)):  # it may be gone: then it keeps nothing occupied
                 self._try(follower, lambda peer: peer.send(_WAKE))
+            self._free_memory()
             slot = self._free_slot()
         if slot is not None:
             return slot
@@ -164,11 +166,15 @@ class Broadcast:
         return 0
 
     def _free_slot(self) -> int | None:
-        """Return a free slot of the newest memory, if there is one; free older memory that all have read."""
+        """Return a free slot of the newest memory, if there is one."""
+        taken = self._taken()
+        return next((slot for slot, used in enumerate(self._used) if used <= taken), None)
+
+    def _free_memory(self) -> None:
+        """Free the older memory that all followers have read."""
         taken = self._taken()
         for number in [n for n in self._memories if 0 < n < self._newest and self._last[n] <= taken]:
             self._memories.pop(number).close()
-        return next((slot for slot, used in enumerate(self._used) if used <= taken), None)
 
     def _tell(self, follower: int, number: int) -> None:
         memory = self._memories[number]

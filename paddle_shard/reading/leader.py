@@ -94,7 +94,7 @@ class Sender:
         self._took.append((reading, sending))
         if len(self._took) < _TRIALS:
             return
-        reading, sending = np.median(self._took[1:], axis=0)
+        reading, sending = np.min(self._took[1:], axis=0)  # on a busy host, a follower that is woken runs at once
         self._took.clear()
         if reading < sending:
             self.active = False

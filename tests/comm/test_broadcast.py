@@ -127,7 +127,7 @@ def test_memory_is_used_again_and_followers_that_are_gone_are_not_waited_for():
         for receiver in (quick, slow):
             assert receiver.at_hand()
             receiver.take(fail)
-        assert memory_files() - before <= 7
+        assert memory_files() - before <= 10  # the table and two others, each mapped and open
     sizes = [
         os.fstat(int(fd)).st_size for fd in open_files() if "memfd:paddle_shard" in os.readlink(f"/proc/self/fd/{fd}")
     ]
