@@ -134,7 +134,7 @@ def test_memory_is_used_again_and_followers_that_are_gone_are_not_waited_for():
     assert sum(sizes) < 100 * 50_000
     broadcast.close()
     quick.close(), slow.close()
-    del broadcast
+    del broadcast, quick, slow, gone, receiver
     gc.collect()
     assert memory_files() == before
 
@@ -161,9 +161,9 @@ def test_a_follower_asleep_is_woken_for_messages_that_are_sent_together(closed):
     found = []
 
     def wait():
-        while not receiver.at_hand():
-            receiver.wait(HANG)
         while len(found) < 5:
+            while not receiver.at_hand():
+                receiver.wait(HANG)
             found.append(receiver.take(fail)[1])
 
     thread = threading.Thread(target=wait)
