@@ -36,7 +36,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     ),
     "position": (PURE | {"say_once", "samplers", "place", "comm", "inputs"}, {"numpy", "paddle"}),
     "delivery": (
-        PURE | {"say_once", "agree", "samplers", "reading", "place", "comm", "inputs", "position"},
+        PURE | {"tree", "say_once", "agree", "samplers", "reading", "place", "comm", "inputs", "position"},
         {"numpy", "paddle"},
     ),
     "loader": (
