@@ -8,8 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'VERSION = "(.+?)"', (ROOT / "paddle_shard/version.py").read_text())[1]
 
-PROGRESS = ["tqdm"]
-DEMO = ["scikit-learn", *PROGRESS]
+DEMO = ["scikit-learn", "tqdm"]
 WEBDATASET = ["webdataset>=0.2.90", "fsspec"]
 PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
@@ -38,7 +37,6 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.0"],
         "gpu": ["paddlepaddle-gpu>=3.0"],
-        "progress": PROGRESS,
         "demo": DEMO,
         "webdataset": WEBDATASET,
         "parquet": PARQUET,

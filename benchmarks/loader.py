@@ -113,8 +113,8 @@ def price(here):
 
     import paddle_shard
     from paddle_shard.inputs.generators import generators
-    from paddle_shard.reading.reader import BatchReader
-    from paddle_shard.reading.request import ReadRequest
+    from paddle_shard.plan.step import Step
+    from paddle_shard.reading.reader import HowToRead, IdReader
 
     found = {}
     for work in (SMALL_64, SMALL_256, TOKENS):
@@ -123,18 +123,17 @@ def price(here):
             loader = sharded(dataset, work.batch_size, 0, here.mesh, **here.only(prefetch=0))
             steps = work.steps + work.passed
             lists = [loader.plan.indices(epoch=0, step=s, data_rank=here.rank).tolist() for s in range(steps)]
-            place, reader = paddle.CPUPlace(), BatchReader(dataset, None, generators(with_paddle=False))
+            how = HowToRead(generators=generators(with_paddle=False), several=here.num_ranks > 1)
+            place, reader = paddle.CPUPlace(), IdReader(dataset, None, how)
 
             def bare(indices, dataset=dataset, kind=kind, place=place):
                 if kind == "batched":
                     return paddle.to_tensor(dataset.__getitems__(indices), place=place)
                 return paddle.to_tensor(np.stack([dataset[index] for index in indices]), place=place)
 
-            def by_reader(indices, reader=reader, place=place):
-                request = ReadRequest(
-                    epoch=0, step=0, indices=indices, item_is_batch=False, key=0, rows_are_split=here.num_ranks > 1
-                )
-                return paddle.to_tensor(reader.read(request, None), place=place)
+            def by_reader(indices, reader=reader, place=place, size=work.batch_size):
+                step = Step(epoch=0, number=0, num_rows=size, micro_size=size, num_real=size, ids=indices)
+                return paddle.to_tensor(reader.read(step, None).value, place=place)
 
             measures = {
                 "loader": lambda loader=loader, work=work: one_pass(loader, work),
@@ -147,7 +146,7 @@ def price(here):
 
 def one_pass(batches, work):
     """Seconds a step of a pass of its own: the median over stretches, since all is done on this thread and others want
-    the core; and not of single steps, as quick ones are read several at a time."""
+    the core."""
     iterator, times = iter(batches), [time.perf_counter()]
     for _ in islice(iterator, work.passed + work.steps):
         times.append(time.perf_counter())
@@ -308,12 +307,12 @@ def print_price(reports, num_ranks):
             rows.append((work.name, str(work.batch_size), kind, *shown, *differences))
     print_table(
         f"2. The price of sharding and placing a batch, {processes(num_ranks)}, no workers",
-        ("samples", "global batch", "read", "our loader", "bare", "BatchReader", "price", "loader - BatchReader"),
+        ("samples", "global batch", "read", "our loader", "bare", "IdReader", "price", "loader - IdReader"),
         rows,
     )
     print(
         "Bare: np.stack([dataset[i] for i in indices]), or dataset.__getitems__(indices), and paddle.to_tensor, of the"
-        "\nsame batches, whose indices are at hand. BatchReader: this library's reader (which watches the random"
+        "\nsame batches, whose indices are at hand. IdReader: this library's reader (which watches the random"
         "\ngenerators) and paddle.to_tensor. The price is our loader - bare: medians of steps, and of rounds."
     )
     worst = max(prices, key=prices.get)

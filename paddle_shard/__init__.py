@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.position.checkpoint import state_to_tensor as state_to_tensor
     from paddle_shard.samplers.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
-    from paddle_shard.sources.foreign import Foreign as Foreign
-    from paddle_shard.sources.foreign import Share as Share
+    from paddle_shard.sources.external import ExternalLoader as ExternalLoader
+    from paddle_shard.sources.external import ShardOptions as ShardOptions
     from paddle_shard.sources.mixture import Mixture as Mixture
     from paddle_shard.sources.packed import Packed as Packed
 
@@ -36,13 +36,13 @@ _LAZY = {
     "ArrayDataset": "paddle_shard.sources.arrays",
     "Balanced": "paddle_shard.place.field",
     "BucketBatchSampler": "paddle_shard.samplers.buckets",
-    "Foreign": "paddle_shard.sources.foreign",
+    "ExternalLoader": "paddle_shard.sources.external",
     "Mixture": "paddle_shard.sources.mixture",
     "Packed": "paddle_shard.sources.packed",
     "SequenceSplit": "paddle_shard.loader.sequence",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
-    "Share": "paddle_shard.sources.foreign",
+    "ShardOptions": "paddle_shard.sources.external",
     "Stream": "paddle_shard.inputs.stream",
     "TrainerCallback": "paddle_shard.loader.trainer",
     "gather_valid": "paddle_shard.loader.metrics",
@@ -53,12 +53,16 @@ _LAZY = {
 }
 """Public name -> its module; most of these modules import paddle."""
 
+_RENAMED = {"Foreign": "ExternalLoader", "Share": "ShardOptions"}
+"""Earlier name -> the public name, for the message; the earlier name does not work."""
+
 __all__ = ["Blocks", "MeshLayout", "ShardPlan", "__version__", "errors", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}")
+        now = f"; it is called {_RENAMED[name]} now" if name in _RENAMED else ""
+        raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}{now}")
     from importlib import import_module
 
     value = getattr(import_module(_LAZY[name]), name)

@@ -1,4 +1,4 @@
-"""A recipe: an FFCV Loader as a `Foreign` source. Copy this file beside your training script.
+"""A recipe: an FFCV Loader as an `ExternalLoader`. Copy this file beside your training script.
 
 FFCV is compiled and pinned to old libraries, and can seldom be installed; so this is no part of the package.
 `make test-adapters ADAPTERS=ffcv` runs its tests where FFCV can be compiled.
@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.sources.adapters.common import local_rows, opened, sealed, seed_of
-from paddle_shard.sources.foreign import Foreign, Share
+from paddle_shard.sources.external import ExternalLoader, ShardOptions, local_rows, opened, sealed, seed_of
 
 NAME = "ffcv"
 _OURS = ("distributed", "order", "seed", "drop_last", "recompile")
@@ -32,7 +31,7 @@ def ffcv_loader(
     num_workers: int = 1,
     as_dict: bool = False,
     **options: Any,
-) -> Foreign:
+) -> ExternalLoader:
     """Return an FFCV Loader that is told its data rank's samples, each of which is read exactly once.
 
     A process compiles its pipelines once, for all passes. What FFCV's random operations draw is seeded by nobody
@@ -65,13 +64,13 @@ def ffcv_loader(
     chosen = None if indices is None else np.array(indices, np.int64)
     ready: dict[tuple[int, int, int, int], Any] = {}
 
-    def build(share: Share) -> _Pass:
+    def build(share: ShardOptions) -> _Pass:
         key = (os.getpid(), share.shard, share.num_shards, local_rows(batch_size, share))
         if key not in ready:
             ready[key] = _make(share, settings, shuffle, chosen, key[-1])
         return _Pass(ready[key], share, shuffle, chosen, batch_size, as_dict)
 
-    return Foreign(build, name=NAME, save=_Pass.state)
+    return ExternalLoader(build, name=NAME, save=_Pass.state)
 
 
 _INSTEAD = {
@@ -83,7 +82,11 @@ _INSTEAD = {
 
 
 def _make(
-    share: Share, settings: Mapping[str, Any], shuffle: bool | str, chosen: npt.NDArray[np.int64] | None, rows: int
+    share: ShardOptions,
+    settings: Mapping[str, Any],
+    shuffle: bool | str,
+    chosen: npt.NDArray[np.int64] | None,
+    rows: int,
 ) -> Any:
     """Return a Loader for a share; its own order counts with "quasi" only."""
     from ffcv.loader import Loader, OrderOption
@@ -111,7 +114,7 @@ class _Pass:
     def __init__(
         self,
         loader: Any,
-        share: Share,
+        share: ShardOptions,
         shuffle: bool | str,
         chosen: npt.NDArray[np.int64] | None,
         batch_size: int,

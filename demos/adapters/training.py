@@ -38,7 +38,7 @@ def own_ids(batches, ids):
 def train(name, make_source):
     """Train for two epochs; go on from the middle of the first with another loader; check what was read.
 
-    `make_source()` returns the Foreign; its batches are (images, labels, ids).
+    `make_source()` returns the ExternalLoader; its batches are (images, labels, ids).
     """
 
     def make_loader():

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from paddle_shard.errors import PaddleShardError
-from paddle_shard.sources.names import base_name, shown
-from paddle_shard.sources.shard_index import check_base_names, index_shard, write_index
-from paddle_shard.sources.webdataset import expand
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.sources.files import base_name, shown
+from paddle_shard.sources.webdataset import check_base_names, expand, index_shard, write_index
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             entry = entries[base_name(name)] = index_shard(name)
         except Exception as error:  # whatever a tar, a server or a store has to say
+            raise_if_a_handlers(error)
             print(f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written.", file=sys.stderr)
             return 1
         print(

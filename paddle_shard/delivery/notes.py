@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.comm.batch_check import BatchCheck
-from paddle_shard.delivery.pending import Pending
 from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import PadTo
+from paddle_shard.ranks.batch_check import BatchCheck
+from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.reader import RAGGED
 
 
@@ -51,40 +51,37 @@ class StepNotes:
         self._shapes: dict[int, Any] = {}
         self._rows: dict[int, int] = {}
 
-    def say(self, item: Any) -> bytes | None:
-        """Return the note on a step, given as (batch, `Pending`); None if there is nothing to say."""
-        if item is None:
+    def say(self, batch: Batch | None) -> bytes | None:
+        """Return the note on a step; None if there is nothing to say."""
+        if batch is None:
             return None
-        pending: Pending = item[1]
         told: dict[str, Any] = {}
-        if pending.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
-            self._said = told["shapes"] = pending.row_shapes
-        if self._split and self._holds_rows and pending.num_rows() != self._said_rows:
-            self._said_rows = told["rows"] = pending.num_rows()
-        if pending.skipped is not None and self._holds_rows:
-            assert pending.rows is not None
-            told["skipped"] = pending.rows.read[pending.skipped].tolist()
-        if pending.summary is not None:
-            told["read"] = pending.summary
+        if batch.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
+            self._said = told["shapes"] = batch.row_shapes
+        if self._split and self._holds_rows and batch.num_rows != self._said_rows:
+            self._said_rows = told["rows"] = batch.num_rows
+        if batch.skipped is not None and self._holds_rows:
+            told["skipped"] = batch.rows.read[batch.skipped].tolist()
+        if batch.summary is not None:
+            told["read"] = batch.summary
         return json.dumps(told).encode() if told else None
 
-    def alone(self, item: Any) -> Any:
+    def alone(self, batch: Batch | None) -> Batch | None:
         """Return what would be delivered if there were no other ranks."""
-        if item is None or self._pad_to is None:
-            return item
-        return self._pad_to.finished(item[0], {0: item[1].row_shapes}), item[1]
+        if batch is not None and self._pad_to is not None:
+            batch.value = self._pad_to.finished(batch.value, {0: batch.row_shapes})
+        return batch
 
-    def heed(self, item: Any, heard: Sequence[tuple[int, bytes]]) -> Any:
+    def heed(self, batch: Batch | None, heard: Sequence[tuple[int, bytes]]) -> Batch | None:
         """Apply the ranks' notes on a step that is about to be delivered, and return the step to deliver.
 
         Raises:
-            BatchStructureError: The rows of the ranks differ in dtype or shape; raised on all ranks.
-            DifferentDataError: Ranks that read the same samples have got different data; raised on all ranks.
-            SplitError: The data is not split as the user said, or not into batches of one size; raised on all ranks.
+            SplitError: The data is split already, and the ranks' batches have different numbers of rows.
+            BatchStructureError: The rows of the ranks do not fit together.
+            DifferentDataError: Ranks that have read the same samples hold different data.
         """
-        if item is None or not (heard or self._pad_to):
-            return item
-        pending: Pending = item[1]
+        if batch is None or not (heard or self._pad_to):
+            return batch
         read = {}
         for rank, said in heard:
             told = json.loads(said)
@@ -95,9 +92,8 @@ class StepNotes:
             if "rows" in told:
                 self._rows[rank] = told["rows"]
             if "skipped" in told and self._holds_rows:
-                assert pending.rows is not None
-                found = np.isin(pending.rows.read, told["skipped"])
-                pending.skipped = found if pending.skipped is None else pending.skipped | found
+                found = np.isin(batch.rows.read, told["skipped"])
+                batch.skipped = found if batch.skipped is None else batch.skipped | found
         if self._batch_check is not None and read:
             self._batch_check.compare(read)
         if len(set(self._rows.values())) > 1:
@@ -108,7 +104,8 @@ class StepNotes:
                 "left out with tail='drop'."
             )
         if self._pad_to is not None:
-            return self._pad_to.finished(item[0], self._shapes), pending
+            batch.value = self._pad_to.finished(batch.value, self._shapes)
+            return batch
         if any(shapes != found for found, shapes in pairwise(self._shapes.values())):
             shown = "; ".join(f"global rank {rank}: {_shown(shapes)}" for rank, shapes in sorted(self._shapes.items()))
             kinds = [[kind for kind, *_ in shapes] for shapes in self._shapes.values()]
@@ -117,7 +114,7 @@ class StepNotes:
                 "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row, "
                 f"field by field: {shown}. {way_out}"
             )
-        return item
+        return batch
 
 
 _OTHER_FIELDS = "Make the samples on all ranks of the same fields, with the same dtypes."

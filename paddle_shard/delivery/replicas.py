@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 
 import paddle.distributed as dist
 
-from paddle_shard.comm.meeting import hosts_of_ranks
-from paddle_shard.comm.replicas import Following, Leading
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.readers import SharedReader, shared_reader
-from paddle_shard.reading.follower import Sharing
-from paddle_shard.reading.leader import Sender
+from paddle_shard.ranks.rendezvous import hosts_of_ranks
+from paddle_shard.ranks.replicas import Following, Leading
+from paddle_shard.reading.sharing import Sender, Sharing
 
 
 @dataclass(slots=True)

@@ -13,28 +13,47 @@ from paddle_shard.errors import BatchStructureError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchPlacer, BatchRows
-from paddle_shard.plan.partition import nearest_multiples
+from paddle_shard.plan.partition import Rows, nearest_multiples
+from paddle_shard.reading.batch import Batch
 
 
 class LoaderRows:
     """The rows of batches of any size, for one loader."""
 
-    def __init__(
-        self, source: Source, placer: BatchPlacer, own_layout: FieldLayout, *, described: bool = False
-    ) -> None:
+    def __init__(self, source: Source, placer: BatchPlacer, own_layout: FieldLayout) -> None:
         """Set up.
 
         Args:
-            source: What is read.
-            placer: Has the layouts of all fields.
+            source: The order of the loader.
+            placer: Places its batches.
             own_layout: Layout of the field whose rows this rank reads.
-            described: True if a rank on no mesh reads nothing, and has a batch of one row from the user.
         """
         self._source, self._placer, self._own = source, placer, own_layout
-        self._described = described and not own_layout.on_mesh
+        self._of_stream: BatchRows | None = None
         self._of_size: dict[tuple[int, int], BatchRows] = {}
 
-    def of(self, num_rows: int, micro_size: int) -> BatchRows:
+    def to_read(self, num_rows: int, micro_size: int) -> Rows | range:
+        """Return which rows of a global batch this rank reads: the order's `RowsOf`."""
+        if self._source.item_is_batch:
+            return range(1)
+        if self._source.split:
+            return range(num_rows)
+        return self.of_samples(num_rows, micro_size).asked
+
+    def of(self, batch: Batch, keys: Sequence[Any] | None) -> BatchRows:
+        """Return the rows of a batch that was read."""
+        source, step = self._source, batch.step
+        if source.item_is_batch:
+            return self.of_item(batch.value, keys)
+        if source.stream is not None:
+            if self._of_stream is None:
+                self._of_stream = self.of_stream()
+            return self._of_stream
+        if source.split:
+            return self.of_split(step.num_rows)
+        return self.of_samples(step.num_rows, step.micro_size)
+
+    def of_samples(self, num_rows: int, micro_size: int) -> BatchRows:
         """Return the rows of a global batch of samples that have an index."""
         key = num_rows, micro_size
         if key not in self._of_size:
@@ -49,7 +68,7 @@ class LoaderRows:
         rows = BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own])
         rows.apart = True
         if not self._own.on_mesh:
-            rows.read = np.arange(1 if self._described else num_local_rows)
+            rows.read = np.arange(num_local_rows)
         return rows
 
     def of_stream(self) -> BatchRows:
@@ -61,7 +80,7 @@ class LoaderRows:
             return self.of_split(source.batch_size)
         assert stream.batches.plan is not None
         rows = BatchRows(source.batch_size, stream.batches.plan.micro_rows, self._placer.layouts)
-        rows.read = np.zeros(1, np.int64) if self._described else stream.read_rows()
+        rows.read = stream.read_rows()
         return rows
 
     def of_item(self, batch: Any, keys: Sequence[Any] | None) -> BatchRows:

@@ -8,7 +8,6 @@ from typing import Any
 
 import paddle.io
 
-from paddle_shard.comm.batch_check import BatchCheck
 from paddle_shard.delivery.replicas import Replicas
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.stats import LoaderStats
@@ -18,6 +17,8 @@ from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
+from paddle_shard.ranks.batch_check import BatchCheck
+from paddle_shard.reading.reading import Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class PassSetup:
     own_layout: FieldLayout
     """Layout of the field whose rows this rank reads."""
     rows: LoaderRows
-    reading: Any
-    """A `UserLoader`, or a `StreamLoader` for streams."""
+    reading: Reading
+    """The settings of the DataLoader, used to read."""
     run: Run
     stats: LoaderStats
     input_keys: Sequence[Any] | None
@@ -48,10 +49,9 @@ class PassSetup:
     """Compares what the ranks have read; None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
-    described: Any
-    """The `Described` batches; None: they are not described."""
     verify: int
     """Every how many steps they compare it; 0: the first batch of a pass."""
     prefetch: int
+    """Batches that a thread keeps ready; 0: there is no thread."""
     if_worth_it: bool
-    """True if the prefetch thread is started only if reading a step takes long enough."""
+    """True if the thread is started only if reading a step takes long enough."""

@@ -49,12 +49,10 @@ class LoaderOptions:
     agree: bool
     verify: str | int | None
     replicas: str
-    describe: Any
     timeout: float
     prefetch: int | None
     on_error: str
     on_lost: str
-    progress: bool
 
     def __post_init__(self) -> None:
         if self.is_dataset_splitted and self.shard_dims is None:
@@ -63,7 +61,7 @@ class LoaderOptions:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed must be an int, got {self.seed!r}.")
-        for name in ("seed_paddle", "agree", "progress"):
+        for name in ("seed_paddle", "agree"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         timeout = self.timeout

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.stages import RoundRobin, Stripe
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Stage
 
 Step = Callable[[Stage], Stage]
 

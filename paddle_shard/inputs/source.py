@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
-from paddle_shard.plan.orders import find_ordering
-from paddle_shard.plan.paddle_order import PaddleOrdering, PaddleSequential
+from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.step import Deal
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
-from paddle_shard.samplers import DealtBatch, IndexBatch, IndexBatches, PlanBatches, UserBatches
+from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.sources.packed import Packed
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 class Source:
     """The order of a DataLoader, read once at construction."""
 
-    batches: IndexBatches
+    batches: Any
+    """The order: `IndexBatches`, or `StreamBatches`."""
     batch_size: int | None
     """Rows of the global batch, at the start of the run if there is a schedule; None if batches differ in size."""
     accumulation: int = 1
@@ -51,12 +53,6 @@ class Source:
     """The way a stream is read, for data without an index."""
     costs: SampleCosts | None = None
     """The cost of each sample, if rows are dealt to data ranks by cost."""
-    dealt_to: int = 1
-    """Number of data ranks to which they are dealt."""
-
-    def dealt(self, batch: IndexBatch) -> IndexBatch:
-        """Return a batch with its rows in the order in which data ranks take them."""
-        return batch if self.costs is None else DealtBatch(batch, self.dealt_to, self.costs)
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:
@@ -72,7 +68,10 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     if found.split or found.item_is_batch:
         check_no_balance(options, "is split already" if found.split else "has whole batches (batch_size=None)")
     ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
-    return replace(found, costs=costs_of(options.balance, options.dataloader.dataset), dealt_to=ranks)
+    costs = costs_of(options.balance, options.dataloader.dataset)
+    batches = copy(found.batches)
+    object.__setattr__(batches, "deal", Deal(num_data_ranks=ranks, costs_of=costs))
+    return replace(found, batches=batches, costs=costs)
 
 
 def _source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:

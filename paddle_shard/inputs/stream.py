@@ -14,16 +14,15 @@ from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.stream_stages import StreamStages
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
-from paddle_shard.sources.foreign import ForeignSource
+from paddle_shard.sources.external import ExternalSource
+from paddle_shard.sources.files import Paths
 from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.sources.iterable import IterableSource
-from paddle_shard.sources.names import Paths
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
 from paddle_shard.stages.mix import Mix, check_mixable
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Stage
 
 
 class Stream(StreamStages):
@@ -322,10 +321,10 @@ def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stag
     stages = {}
     for name, stream in sources.items():
         recipe = stream._recipe
-        if recipe.is_dispatched or recipe.mixed is not None or isinstance(recipe.stage, ForeignSource):
+        if recipe.is_dispatched or recipe.mixed is not None or isinstance(recipe.stage, ExternalSource):
             raise ArgumentError(
                 f"Stream.mixture: source {name!r} cannot be mixed: round_robin and local_shuffle come after the "
-                "mixture, and a library that reads for itself (Foreign) mixes its own sources."
+                "mixture, and a library that reads for itself (ExternalLoader) mixes its own sources."
             )
         stages[name] = recipe.stage
         check_mixable(name, recipe.stage)

@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.partition import Rows
+from paddle_shard.errors import ArgumentTypeError
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import Tail
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamBatch:
-    """A global batch of a stream. A rank knows only its own rows of it."""
-
-    num_rows: int
-    micro_size: int
-    num_real: int
-    """Number of positions of the parts that it serves, including rows that are missing at the end of a part."""
-    real: npt.NDArray[np.bool_]
-    """Mask of the real rows among those that this rank reads; a single value if items are whole batches."""
-    sampler_state: Any = None
-    last: None = None
-    drawn: tuple[int, ...] = ()
-    passed: tuple[int, int] = (0, 0)
-    load: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def all_real(self) -> bool:
-        """True if no row that this rank reads is padding."""
-        return bool(self.real.all())
-
-    def take(self, rows: Rows | range) -> list[Any]:
-        """Refuse: a stream has no indices."""
-        raise ArgumentTypeError("a stream has no indices")
-
-    def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which of the rows that this rank reads are real."""
-        return self.real if len(self.real) == len(rows) else np.full(len(rows), self.real[0])
-
-    def num_left_out(self, rows: Rows) -> int:
-        """Return 0: no sample of a stream is left out."""
-        return 0
+from paddle_shard.stages.stage import Opening, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +37,6 @@ class StreamBatches:
     def knows_length(self) -> bool:
         """True if the number of steps is known before the end."""
         return self._num_steps() is not None
-
-    def untouched(self) -> StreamBatches:
-        """Return itself: an iteration changes nothing."""
-        return self
 
     def __len__(self) -> int:
         steps = self._num_steps()
@@ -126,10 +82,6 @@ class StreamBatches:
             return 1
         first_size = start.segments[0][1] if start.segments else self.plan.batch_size
         return max(1, first_size // self.plan.accumulation // self.plan.num_parts)
-
-    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[StreamBatch]:
-        """Refuse: a stream is read, not indexed."""
-        raise ArgumentError("a stream has no index: its batches cannot be listed without reading it.")
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that the order depends on."""

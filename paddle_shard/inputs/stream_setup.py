@@ -13,10 +13,10 @@ from paddle_shard.inputs.stream_batches import StreamBatches
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import chunks_of
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.step import Step
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.stages import Map, Shuffle, Stripe
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Stage
 
 _UNREAD = {"shard": None, "rows": 0, "library": None}
 
@@ -74,29 +74,32 @@ class StreamSetup:
         assert self.batches.plan is not None
         return self.batches.plan.rows_of(self.parts)
 
-    def places(self, num_chunks: int | None = None) -> list[Rows]:
-        """Return, for each chunk, the positions of its rows among the rows that this rank reads.
-
-        Args:
-            num_chunks: Number of chunks in which another rank has read the same rows; None: as this rank's readers do.
-        """
+    def places(self) -> list[Rows]:
+        """Return, for each chunk, the positions of its rows among the rows that this rank reads."""
         plan = self.batches.plan
         if plan is None:
             return [np.zeros(1, np.int64)]
-        chunks = self.chunks if num_chunks is None else chunks_of(self.parts, num_chunks)
-        return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in chunks]
+        return [np.searchsorted(self.read_rows(), plan.rows_of(parts)) for parts in self.chunks]
 
-    def requests(self, start: LoaderState, compared: bool) -> Iterator[list[ChunkRequest]]:
-        """Yield the requests to the readers for each step, forever.
+    def steps(self, start: LoaderState, compared: bool) -> Iterator[Step]:
+        """Yield the steps of this rank from a position on, forever: who knows the end stops.
 
         Args:
-            start: Position where the pass begins.
-            compared: True if there are other readers, on any rank, to compare what is read with.
+            start: The position.
+            compared: True if the samples are compared with those that other readers of the stream read.
         """
-        number = next(_numbers)
-        return (
-            self._items(number, start, compared) if self.batches.plan is None else self._rows(number, start, compared)
-        )
+        plan, number = self.batches.plan, next(_numbers)
+        parts = self._items(number, start, compared) if plan is None else self._rows(number, start, compared)
+        size, micro_size = (0, 0) if plan is None else (plan.batch_size, plan.micro_rows)
+        for step, of_readers in enumerate(parts, start.steps):
+            yield Step(
+                epoch=start.epoch,
+                number=step,
+                num_rows=size,
+                micro_size=micro_size,
+                num_real=1 if plan is None else size,
+                parts=tuple(of_readers),
+            )
 
     def first_item(self, epoch: int, local_rows: int) -> ChunkRequest:
         """Return the request for the first whole batch of an epoch."""
@@ -142,7 +145,6 @@ class StreamSetup:
                     repeat=plan.repeats,
                     skip_errors=self.skip_errors,
                     rows_are_split=(self.several or len(chunks) > 1) and not self.pads,
-                    lengths_vary=self.pads,
                     compared=compared,
                 )
                 for parts in chunks

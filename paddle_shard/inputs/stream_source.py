@@ -20,11 +20,10 @@ from paddle_shard.inputs.stream import Stream, batches_of, recipe_of
 from paddle_shard.inputs.stream_batches import StreamBatches
 from paddle_shard.inputs.stream_setup import StreamSetup
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
 from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.foreign import Foreign, ForeignSource
+from paddle_shard.sources.external import ExternalLoader, ExternalSource
 from paddle_shard.stages import Repeat, Stripe
 from paddle_shard.stages.stage import Stage
 
@@ -47,8 +46,8 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
         check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
     check_is_paddles(given)
-    if isinstance(given, Foreign):
-        return paddle.io.DataLoader(Stream(ForeignSource(given)), batch_size=None)
+    if isinstance(given, ExternalLoader):
+        return paddle.io.DataLoader(Stream(ExternalSource(given)), batch_size=None)
     if isinstance(given, Stream):
         return batches_of(given)
     if isinstance(given, paddle.io.IterableDataset):
@@ -94,7 +93,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
             "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
             "many batches an epoch has."
         )
-    foreign = isinstance(stream.stage, ForeignSource)
+    foreign = isinstance(stream.stage, ExternalSource)
     is_dataset_splitted = options.is_dataset_splitted or foreign
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
     size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
@@ -127,7 +126,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
             "local_shuffle mixes rows, but fields of dense_tensor_idx, and those placed 'as read', need not have a row "
             "for each sample. Use shuffle(window)."
         )
-    _check_off_mesh(own, is_dataset_splitted and num_batches is None, described=options.describe is not None)
+    _check_off_mesh(own, is_dataset_splitted and num_batches is None)
     batches = StreamBatches(
         stage=stage,
         plan=plan,
@@ -186,7 +185,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     )
 
 
-def _check_off_mesh(own: FieldLayout, split: bool, *, described: bool) -> None:
+def _check_off_mesh(own: FieldLayout, split: bool) -> None:
     """Log what a rank on none of the meshes reads; refuse it if it cannot know when the others' data ends.
 
     Such a rank makes the same steps as the others, but hears nothing from them.
@@ -198,11 +197,9 @@ def _check_off_mesh(own: FieldLayout, split: bool, *, described: bool) -> None:
             f"global rank {own.global_rank} is on none of the meshes, and cannot know when the others' data, which is "
             "split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
         )
-    if described:
-        return
     say_once(
         "global rank %d is on none of the meshes: to make the same steps, it reads all parts of the stream. A rank "
-        "that counts its steps otherwise needs no loader; with describe= it reads nothing.",
+        "that counts its steps otherwise needs no loader.",
         own.global_rank,
     )
 
@@ -300,12 +297,3 @@ def _check_arguments(options: LoaderOptions) -> None:
             f"dataloader is a {given.__name__} with an __iter__ of its own over a stream, whose batches "
             "are made of the chunks of several readers. Do in the stream or in a collate_fn what it does to a batch."
         )
-
-
-def gather_tensors(values: Sequence[Any], order: Rows) -> Any:
-    """Join tensors along their first dim and return rows of the result, in the given order."""
-    if values[0].dtype == paddle.float16 and values[0].place.is_cpu_place():  # Paddle has no such kernel
-        rows = np.concatenate([value.numpy() for value in values])[order]
-        return paddle.to_tensor(rows, place=values[0].place)
-    joined = paddle.concat(list(values)) if len(values) > 1 else values[0]
-    return paddle.gather(joined, paddle.to_tensor(order, place=joined.place))

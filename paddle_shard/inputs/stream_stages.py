@@ -15,7 +15,7 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.webdataset import decode
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
-from paddle_shard.stages.packed_rows import PackedRows
+from paddle_shard.stages.pack import PackedRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self

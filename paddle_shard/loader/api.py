@@ -14,6 +14,7 @@ from paddle.distributed import auto_parallel
 
 from paddle_shard.errors import ArgumentError, PaddleShardError
 from paddle_shard.inputs.options import LoaderOptions
+from paddle_shard.loader.compat import mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.say_once import say_once
@@ -41,12 +42,10 @@ def shard_dataloader(
     agree: bool = True,
     verify: str | int | None = "first",
     replicas: str = "each",
-    describe: Any = None,
     timeout: float = 1800.0,
     prefetch: int | None = None,
     on_error: str = "raise",
     on_lost: str = "raise",
-    progress: bool = False,
 ) -> ShardDataloader:
     """Split the batches of a DataLoader along axes of the mesh and yield them as distributed tensors.
 
@@ -117,25 +116,19 @@ def shard_dataloader(
             reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
             others through memory that they share. The others start no workers, and what the data set keeps in memory
             is there once. "auto": "leader", unless reading the first batches costs less than handing them on.
-        describe: An example of a batch, of any number of rows, as arrays or tensors, for pipelines in which a middle
-            stage iterates over the loader too. Such a rank is on none of the meshes and gets metadata only; with this,
-            it reads nothing for it. The other ranks check that their batches are like it. None: it reads a row a
-            step, or all parts of a stream.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it.
-        prefetch: Number of batches that a thread of its own keeps ready and placed while the model computes. 0: no
-            thread. None: two batches, if reading one takes 1 ms or more, the DataLoader has `use_buffer_reader`, and
-            there are no workers (which prefetch anyway) or batches go to a device. Small batches that are read
-            more quickly are read three at a time. Without workers, a thread reads a data set only if it draws nothing
-            from numpy's and Python's global generators, and never a stream. Ranks that agree on quick steps hold
-            more batches: up to 1 MB of them, or 8 MB on several hosts.
-        on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": it becomes an
-            invalid row (see the iterator's `valid`) that holds another sample's data; it is logged and counted in
-            `stats`. So does a sample whose row does not fit those of most samples. What most samples are like is
-            found out from eight samples spread over the data set, or from the beginning of some parts of a stream.
+        prefetch: Number of batches that a thread of its own keeps ready while the model computes. 0: no thread. None:
+            two batches, if reading one takes 1 ms or more, the DataLoader has `use_buffer_reader`, and there are no
+            workers (which prefetch anyway) or batches go to a device. Without workers, a thread reads a data set only
+            if it draws nothing from numpy's and Python's global generators, and never a stream. If anything draws
+            while it reads, the thread of the training loop reads from there on, which is said in one line.
+        on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": a sample that raises
+            while it is read, mapped or collated becomes an invalid row (see the iterator's `valid`) that holds another
+            sample's data; it is logged and counted in `stats`. Rows that differ in shape or fields are an error, which
+            names the sample.
         on_lost: What to do when another rank is lost. "raise": the loop raises `PeerLostError`. A training thread that
             is stuck in a collective cannot be woken, so the log says it, too. "exit": the process also ends after
             10 s if its training thread has not raised the error by then.
-        progress: If True, show a progress bar (tqdm) on the first rank.
 
     Returns:
         A `ShardDataloader`, which `dist.to_static` accepts, too.
@@ -228,6 +221,7 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     Raises:
         ArgumentError: Paddle is patched already.
     """
+    mend_process_mesh()  # trainers ask the meshes before they make a loader
     original = dist.shard_dataloader
     if getattr(original, "__name__", "") == "shard_dataloader_of_paddle_shard":
         raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -20,11 +21,13 @@ except ImportError:
 __all__ = ["asked_by_to_static", "in_auto_dp_mode", "mend_process_mesh"]
 
 
+@functools.cache  # once a process
 def mend_process_mesh() -> None:
     """Make `ProcessMesh.get_rank_by_dim_and_process_id` work with numpy >= 2.4.
 
     Paddle (to 3.3.1 at least) calls `int()` on an array of one element, which numpy has stopped taking;
-    sharding optimizers and Paddle's own loader go through it. The result is the same, so is the signature.
+    sharding optimizers and Paddle's own loader go through it. The result is the same, so is the signature. It is called
+    where a loader is made or Paddle is patched, so that an import alone changes nothing of Paddle's.
     """
     original = dist.ProcessMesh.get_rank_by_dim_and_process_id
     mesh = dist.ProcessMesh([0])

@@ -9,11 +9,11 @@ from typing import Any
 
 import paddle.distributed as dist
 
-from paddle_shard.comm.meeting import num_ranks
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32

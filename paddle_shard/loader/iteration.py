@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import paddle
-import paddle.distributed as dist
 from paddle.profiler import RecordEvent
 
-from paddle_shard.delivery.begin import index_pass, stream_pass, unequal_ends
-from paddle_shard.delivery.pending import Pending
+from paddle_shard.delivery.begin import begin, unequal_ends
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import PassClock
+from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
@@ -21,8 +21,8 @@ from paddle_shard.errors import (
     PaddleShardError,
     UnequalEndsError,
 )
-from paddle_shard.loader.progress_bar import ProgressBar
 from paddle_shard.loader.uneven import say_if_uneven
+from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
 
 
@@ -34,37 +34,27 @@ class ShardIterator:
         start: The position in the epoch at which the pass began.
     """
 
-    def __init__(self, setup: PassSetup, *, look: bool = False) -> None:
+    def __init__(self, setup: PassSetup, begun: StepPass | None = None) -> None:
         """Start the pass.
 
         Args:
             setup: Of the loader whose epoch it is.
-            look: If True, only the first batch is looked at, and the user's own sampler is left as it is.
+            begun: A pass from the present position, whose first batch was looked at; None: a new one.
         """
         self._setup = setup
         self.start = start = setup.run.start()
         self.epoch = start.epoch
-        if not look:
-            setup.run.say_if_begun_again(start)
         self._progress = setup.run.begin(start)
-        self._closed, self._look = False, look
-        self._current: Pending | None = None
+        self._closed = False
+        self._current: Batch | None = None
         self._clock = PassClock(setup.stats)
-        self._bar = None
-        if setup.options.progress and not look and dist.get_rank() == 0:
-            self._bar = ProgressBar(start.epoch, self._progress.num_steps, start.steps)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
-        self._pass: Any = stream_pass(setup, start) if setup.source.stream else index_pass(setup, start, look)
-
-    def hand_out(self) -> None:
-        """Become the loader's newest iterator, after its first batch was looked at."""
-        self.start = self._setup.run.start()
-        self._progress.hand_out(self.start)
+        self._pass = begin(setup, start) if begun is None else begun
 
     @property
     def step(self) -> int:
         """Number of batches of the epoch that were delivered so far, including those before a resume."""
-        return self._progress.steps
+        return self._progress.at.steps
 
     @property
     def outdated(self) -> bool:
@@ -94,9 +84,8 @@ class ShardIterator:
         except StopIteration:
             self.close()
             self._clock.end(entered)
-            if not self._look:
-                self._setup.run.finished(self._progress)
-                say_if_uneven(self._setup, self.epoch)
+            self._setup.run.finished(self._progress)
+            say_if_uneven(self._setup, self.epoch)
             raise
         except UnequalEndsError as error:
             self.close()
@@ -113,28 +102,17 @@ class ShardIterator:
             found = next(self._pass)
         if found is None:
             raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-        placed, pending = found
-        if self._look:  # nothing is delivered
-            return placed
-        ids = pending.own_ids(self._setup.own_layout)
-        if self._bar is not None:
-            self._bar.step(self._setup.stats.epoch.starved, 1 + pending.batch.passed[0])
+        source, skipped, valid = self._setup.source, found.num_skipped(), found.valid()
+        local = source.split or source.stream is not None
+        ids = found.own_ids(self._setup.own_layout, local=local)
+        num_real, load = int(np.count_nonzero(valid)), found.step.load
         self._clock.leave(
-            entered,
-            rows=pending.num_rows(),
-            samples=pending.num_real_rows(),
-            num_bytes=pending.num_bytes,
-            skipped=pending.num_skipped(),
-            load=pending.batch.load,
+            entered, rows=len(valid), samples=num_real, num_bytes=found.num_bytes, skipped=skipped, load=load
         )
         # Last, and in two assignments: a signal's handler may save the state at any moment.
-        self._current = pending
-        self._setup.run.delivered(self._progress, pending.batch, ids)
-        return placed
-
-    def peek(self) -> Any:
-        """Return the first batch of a stream without delivering it."""
-        return self._pass.peek()[0]
+        self._current = found
+        self._setup.run.delivered(self._progress, found.step, ids)
+        return found.value
 
     @property
     def valid(self) -> Any:
@@ -144,15 +122,11 @@ class ShardIterator:
         """
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
-        assert self._current.rows is not None
-        assert self._current.layout is not None
         return self._setup.placer.valid(self._current.valid(), self._current.rows, self._current.layout)
 
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
         self._closed = self._progress.closed = True
-        if self._bar is not None:
-            self._bar.close()
         self._pass.close()
 
     def __enter__(self) -> ShardIterator:

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.comm.batch_check import BatchCheck, checked_verify
-from paddle_shard.delivery.described import described_of
+from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
+from paddle_shard.delivery.step_pass import StepPass
+from paddle_shard.errors import DataReadError
 from paddle_shard.inputs.generators import generators
 from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
 from paddle_shard.inputs.source import read_source
-from paddle_shard.inputs.stream_source import as_stream_loader, gather_tensors, read_stream
+from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.description import shown, warn_if_batches_differ
 from paddle_shard.loader.facts import check_agree, check_ranks, facts_of, ranks_of
 from paddle_shard.loader.iteration import ShardIterator, describe
-from paddle_shard.loader.progress_bar import import_tqdm
 from paddle_shard.loader.run_methods import RunMethods
 from paddle_shard.loader.sampler_view import ShardBatchSampler
 from paddle_shard.place.assignment import assignment
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.plan.handlers import raised_by_a_handler
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.run import Run
-from paddle_shard.reading.passes import shallow_copy
-from paddle_shard.reading.stream_pass import StreamLoader
-from paddle_shard.reading.user_loader import UserLoader
-
-mend_process_mesh()
+from paddle_shard.ranks.batch_check import BatchCheck, checked_verify
+from paddle_shard.reading.chunk import NO_STAND_IN, as_they_are
+from paddle_shard.reading.reader import HowToRead
+from paddle_shard.reading.reading import Reading, StreamReading
 
 
 class _OwnNext:
@@ -62,6 +61,7 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
     def __init__(self, options: LoaderOptions) -> None:
         """See `shard_dataloader`."""
         # Paddle's constructor is not called: it is what this class puts right.
+        mend_process_mesh()
         meshes, shard_dims, placements = options.meshes, options.shard_dims, options.placements
         self._input_keys, self.dense_tensor_idx = options.input_keys, options.dense_tensor_idx
         self._meshes, self._shard_dims, self._original = meshes, shard_dims, options.dataloader
@@ -86,8 +86,6 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
             self._source = read_stream(options, layouts, own)
         check_agree(options, self._source, layouts)
         self.seed, self.timeout = options.seed, options.timeout
-        if options.progress:
-            import_tqdm()  # so that it is missed on every rank, and now
         dispatched = self._source.stream is not None and self._source.stream.dispatched
         self._prefetch, self._if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
         members, me = ranks_of(layouts), dist.get_rank()
@@ -106,32 +104,27 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
         elif verify is not None and not compared and own.on_mesh and own.num_data_ranks > 1:
             self._batch_check = BatchCheck((own.layout, own.data_axes))
         make = TensorMaker(dataloader.places[0])
-        self._described_as = described_of(options, self._source, make.copied, on_mesh=own.on_mesh)
-        self._rows = LoaderRows(self._source, self._placer, own, described=self._described_as is not None)
+        self._rows = LoaderRows(self._source, self._placer, own)
         self._next_of = None
         self.stats = LoaderStats(self._replicas.__str__)
-        self._described: ShardIterator | None = None
+        self._described: tuple[LoaderState, StepPass] | None = None
+        """A position, and a pass from there whose first batch was looked at: it cannot perhaps be read again."""
         drawn = generators(with_paddle=options.seed_paddle)
         worker_timeout = 0.9 * self.timeout  # less than the other ranks', so that they are told what it is
-        self._reading: Any
-        if self._source.stream is not None:
-            self._reading = StreamLoader(
-                dataloader,
-                self._source.stream.stage,
-                drawn,
-                make.copied,
-                make.zero_copy,
-                gather_tensors,
-                worker_timeout,
-            )
-            if self._pad_to is not None:
-                self._reading.even = self._pad_to.even
-            self._dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
-        else:
-            self._reading = UserLoader(
-                dataloader, drawn, make.copied, make.zero_copy, worker_timeout, skip_errors=options.skip_errors
-            )
-            self._dataloader = self._reading.dataloader
+        how = HowToRead(
+            generators=drawn,
+            seed=self.seed,
+            skip_errors=options.skip_errors,
+            items_are_batches=self._source.item_is_batch,
+            several=own.num_data_ranks > 1 and self._pad_to is None,
+            split=self._source.split,
+        )
+        setup, even = self._source.stream, as_they_are if self._pad_to is None else self._pad_to.even
+        read = None
+        if setup is not None:
+            read = StreamReading(stage=setup.stage, num_workers=setup.num_workers, places=setup.places(), even=even)
+        self._reading = Reading(dataloader, how, make.copied, make.zero_copy, worker_timeout, read)
+        self._dataloader = self._reading.dataloader
         size = self._source.batch_size
         self.batch_size = None
         if size is not None:
@@ -167,11 +160,10 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
 
     def __iter__(self) -> ShardIterator:
         described, self._described = self._described, None
-        if described is not None and described.start == self._run.start():
-            described.hand_out()  # its first batch was looked at, and cannot perhaps be read again
-            return described
+        if described is not None and described[0] == self._run.start():
+            return ShardIterator(self._setup(), described[1])
         if described is not None:
-            described.close()
+            described[1].close()
         return ShardIterator(self._setup())
 
     def _setup(self) -> PassSetup:
@@ -189,10 +181,9 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
             input_keys=self._input_keys,
             pad_to=self._pad_to,
             agreeing_ranks=self._agreeing_ranks,
-            facts=self._facts | {"changes of the order": self._run.history},
+            facts=self._facts | {"changes of the order": self._run.history.to_json()},
             batch_check=self._batch_check,
             replicas=self._replicas,
-            described=self._described_as,
             verify=self._verify,
             prefetch=self._prefetch,
             if_worth_it=self._if_worth_it,
@@ -200,17 +191,22 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
 
     def _first_batch(self) -> Any:
         """Return the first batch of the current epoch without delivering it."""
-        if self._source.stream is None:
-            with ShardIterator(self._setup(), look=True) as iterator:
-                return next(iterator)
-        self._described = described = iter(self)
+        if self._described is None or self._described[0] != self._run.start():
+            if self._described is not None:
+                self._described[1].close()
+            start = self._run.start()
+            self._described = start, begin(self._setup(), start)
+        described = self._described[1]
         try:
-            return described.peek()
+            found = described.peek()
         except BaseException as error:
             if not isinstance(error, Exception) or raised_by_a_handler(error):  # who knows what was read
                 self._described = None
                 described.close()
             raise
+        if found is None:
+            raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
+        return found.value
 
     def __call__(self) -> ShardDataloader:
         """Return this loader with a `next` of its own: all else, the epoch and the position too, is one and the same.
@@ -241,5 +237,5 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
     def close(self) -> None:
         """End persistent workers; open iterators keep theirs."""
         if self._described is not None:
-            self._described.close()
+            self._described[1].close()
         self._reading.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.inputs.source import Source
 from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.run import Run
-from paddle_shard.samplers.left_out import without
 
 
 class ShardBatchSampler(paddle.io.DistributedBatchSampler):
@@ -60,11 +61,9 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         return self.num_samples * self.nranks
 
     def __iter__(self) -> Iterator[list[Any]]:
-        whole = self._source.split or self._source.item_is_batch
-        for batch in without(self._source.batches.epoch(self.epoch), self._run.skips, self.epoch, 0):
-            rows = range(batch.num_rows) if whole else self._rows.of(batch.num_rows, batch.micro_size).asked
-            indices = self._source.dealt(batch).take(rows)
-            yield indices.tolist() if isinstance(indices, np.ndarray) else indices
+        batches = copy(self._source.batches)  # looking is not requesting: `set_weights` goes by what was requested
+        for step in batches.steps(LoaderState(epoch=self.epoch), self._rows.to_read, self._run.skips):
+            yield step.ids.tolist() if isinstance(step.ids, np.ndarray) else list(step.ids)
 
     def __len__(self) -> int:
         return self._run.num_batches()

@@ -6,8 +6,7 @@ from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.inputs.stream_setup import StreamSetup
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Stage
 
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (

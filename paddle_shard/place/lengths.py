@@ -143,7 +143,7 @@ class PadTo:
             rows = [{key: column[n] for key, column in columns.items()} for n in range(len(values))]
             return [rebuild(first, row if isinstance(first, Mapping) else list(row.values())) for row in rows]
         fill = fill_of(0)
-        kinds = {(value.dtype, len(value.shape)) if isinstance(value, paddle.Tensor) else None for value in values}
+        kinds = {(value.dtype, len(value.shape)) if hasattr(value, "shape") else None for value in values}
         if fill is None or len(kinds) > 1 or None in kinds:
             return values  # joining them reports what does not fit
         row = tuple(max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True))
@@ -172,6 +172,10 @@ class PadTo:
     def _padded(tensor: Any, row: tuple[int, ...], fill: float) -> Any:
         if tuple(tensor.shape[1:]) == row:
             return tensor
+        if isinstance(tensor, np.ndarray):
+            padded = np.full([len(tensor), *row], fill, tensor.dtype)
+            padded[tuple(slice(0, size) for size in tensor.shape)] = tensor
+            return padded
         out = paddle.full([tensor.shape[0], *row], fill, tensor.dtype)
         if out.place != tensor.place:
             out = out.to(tensor.place)

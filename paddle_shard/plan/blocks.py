@@ -56,7 +56,7 @@ class Blocks(Ordering):
             epoch: The epoch, any int.
             width: Rows of a micro-batch.
         """
-        return block_order(length, self, width, seed, epoch)
+        return _block_order(length, self, width, seed, epoch)
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what a saved state stores about the order; a loader calls it.
@@ -164,7 +164,7 @@ class BlockOrder:
     def inverse(self, samples: Indices) -> Indices:
         """Return the position of each sample: int64, same shape."""
         mixed = self._shelf.places(samples.reshape(-1))
-        part = self._parts.part_of(mixed)
+        part = np.searchsorted(self._parts.starts, mixed, side="right").astype(np.int64) - 1
         window, offset = self._offsets(part, mixed)
         place = mixed - offset
         for chosen, key in _runs(mixed, part, window):
@@ -196,6 +196,9 @@ class BlockOrder:
         return self._shelf.samples(first + self._mixing(part, window)(offsets))
 
 
+_block_order = lru_cache(maxsize=4)(BlockOrder)  # with the tables that were computed last
+
+
 class _Parts:
     """Converts positions of the epoch to places, and back. Places number the blocks end to end, cut into P parts.
 
@@ -222,10 +225,6 @@ class _Parts:
             part[late] = np.searchsorted(self._rests, beyond, side="right") - 1
             place[late] = self._in_rows + beyond - self._rests[part[late]]
         return part, place + self.starts[part]
-
-    def part_of(self, places: Indices) -> Indices:
-        """Return the part of each place."""
-        return np.searchsorted(self.starts, places, side="right").astype(np.int64) - 1
 
     def positions(self, part: Indices, places: Indices) -> Indices:
         """Undo `places`."""
@@ -298,9 +297,3 @@ def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]
     ends = [*starts[1:].tolist(), len(places)]
     for start, end, key in zip(starts.tolist(), ends, sorted_keys[starts].tolist(), strict=True):
         yield ascending[start:end], key
-
-
-@lru_cache(maxsize=4)
-def block_order(num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int) -> BlockOrder:
-    """Return the order of an epoch; a few orders are cached."""
-    return BlockOrder(num_samples, blocks, width, seed, epoch)

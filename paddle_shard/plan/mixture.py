@@ -1,26 +1,56 @@
-"""Which sample of which source is at a position of a mixture?"""
+"""Which sample of which source is at a position of a mixture, and which id does it have?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.chairman import Chairman, chairman
-from paddle_shard.plan.mixture_ids import ROUNDS, epoch_number, sample_ids, source_and_index
 from paddle_shard.plan.order import Ordering
-from paddle_shard.plan.permutations import Permutations
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.segments import Segment
-from paddle_shard.plan.shuffle import Blockwise, Indices
-from paddle_shard.plan.source_epochs import SourceEpochs
+from paddle_shard.plan.shuffle import Blockwise, Indices, Permutation, Permutations
+from paddle_shard.plan.weights import Chairman, Segment, chairman
 
+MAX_SOURCES = 1 << 12
+"""Most sources of a mixture."""
+MAX_LENGTH = 1 << 40
+"""Most samples of one source."""
+ROUNDS = 1 << 9
+"""Number of epochs of a source whose ids differ."""
+_MARK = 1 << 61
 MAX_DRAWS = 1 << 50
 """Most samples of a run."""
+
+
+# An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source.
+
+
+def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
+    """Return the ids of samples: int64, as many as there are sources.
+
+    An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is drawn again in the
+    same epoch of the mixture has another id, and other random numbers.
+    """
+    return _MARK + ((epochs % ROUNDS) << 52) + (sources << 40) + indices
+
+
+def is_sample_id(index: int) -> bool:
+    """Return whether an index is the id of a source's sample, and not a position of the mixture."""
+    return index >= _MARK
+
+
+def source_and_index(sample: Any) -> tuple[Any, Any]:
+    """Return the number of the source, and the index in it, of a sample's id, or of an array of ids."""
+    return (sample >> 40) % MAX_SOURCES, sample % MAX_LENGTH
+
+
+def without_epoch(samples: Indices) -> Indices:
+    """Return ids without the epoch of their source; ids of other data sets as they are."""
+    return np.where(samples >= _MARK, samples & ~np.int64((ROUNDS - 1) << 52), samples)
 
 
 @dataclass(frozen=True)
@@ -69,11 +99,17 @@ class Mixing(Ordering):
                 f"epoch must be in range({MAX_DRAWS // length}) for a mixture with {length} samples in an epoch, "
                 f"got {epoch}."
             )
-        key = seed, epoch, length
-        if self._newest.get("key") != key:
-            self._newest.update(key=key, order=MixtureOrder(self, seed, self.first_position(epoch, length), length))
-        order: MixtureOrder = self._newest["order"]
-        return order
+        kept = self._kept
+        if kept.get("seed") != seed:
+            kept.update(seed=seed, many=Permutations(len(self.names), partial(self.key, seed)))
+        if kept.get("asked") != (seed, epoch, length):
+            order = MixtureOrder(self, seed, kept["many"], self.first_position(epoch, length), length)
+            kept.update(asked=(seed, epoch, length), order=order)
+        return cast(MixtureOrder, kept["order"])
+
+    def key(self, seed: int, source: int, epoch: int) -> bytes:
+        """Return the key of the order of a source's epoch."""
+        return derive_key("source", self.names[source], seed, epoch, size=64)
 
     def padding_from(self, epoch: int, length: int) -> int:
         """Return where the newest segment begins, if it is in the epoch: a source from before may be gone."""
@@ -151,21 +187,8 @@ class Mixing(Ordering):
         return tuple(chairman(segment.parts) for segment in self.segments)
 
     @cached_property
-    def _newest(self) -> dict[str, Any]:
-        """The order that was asked for last, and its arguments."""
-        return {}
-
-    def permutations(self, seed: int) -> Permutations:
-        """Return the orders of the sources' epochs."""
-        if seed not in self._permutations:
-            names = self.names
-            self._permutations[seed] = Permutations(
-                len(names), lambda source, epoch: derive_key("source", names[source], seed, epoch, size=64)
-            )
-        return self._permutations[seed]
-
-    @cached_property
-    def _permutations(self) -> dict[int, Permutations]:
+    def _kept(self) -> dict[str, Any]:
+        """The order that was asked for last and the permutations of its seed, each with what it was asked with."""
         return {}
 
     @cached_property
@@ -181,21 +204,78 @@ class Mixing(Ordering):
         return self._bases[number]
 
 
+class SourceEpochs:
+    """Which epoch of its source a draw belongs to, for sources that may grow during a run.
+
+    The epoch that a source has begun when it grows ends with the old length; the next one has the new length.
+    """
+
+    def __init__(self, segments: Sequence[Segment], counts: Callable[[int], Indices]) -> None:
+        """Set up the layers: the first draw, its epoch and the length of the epochs from there on, for each source.
+
+        Args:
+            segments: The segments of the run.
+            counts: Returns how often each source is drawn before a position of the run.
+        """
+        first, *others = segments
+        zero = np.zeros(len(first.lengths), np.int64)
+        self._layers = [(zero, zero, np.array(first.lengths, np.int64))]
+        self._lengths = np.maximum(self._layers[0][2], 1)  # no division by that of a source that is not there
+        for segment in others:
+            start, epoch, before = self._layers[-1]
+            lengths = np.array(segment.lengths, np.int64)
+            changed = (lengths != before) & (lengths > 0)  # a source that is gone keeps the length that it had
+            if not changed.any():
+                continue
+            drawn = counts(segment.first) - start
+            begun = np.where(before > 0, -(-drawn // np.maximum(before, 1)), 0)  # epochs, also one that is not over
+            self._layers.append(
+                (
+                    np.where(changed, start + begun * before, start),
+                    np.where(changed, epoch + begun, epoch),
+                    np.where(changed, lengths, before),
+                )
+            )
+
+    def at(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return, for some draws, the epoch of the source, its length, and the place in it."""
+        if len(self._layers) == 1:  # each source begins at its first draw
+            length = self._lengths.take(sources)
+            rounds = draws // length
+            return rounds, length, draws - rounds * length
+        start, epoch, length = (values[sources] for values in self._layers[-1])
+        for layer in self._layers[-2::-1]:
+            earlier = draws < start
+            if not earlier.any():
+                break
+            for values, older in zip((start, epoch, length), layer, strict=True):
+                values[earlier] = older[sources[earlier]]
+        rounds, places = np.divmod(draws - start, np.maximum(length, 1))
+        return epoch + rounds, length, places
+
+    def begin(self, source: int, epoch: int) -> tuple[int, int]:
+        """Return the first draw of an epoch of a source, and its length; zeros if there is no such epoch."""
+        for start, first, length in self._layers[::-1]:
+            if epoch >= first[source] and length[source]:
+                return int(start[source] + (epoch - first[source]) * length[source]), int(length[source])
+        return 0, 0
+
+
 class MixtureOrder:
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
-    def __init__(self, mixing: Mixing, seed: int, first: int, length: int) -> None:
+    def __init__(self, mixing: Mixing, seed: int, many: Permutations, first: int, length: int) -> None:
         """Set up the order.
 
         Args:
             mixing: The mixture's sources and weights.
             seed: Seed of the run.
+            many: The orders of the sources' epochs, if they are shuffled.
             first: Position of the run at which the epoch begins.
             length: Samples of the epoch.
         """
         self.mixing, self.first, self.length = mixing, first, length
-        self._seed = seed
-        self._orders = mixing.permutations(seed) if mixing.shuffled else None
+        self._seed, self._orders = seed, many if mixing.shuffled else None
         self._blocks = Blockwise(self, length)
 
     def __call__(self, positions: Indices) -> Indices:
@@ -214,7 +294,7 @@ class MixtureOrder:
     def inverse(self, samples: Indices) -> Indices:
         """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""
         flat = samples.reshape(-1)
-        found = [self._found(*source_and_index(sample), epoch_number(sample)) for sample in flat.tolist()]
+        found = [self._found(*source_and_index(sample), (sample >> 52) % ROUNDS) for sample in flat.tolist()]
         return np.array([at[0] if at else -1 for at in found], np.int64).reshape(samples.shape)
 
     def occurrences(self, sample: tuple[str, int]) -> list[int]:
@@ -251,25 +331,17 @@ class MixtureOrder:
             first, step = first + (rounds - first) % ROUNDS, ROUNDS
         draws = []
         for epoch in range(first, last + 1, step):
-            place = self._place(source, epoch, index)
-            draw = None if place is None else epochs.draw(source, epoch, place)
-            if draw is not None and begin <= draw < end:
-                draws.append(draw)
+            begun, length = epochs.begin(source, epoch)
+            if index >= length:  # the source has grown since
+                continue
+            place = index
+            if self._orders is not None:
+                order = Permutation(length, mixing.key(self._seed, source, epoch))
+                place = int(order.inverse(np.array([index], np.int64))[0])
+            if begin <= begun + place < end:
+                draws.append(begun + place)
         positions = mixing.positions(np.full(len(draws), source), np.array(draws, np.int64))
         return [position - self.first for position in positions.tolist()]
-
-    def _place(self, source: int, epoch: int, index: int) -> int | None:
-        """Return the place of a sample in an epoch of its source; None if the epoch is shorter."""
-        draw = self.mixing.source_epochs.draw(source, epoch, 0)
-        if draw is None:
-            return None
-        one = np.array([source], np.int64)
-        _, length, _ = self.mixing.source_epochs.at(one, np.array([draw], np.int64))
-        if index >= length[0]:
-            return None
-        if self._orders is None:
-            return index
-        return int(self._orders.inverse(one, np.array([epoch], np.int64), length, np.array([index], np.int64))[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

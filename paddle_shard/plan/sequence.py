@@ -59,19 +59,3 @@ def documents_order(ends: Tokens, parts: int) -> Tokens:
                 counts[rank] += sizes[chunk]
         begin = end
     return np.concatenate([tokens for own in held for tokens in own])
-
-
-def num_pairs(order: Tokens, ends: Tokens, parts: int) -> npt.NDArray[np.int64]:
-    """Return the pairs of a query and a key of causal attention inside documents: int64[ranks, documents].
-
-    Args:
-        order: The tokens in the order in which the ranks hold them.
-        ends: The position after the last token of each document.
-        parts: Number of ranks.
-    """
-    document = np.searchsorted(ends, order, side="right")
-    begins = np.concatenate([[0], ends[:-1]])
-    pairs = order - begins[document] + 1
-    found = np.zeros((parts, len(ends)), np.int64)
-    np.add.at(found, (np.repeat(np.arange(parts), len(order) // parts), document), pairs)
-    return found

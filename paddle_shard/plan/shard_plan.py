@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.coverage import Coverage, coverage
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.order import Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
@@ -260,14 +259,6 @@ class ShardPlan:
             return 0
         last = self.num_steps - 1
         return min(self.num_positions, self.first_position(step=last) + self.num_rows(step=last))
-
-    def coverage(self, *, epoch: int = 0) -> Coverage:
-        """Return how often each sample is delivered, over all steps and data ranks.
-
-        Args:
-            epoch: The epoch.
-        """
-        return coverage(self, epoch)
 
     def where(self, *, epoch: int, sample: int) -> Where | None:
         """Return where a sample is delivered, as a real row; None if the tail drops it.

@@ -1,10 +1,14 @@
-"""Which sample is at a position of a shuffled epoch, computed without a table of all samples?"""
+"""Which sample is at a position of a shuffled epoch, computed without a table of all samples?
+
+`Permutation` is the order of one epoch. `Permutations` are those of many sources, evaluated together.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +25,8 @@ TABLE_MAX = 4096
 MAX_SAMPLES = 1 << 62
 BLOCK = 4096
 """Positions that are computed at once, even if only a few are needed."""
+MAX_ENTRIES = 1 << 22
+"""Entries of tables that are kept for many sources: 2 bytes each."""
 VERSION = 1
 """Version of the orders that this package computes; a saved run resumes only with the same version."""
 
@@ -46,25 +52,26 @@ class Permutation:
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise ValueError(f"num_samples must be in [1, 2^62], got {num_samples}.")
         self.num_samples = num_samples
-        self._keys = np.frombuffer(key, dtype="<u8").astype(np.uint64)
+        keys = np.frombuffer(key, dtype="<u8").astype(np.uint64)
         self._table = self._inverse_table = None
         if num_samples <= TABLE_MAX:
-            self._table = self._draw_table()
+            self._table = draw_tables(keys[None], num_samples)[0].astype(np.int64)
             self._inverse_table = np.argsort(self._table, kind="stable").astype(np.int64)
-        self._sizes = network_sizes(num_samples)
+        self._limit, self._sizes, self._rounds = np.uint64(num_samples), network_sizes(num_samples), list(keys[:ROUNDS])
         self._blocks = Blockwise(self, num_samples)
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
         if self._table is not None:
-            return self._table[positions]
-        return self._walk(positions, self._forward)
+            found: Indices = self._table[positions]
+            return found
+        return self._apply(positions, backward=False)
 
     def inverse(self, samples: Indices) -> Indices:
         """Return the position of each sample: int64, same shape."""
         if self._inverse_table is not None:
             return self._inverse_table[samples]
-        return self._walk(samples, self._backward)
+        return self._apply(samples, backward=True)
 
     def between(self, start: int, stop: int) -> Indices:
         """Return the samples at positions [start, stop); a few samples come from a cached block."""
@@ -72,34 +79,8 @@ class Permutation:
             return self(np.arange(start, stop, dtype=np.int64))
         return self._blocks(start, stop)
 
-    def _draw_table(self) -> Indices:
-        # Sorting by independent 64-bit hashes gives every order the same chance.
-        hashes, scratch = np.arange(self.num_samples, dtype=np.uint64), np.empty(self.num_samples, np.uint64)
-        for key in self._keys[:3]:
-            hash_into(hashes, key, hashes, scratch)
-        return np.argsort(hashes, kind="stable").astype(np.int64)
-
-    def _walk(self, values: Indices, step: Callable[[Words], None]) -> Indices:
-        """Apply a step to each value, and again to each result outside [0, n)."""
-        out = np.array(values, dtype=np.uint64, order="C")
-        flat, limit = out.reshape(-1), np.uint64(self.num_samples)
-        for start in range(0, flat.size, BLOCK):  # so that all of a step stays in the cache
-            step(flat[start : start + BLOCK])
-        outside = np.flatnonzero(flat >= limit)
-        while outside.size:
-            again = flat[outside]
-            step(again)
-            flat[outside] = again
-            outside = outside[again >= limit]
-        return out.view(np.int64)
-
-    def _forward(self, x: Words) -> None:
-        """Replace the numbers of [0, a * b) in x by their images."""
-        network(x, self._sizes, [*enumerate(self._keys[:ROUNDS])], backward=False)
-
-    def _backward(self, x: Words) -> None:
-        """Undo `_forward`."""
-        network(x, self._sizes, [*enumerate(self._keys[:ROUNDS])][::-1], backward=True)
+    def _apply(self, values: Indices, *, backward: bool) -> Indices:
+        return walk(values, self._limit, lambda x, _: network(x, self._sizes, self._rounds, backward=backward))
 
 
 class Blockwise:
@@ -143,7 +124,7 @@ def network_sizes(num_samples: int) -> tuple[np.uint64, np.uint64]:
 def network(
     x: Words,
     sizes: tuple[np.uint64 | Words, np.uint64 | Words],
-    rounds: Sequence[tuple[int, np.uint64 | Words]],
+    rounds: Sequence[np.uint64 | Words],
     *,
     backward: bool,
 ) -> None:
@@ -152,15 +133,15 @@ def network(
     Args:
         x: uint64[n], changed in place.
         sizes: a and b, of all numbers or uint64[n].
-        rounds: (number of the round, its key or uint64[n]), in the order in which they are applied.
-        backward: True to undo the network; the rounds are then given in reverse.
+        rounds: The key of each round, of all numbers or uint64[n].
+        backward: True to undo the network.
     """
     left = x // sizes[1]
     right = x - left * sizes[1]
     added, scratch = np.empty_like(x), np.empty_like(x)
-    for number, key in rounds:
+    for number in range(len(rounds))[:: -1 if backward else 1]:
         half, other, size = (left, right, sizes[0]) if number % 2 == 0 else (right, left, sizes[1])
-        hash_into(other, key, added, scratch)
+        hash_into(other, rounds[number], added, scratch)
         # Into [0, size), size <= 2^32, by the high half of a product (Lemire 2019).
         added >>= _HALF
         added *= size
@@ -183,7 +164,145 @@ def hash_into(x: Words, key: np.uint64 | Words, out: Words, scratch: Words) -> N
     out *= _FINISH
 
 
+def walk(values: Indices, limits: np.uint64 | Words, step: Callable[[Words, Any], None]) -> Indices:
+    """Apply a network to each value, and again to each result that is not below its limit.
+
+    Args:
+        values: int64, of any shape; they stay as they are.
+        limits: Of all values, or uint64[n].
+        step: Replaces some values, given as an array and as their numbers, by their images.
+    """
+    out = np.array(values, dtype=np.uint64, order="C")
+    flat = out.reshape(-1)
+    for start in range(0, flat.size, BLOCK):  # so that all of a step stays in the cache
+        step(flat[start : start + BLOCK], slice(start, start + BLOCK))
+    outside = np.flatnonzero(flat >= limits)
+    while outside.size:
+        again = flat[outside]
+        step(again, outside)
+        flat[outside] = again
+        outside = outside[again >= (limits[outside] if isinstance(limits, np.ndarray) else limits)]
+    return out.view(np.int64)
+
+
+def draw_tables(keys: Words, length: int) -> npt.NDArray[np.intp]:
+    """Return a table of `length` entries, at most 4096, for each row of `keys`: uint64[n, 3 or more]."""
+    # Sorting by independent 64-bit hashes gives every order the same chance.
+    hashes = np.tile(np.arange(length, dtype=np.uint64), (len(keys), 1))
+    scratch = np.empty_like(hashes)
+    for number in range(3):
+        hash_into(hashes, keys[:, number, None], hashes, scratch)
+    return np.argsort(hashes, axis=1, kind="stable")
+
+
 @lru_cache(maxsize=8)
 def permutation(num_samples: int, purpose: str, seed: int, epoch: int) -> Permutation:
     """Return the permutation of an epoch: a function of (purpose, seed, epoch) and the length alone."""
     return Permutation(num_samples, derive_key(purpose, seed, epoch, size=64))
+
+
+# Many sources at once
+
+
+class Permutations:
+    """The permutations of the epochs of some sources, evaluated together.
+
+    Entry by entry, the result is that of `Permutation(length, key)`. With a thousand sources, a batch has a few samples
+    of each, and numpy takes longer to begin on an array than to compute a few samples.
+    """
+
+    def __init__(self, num_sources: int, key_of: Callable[[int, int], bytes]) -> None:
+        """Set up; nothing is computed yet.
+
+        Args:
+            num_sources: Number of sources.
+            key_of: Returns the key of (source, epoch), 64 bytes. An epoch of a source always has the same length.
+        """
+        self._num_sources, self._key_of = num_sources, key_of
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slot = np.zeros(self._num_sources, np.int64)
+        self._epoch = np.full(self._num_sources, -1, np.int64)
+        self._count = 0
+        self._keys = np.empty((ROUNDS, 64), np.uint64)
+        self._sizes = np.empty((2, 64), np.uint64)
+        self._table_at = np.empty(64, np.int64)
+        self._tables = np.empty(0, np.int16)
+        self._entries = 0
+
+    def __call__(self, sources: Indices, epochs: Indices, lengths: Indices, places: Indices) -> Indices:
+        """Return the sample at each place: int64, as many as there are places.
+
+        Args:
+            sources: int64, the source of each.
+            epochs: int64, the epoch of the source.
+            lengths: int64, the length of that epoch.
+            places: int64, the place in it.
+        """
+        slots = self._slots(sources, epochs, lengths)
+        small = lengths <= TABLE_MAX
+        if small.all():
+            drawn: Indices = self._tables[self._table_at[slots] + places].astype(np.int64)
+            return drawn
+        if not small.any():
+            return self._walk(slots, lengths, places)
+        found, large = np.empty(len(places), np.int64), ~small
+        found[small] = self._tables[self._table_at[slots[small]] + places[small]]
+        found[large] = self._walk(slots[large], lengths[large], places[large])
+        return found
+
+    def _slots(self, sources: Indices, epochs: Indices, lengths: Indices) -> Indices:
+        """Return where the key, or the table, of each (source, epoch) is kept."""
+        if self._entries > MAX_ENTRIES or self._count > 4 * self._num_sources + BLOCK:
+            self._forget()
+        slots = self._slot[sources]
+        new = np.flatnonzero(self._epoch[sources] != epochs)
+        if not new.size:
+            return slots
+        pairs = epochs[new] * self._num_sources + sources[new]
+        _, first, back = np.unique(pairs, return_index=True, return_inverse=True)
+        chosen = new[first]
+        slots[new] = (self._count + np.arange(len(first)))[back.reshape(-1)]
+        self._add(sources[chosen], epochs[chosen], lengths[chosen])
+        return slots
+
+    def _add(self, sources: Indices, epochs: Indices, lengths: Indices) -> None:
+        """Make a slot for each (source, epoch), in their order."""
+        start, count = self._count, len(sources)
+        while len(self._table_at) < start + count:
+            self._keys = np.concatenate([self._keys, np.empty_like(self._keys)], axis=1)
+            self._sizes = np.concatenate([self._sizes, np.empty_like(self._sizes)], axis=1)
+            self._table_at = np.concatenate([self._table_at, np.empty_like(self._table_at)])
+        pairs = zip(sources.tolist(), epochs.tolist(), strict=True)
+        drawn = np.frombuffer(b"".join(self._key_of(*pair) for pair in pairs), "<u8").reshape(count, 8)
+        keys = drawn.astype(np.uint64)
+        self._keys[:, start : start + count] = keys[:, :ROUNDS].T
+        self._sizes[:, start : start + count] = np.array([network_sizes(length) for length in lengths.tolist()]).T
+        for length in np.unique(lengths[lengths <= TABLE_MAX]).tolist():
+            rows = np.flatnonzero(lengths == length)
+            self._draw_tables(start + rows, keys[rows], length)
+        self._slot[sources], self._epoch[sources] = start + np.arange(count), epochs
+        self._count += count
+
+    def _draw_tables(self, slots: Indices, keys: Words, length: int) -> None:
+        """Draw the tables of some epochs of one length, as `Permutation` draws one."""
+        tables = draw_tables(keys, length).astype(np.int16)
+        end = self._entries + tables.size
+        if end > len(self._tables):
+            grown = np.empty(max(end, 2 * len(self._tables)), np.int16)
+            grown[: self._entries] = self._tables[: self._entries]
+            self._tables = grown
+        self._tables[self._entries : end] = tables.reshape(-1)
+        self._table_at[slots] = self._entries + np.arange(len(slots)) * length
+        self._entries = end
+
+    def _walk(self, slots: Indices, lengths: Indices, places: Indices) -> Indices:
+        """Return the images of some places in the networks of their slots."""
+
+        def step(x: Words, chosen: Any) -> None:
+            own = slots[chosen]
+            sizes = self._sizes[0].take(own), self._sizes[1].take(own)
+            network(x, sizes, [keys.take(own) for keys in self._keys], backward=False)
+
+        return walk(places, lengths.astype(np.uint64), step)

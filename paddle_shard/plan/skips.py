@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import StateError
-from paddle_shard.plan.mixture_ids import without_epoch
+from paddle_shard.plan.mixture import without_epoch
 from paddle_shard.plan.shuffle import Indices
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class Skips:
         if saved is None:
             return cls()
         try:
-            stretches = [tuple(map(_count, stretch)) for stretch in saved["stretches"]]
-            samples = [sample if isinstance(sample, str) else _count(sample) for sample in saved["samples"]]
+            stretches = [tuple(map(counted, stretch)) for stretch in saved["stretches"]]
+            samples = [sample if isinstance(sample, str) else counted(sample) for sample in saved["samples"]]
             fine = all(len(stretch) == 3 and stretch[1] < stretch[2] for stretch in stretches)
         except (KeyError, TypeError, ValueError):
             fine = False
@@ -120,7 +120,8 @@ class Skips:
         return cls().joined(((epoch, first, end) for epoch, first, end in stretches), samples)
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+def counted(value: Any, least: int = 0) -> int:
+    """Return a number of a saved state; a ValueError if it is no int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(value)
     return value

@@ -1,20 +1,96 @@
-"""What is a loader's position in its run, and can a saved position be resumed?"""
+"""What is a loader's position in its run, what was changed before it, and can a saved position be resumed?
+
+`LoaderState` is the record of a run: the saved state is its JSON. `History` is the part of it that says what was
+changed, and where.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
+from paddle_shard.plan.skips import Skips, counted
+from paddle_shard.plan.weights import Segment
 
 VERSION = 2
 """Version of the layout of a saved state. Version 1 had no history, and is read as well."""
 
 _COUNTS = ("epoch", "samples", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What was changed in a run, and where: as little as makes every position's sample known.
+
+    A change of data or weights holds from a position on. What was drawn before it stays as it was, so the run can be
+    replayed.
+    """
+
+    lengths: tuple[tuple[int, int], ...] = ()
+    """(first epoch, samples of an epoch from there on); empty if the length never changed."""
+    segments: tuple[Segment, ...] = ()
+    """All segments of a mixture; empty if they are those of the data set."""
+    skips: Skips = field(default_factory=Skips)
+    """What the user leaves out."""
+
+    def plan(self, plan: ShardPlan) -> ShardPlan:
+        """Return a plan with the changes of the run, but for the length of each epoch."""
+        if not isinstance(plan.ordering, Mixing) or not (self.segments or self.lengths):
+            return plan
+        segments = self.segments or plan.ordering.segments
+        return replace(plan, shuffle=replace(plan.ordering, segments=segments, lengths=self.lengths))
+
+    def length(self, length: int, epoch: int) -> int:
+        """Return the samples of an epoch, if they are `length` where nothing has changed."""
+        found = [samples for first, samples in self.lengths if first <= epoch]
+        return found[-1] if found else length
+
+    def first_sample(self, length: int, epoch: int) -> int:
+        """Return the sample of the run with which an epoch begins, if `length` is that of epochs without changes."""
+        return sum(self.length(length, one) for one in range(epoch)) if self.lengths else epoch * length
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the history for a saved state; None if nothing has changed."""
+        if not (self.lengths or self.segments or self.skips):
+            return None
+        segments = [[segment.first, list(segment.parts), list(segment.lengths)] for segment in self.segments]
+        found = {"lengths": [list(entry) for entry in self.lengths], "segments": segments}
+        return found | ({"skips": self.skips.to_json()} if self.skips else {})
+
+    @classmethod
+    def from_json(cls, saved: Any) -> History:
+        """Return the history of a saved state.
+
+        Raises:
+            StateError: It is damaged.
+        """
+        if saved is None:
+            return cls()
+        try:
+            lengths = tuple((counted(first), counted(samples, 1)) for first, samples in saved["lengths"])
+            segments = tuple(
+                Segment(counted(first), tuple(map(counted, parts)), tuple(map(counted, sizes)))
+                for first, parts, sizes in saved["segments"]
+            )
+            firsts = [segment.first for segment in segments]
+            epochs = [first for first, _ in lengths]
+            widths = {len(values) for segment in segments for values in (segment.parts, segment.lengths)}
+            fine = all(one < other for values in (firsts, epochs) for one, other in pairwise(values))
+            fine &= all(values[0] == 0 for values in (firsts, epochs) if values) and len(widths) <= 1
+            fine &= all(any(segment.parts) for segment in segments)
+        except (KeyError, TypeError, ValueError):
+            fine = False
+        if not fine:
+            raise StateError(f"state is damaged: history is {saved!r}.")
+        return cls(lengths, segments, Skips.from_json(saved.get("skips")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +110,11 @@ class LoaderState:
     sampler: Mapping[str, Any] | None = None
     """State of the user's own sampler after the last delivered batch."""
     certificate: tuple[tuple[Any, ...], ...] = ()
-    """Deliveries of the epoch so far, as rows of `plan.certificate.Leg`."""
+    """Deliveries of the epoch so far, as rows of `certificate.Leg`."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """Values that the order depends on."""
-    history: Mapping[str, Any] | None = None
-    """The changes of the order since the run began; see `plan.history.History`. None: there were none."""
+    history: History = field(default_factory=History)
+    """What was changed since the run began."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -52,7 +128,7 @@ class LoaderState:
             "sampler": self.sampler,
             "certificate": [list(leg) for leg in self.certificate],
             "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
-            "history": self.history,
+            "history": self.history.to_json(),
         }
 
     @classmethod
@@ -90,6 +166,7 @@ class LoaderState:
                 raise StateError(f"state is damaged: {name} must be an int >= 0, got {value!r}.")
         _check_shape(saved)
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
+        override = _packed_override(saved, fingerprint, override)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
         if "num_parts" in different:  # with another number of parts, each part holds other samples
             raise StateError(
@@ -113,7 +190,7 @@ class LoaderState:
             sampler=saved["sampler"],
             certificate=tuple(tuple(leg) for leg in saved["certificate"]),
             fingerprint=dict(fingerprint),
-            history=saved["history"],
+            history=History.from_json(saved["history"]),
         )
 
     def continued(self, batch_size: int) -> tuple[tuple[int, int], ...]:
@@ -165,3 +242,107 @@ def _rows_of(value: Any, length: int) -> bool:
         and all(isinstance(number, int) and not isinstance(number, bool) for number in row)
         for row in value
     )
+
+
+def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override: Collection[str]) -> Collection[str]:
+    """Return the fields that may differ, with "packed" if the packed sources of a mixture are those of the state.
+
+    Args:
+        state: The saved state.
+        now: Fingerprint of the loader.
+        override: Fields that may differ, by the user.
+
+    Raises:
+        StateError: Rows that an epoch has delivered hold other documents now.
+    """
+    saved = state["fingerprint"]
+    if saved.get("packed") == now.get("packed"):
+        return override
+    then, here = saved.get("packed") or {}, now.get("packed") or {}
+    if "mixture" in now and "mixture" in override:
+        changed = [name for name in then if name in here and then[name] != here[name]]
+        if changed:
+            raise StateError(
+                f"the sources {changed} are packed into other rows than those of the state, so their epochs cannot be "
+                "continued. Give them under new names, and the old ones as None with the weight 0."
+            )
+        return [*override, "packed"]
+    if "packed" in override and state["samples"]:
+        raise StateError(
+            "override=['packed']: the documents are packed into other rows than those of the state, so the epoch that "
+            "was begun cannot be continued: documents would be lost and repeated. Load a state from the end of an "
+            "epoch."
+        )
+    return override
+
+
+# Changes
+
+
+def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: int, samples: int) -> History:
+    """Return the history of a run that resumes with data that has grown, or with other sources or weights.
+
+    The epoch that was begun ends with the old length; the next one has the new length. A mixture has the sources and
+    weights of the data set from the saved position on.
+
+    Args:
+        saved: Fingerprint of the saved state.
+        history: Its history.
+        plan: The plan of the data as it is now.
+        epoch: Epoch of the state.
+        samples: Samples of the epoch that were delivered.
+
+    Raises:
+        StateError: The old order cannot be continued with this data.
+    """
+    before, now = int(saved["num_samples"]), plan.num_samples
+    then = history.length(before, epoch)
+    first_new = epoch + (samples > 0)
+    lengths = history.lengths or ((0, before),)
+    if then != now:
+        kept = tuple(entry for entry in lengths if entry[0] < first_new)
+        lengths = (*kept, (first_new, now))
+    lengths = lengths if len(lengths) > 1 or lengths[0][1] != now else ()
+    if not isinstance(plan.ordering, Mixing):
+        if samples and now < then:
+            raise StateError(
+                f"override=['num_samples']: the data had {then} samples and has {now} now, in the middle of epoch "
+                f"{epoch}. Only data that has grown can be continued; begin a new epoch, without this state."
+            )
+        return replace(history, lengths=lengths)
+    mixture = saved["mixture"]
+    old = mixture["sources"]
+    if list(plan.ordering.names[: len(old)]) != old:
+        raise StateError(
+            f"override=['mixture']: the state's sources are {old}, this mixture's {list(plan.ordering.names)}. Name "
+            "the old ones first, in their order, and new ones after them. A source that is gone is given as None, with "
+            "the weight 0."
+        )
+    lengths_now = plan.ordering.segments[-1].lengths
+    for name, was, has in zip(old, mixture["segments"][-1]["lengths"], lengths_now, strict=False):
+        if 0 < has < was:
+            raise StateError(
+                f"override=['mixture']: the source {name!r} had {was} samples and has {has} now. Only data that has "
+                "grown can be continued; a source that is gone is given as None, with the weight 0, and may come back "
+                "under another name."
+            )
+    more = (0,) * (len(plan.ordering.names) - len(old))
+    segments = history.segments or tuple(
+        Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
+    )
+    at = Mixing(tuple(old), segments, lengths=history.lengths).first_position(epoch, then) + samples
+    past = [
+        Segment(segment.first, segment.parts + more, segment.lengths + more)
+        for segment in segments
+        if segment.first < at
+    ]
+    begun = [segment for segment in plan.ordering.segments if segment.first <= at][-1:]
+    later = [segment for segment in plan.ordering.segments if segment.first > at]
+    return replace(history, lengths=lengths, segments=(*past, *(replace(one, first=at) for one in begun), *later))
+
+
+def switched(mixing: Mixing, at: int, parts: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Return the segments of a mixture with other weights from a position of the run on."""
+    lengths = mixing.segments[mixing.segment_at(at)].lengths
+    past = [segment for segment in mixing.segments if segment.first < at]
+    return (*past, Segment(at, parts, lengths))

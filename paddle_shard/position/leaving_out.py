@@ -9,31 +9,21 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.source import Source
-from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.mixture_ids import sample_ids, source_and_index
+from paddle_shard.plan.mixture import Mixing, sample_ids, source_and_index
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips, Stretch
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.samplers import IndexBatch, PlanBatch, UserBatches
+from paddle_shard.plan.step import Deal, RowsOf, Step, all_rows, rank_steps
+from paddle_shard.samplers import UserBatches, global_batch
 from paddle_shard.samplers.buckets import BucketBatchSampler
-from paddle_shard.samplers.left_out import without
-
-STILL_OPEN = (
-    "skip(): an iterator of the loader is open, which has read ahead. Close it, or load a state: what is left out "
-    "holds for iterators that are made afterwards."
-)
 
 
-LEFT = (
-    "skip(): a loop over epoch {epoch} was left at step {step}, and the next one would begin the epoch again. Load a "
-    "state first (loader.load_state_dict(loader.state_dict()) continues it), or choose another epoch."
-)
-
-
-def left_out_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> IndexBatch | None:
-    """Return a batch of a plan without what is left out; None if nothing is left of it."""
-    batch = iter([PlanBatch.of(plan, epoch, step)])
-    return next(without(batch, skips, epoch, plan.first_position(step=step)), None)
+def step_of_plan(
+    plan: ShardPlan, epoch: int, step: int, skips: Skips, rows_of: RowsOf = all_rows, deal: Deal | None = None
+) -> Step | None:
+    """Return a step of a plan without what is left out; None if nothing is left of it."""
+    batches, first = iter([global_batch(plan, epoch, step)]), plan.first_position(step=step)
+    return next(rank_steps(batches, epoch, first, rows_of, skips=skips, deal=deal), None)
 
 
 def stretches_of(
@@ -119,6 +109,10 @@ def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int |
             yield int(sample)
 
 
+def _no_rows(num_rows: int, micro_size: int) -> range:
+    return range(0)
+
+
 def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
     """Return how many steps of an epoch are left out as a whole."""
     if not skips.concerns(epoch):
@@ -129,21 +123,17 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
         perhaps |= {step for step in (low, high) if step < plan.num_steps}
         whole += max(0, min(high, plan.num_steps) - low - 1)
     for sample in skips.samples:
-        if isinstance(sample, int):
-            perhaps |= set(_steps_with(plan, epoch, sample))
+        if isinstance(plan.ordering, Mixing) and isinstance(sample, int):
+            source, index = source_and_index(sample)  # in any epoch of its source
+            found = plan.everywhere(epoch=epoch, sample=(plan.ordering.names[source], index))
+            perhaps |= {place.step for place in found}
+        elif isinstance(sample, int) and sample < plan.num_samples:
+            place = plan.where(epoch=epoch, sample=sample)
+            perhaps |= set() if place is None else {place.step}
     inside = {
         step
         for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch)
         for step in perhaps
         if plan.step_of(position=first) < step < plan.step_of(position=end - 1)
     }
-    return whole + sum(left_out_of_plan(plan, epoch, step, skips) is None for step in perhaps - inside)
-
-
-def _steps_with(plan: ShardPlan, epoch: int, sample: int) -> list[int]:
-    """Return the steps that deliver a sample; of a mixture, given by an id with any epoch of its source."""
-    if isinstance(plan.ordering, Mixing):
-        source, index = source_and_index(sample)
-        return [place.step for place in plan.everywhere(epoch=epoch, sample=(plan.ordering.names[source], index))]
-    place = plan.where(epoch=epoch, sample=sample) if sample < plan.num_samples else None
-    return [] if place is None else [place.step]
+    return whole + sum(step_of_plan(plan, epoch, step, skips, _no_rows) is None for step in perhaps - inside)

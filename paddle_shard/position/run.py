@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,28 +12,21 @@ import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.certificate import Account, Certificate, merge
-from paddle_shard.plan.history import History, grown, packed_override
-from paddle_shard.plan.mixture import Drawn
+from paddle_shard.plan.certificate import Account, Certificate, folded, merge, proof
+from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
+from paddle_shard.plan.partition import place_of_row, row_of_place
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import LoaderState, checked_epoch
-from paddle_shard.position.account import Delivered, gathered, proof
-from paddle_shard.position.leaving_out import (
-    LEFT,
-    STILL_OPEN,
-    left_out_of_plan,
-    num_steps_left_out,
-    numbers_of,
-    stretches_of,
-)
-from paddle_shard.position.mixing import agree_on_weights, drawn_at, mixing_of
-from paddle_shard.position.progress import PassProgress, numbers
-from paddle_shard.samplers import IndexBatch, PlanBatches, UserBatches
-from paddle_shard.samplers.places import place_in
+from paddle_shard.plan.state import History, LoaderState, checked_epoch, grown
+from paddle_shard.plan.step import Step, all_rows
+from paddle_shard.plan.weights import integer_weights
+from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
+from paddle_shard.position.record import Deliveries, PassProgress, numbers
+from paddle_shard.ranks.agreeing import gather_of
+from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.say_once import say_once
 
 
@@ -62,7 +56,7 @@ class Run:
         """The pass that was delivered from last, or came to its end."""
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks) if indexed and layout.on_mesh else None
-        self._delivered = Delivered(self._place)
+        self._deliveries = Deliveries()
         self._num_steps: int | None = None
         self.skips = Skips()
         """What the user leaves out."""
@@ -115,13 +109,13 @@ class Run:
             return
         if self._latest is None or progress.number >= self._latest.number:
             self._latest = progress
-        if progress.steps == 0:
+        if progress.at.steps == 0:
             say_once(
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
         self._count(progress)
-        progress.end()
+        progress.at = progress.at._replace(ended=True)
         if isinstance(self._source.batches, UserBatches):
             self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
@@ -136,27 +130,24 @@ class Run:
 
     # The position
 
-    def start(self) -> LoaderState:
-        """Return where a pass that is made now begins."""
-        return self._start_of(self.epoch)
+    def start(self, epoch: int | None = None) -> LoaderState:
+        """Return where a pass over an epoch, or the present one, begins if it is made now.
 
-    def _start_of(self, epoch: int) -> LoaderState:
-        """Return the loaded position, until a pass from it has come to its end, or the beginning of an epoch."""
+        That is the loaded position, until a pass from it has come to its end, or the beginning of the epoch.
+        """
+        epoch = self.epoch if epoch is None else epoch
         if self._resumed is not None and self._resumed.epoch == epoch:
             return self._resumed
         return LoaderState(epoch=epoch)
 
-    def say_if_begun_again(self, start: LoaderState) -> None:
-        """Log, once, that a pass begins an epoch again that a loop before it has left."""
-        left = self._newest
-        if left is not None and left.closed and left.epoch == start.epoch and left.steps > start.steps:
+    def begin(self, start: LoaderState) -> PassProgress:
+        """Return the progress of a pass that begins at a position."""
+        before = self._newest
+        if before is not None and before.closed and before.epoch == start.epoch and before.at.steps > start.steps:
             say_once(
                 "a loop over this loader was left before its end, and the next one begins the same epoch again. Call "
                 "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to continue it."
             )
-
-    def begin(self, start: LoaderState) -> PassProgress:
-        """Return the progress of a pass that begins at a position."""
         source, plan = self._source, self._plan_from(start)
         num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
         if source.stream is not None:
@@ -170,7 +161,7 @@ class Run:
             segments = start.continued(source.batch_size)
         return PassProgress(start, segments, self._place, num_steps, plan)
 
-    def delivered(self, progress: PassProgress, batch: IndexBatch, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
+    def delivered(self, progress: PassProgress, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
         """Note that a pass has delivered a batch.
 
         Args:
@@ -187,7 +178,7 @@ class Run:
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
         if not progress.counted and not self.is_outdated(progress):
-            self._delivered.count(progress)
+            self._deliveries.count(progress)
         progress.counted = True
 
     def num_batches(self) -> int:
@@ -212,64 +203,88 @@ class Run:
         except ArgumentTypeError:
             return None
 
+    @property
+    def history(self) -> History:
+        """What was changed in the run: the order, and what is left out."""
+        batches = self._source.batches
+        return replace(batches.history if isinstance(batches, PlanBatches) else History(), skips=self.skips)
+
     def state(self) -> LoaderState:
         """Return the position of the run."""
-        batches = self._source.batches
-        fingerprint, history = batches.fingerprint(), self.history
-        if self._newest is not None:
-            state = self._newest.state(fingerprint, self._delivered.legs(self._newest.epoch))
-            return replace(state, history=history)
-        start = self.start()
-        legs = self._delivered.legs(start.epoch)
-        start = replace(start, fingerprint=fingerprint, certificate=legs, history=history)
-        if start.sampler is None and isinstance(batches, UserBatches):
-            return replace(start, sampler=batches.snapshot())
-        return start
+        batches, newest = self._source.batches, self._newest
+        state = self.start() if newest is None else newest.state()
+        if newest is None and state.sampler is None and isinstance(batches, UserBatches):
+            state = replace(state, sampler=batches.snapshot())
+        found = self._deliveries.of(state.epoch)
+        legs = tuple(folded([*found.known, *found.own]))
+        return replace(state, fingerprint=batches.fingerprint(), certificate=legs, history=self.history)
 
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
-        fingerprint = self._source.batches.fingerprint()
-        override = packed_override(state, fingerprint, override)
+        batches = self._source.batches
+        fingerprint = batches.fingerprint()
         resumed = LoaderState.from_dict(state, fingerprint, override)
-        history = History.from_json(resumed.history)
-        if isinstance(self._source.batches, PlanBatches):
+        history = resumed.history
+        if isinstance(batches, PlanBatches):
             saved = state["fingerprint"]
             if any(saved.get(name) != fingerprint.get(name) for name in ("num_samples", "mixture")):
-                history = grown(saved, history, self._source.batches.plan, resumed.epoch, resumed.samples)
-            self._source.batches.resume(resumed, history)
-        elif history != History():
+                history = grown(saved, history, batches.plan, resumed.epoch, resumed.samples)
+            batches.resume(resumed, history)
+        elif history.lengths or history.segments:
             raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
-        skips = Skips.from_json((resumed.history or {}).get("skips"))
-        self.skips = self.skips.joined(skips.stretches, skips.samples)
+        self.skips = self.skips.joined(history.skips.stretches, history.skips.samples)
         self._resumed = resumed
-        self._delivered = Delivered(self._place, self._resumed)
+        self._deliveries = Deliveries(resumed)
         self._newest = self._latest = None
         self._first_pass = next(numbers)
-        self.set_epoch(self._resumed.epoch, {})
+        self.set_epoch(resumed.epoch, {})
 
     # What is delivered
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
         return None if self._planned is None else self._planned.plan_of(start.epoch, start)
 
-    def _plan_of(self, epoch: int) -> ShardPlan | None:
-        """Return the order in which an epoch was, is or would be served, in this order."""
-        done = self._newest or (self._latest if epoch != self.epoch else None)
-        return done.plan if done is not None and done.epoch == epoch else self._plan_from(self._start_of(epoch))
-
-    @property
-    def history(self) -> dict[str, Any] | None:
-        """The changes of the order, and what is left out, for JSON."""
-        batches, skips = self._source.batches, self.skips.to_json()
-        found = batches.history.to_json() if isinstance(batches, PlanBatches) else None
-        return found if skips is None else {**(found or {"lengths": [], "segments": []}), "skips": skips}
+    def _mixing(self, plan: ShardPlan | None, what: str) -> Mixing:
+        """Return the order of a mixture; refuse other data sets."""
+        if plan is None or not isinstance(plan.ordering, Mixing):
+            raise ArgumentError(f"{what} is for a loader over a paddle_shard.Mixture, with its own order.")
+        return plan.ordering
 
     def set_weights(self, weights: Any) -> int:
-        """Switch to other weights of a mixture; collective."""
-        if self._planned is None:
-            mixing_of(None, "set_weights()")
-        assert self._planned is not None
-        at = agree_on_weights(self._planned, weights, dist.get_rank(), self._ranks, self._timeout)
+        """Switch to other weights of a mixture, at the first position that no rank has requested; collective.
+
+        Args:
+            weights: Name -> weight of each source, the same on all ranks.
+
+        Returns:
+            The position of the run.
+
+        Raises:
+            ArgumentError: The weights do not fit the sources, or are not the same on all ranks; on all ranks.
+        """
+        batches, own = self._planned, dist.get_rank()
+        mixing = self._mixing(None if batches is None else batches.plan_of(0), "set_weights()")
+        assert batches is not None
+        if own not in self._ranks:
+            raise ArgumentError(
+                f"set_weights(): global rank {own} is on none of the loader's meshes. Call it on the ranks of the "
+                "meshes, all of them."
+            )
+        try:
+            said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights).parts), "drawn": batches.drawn}
+        except ArgumentError as error:
+            said = {"error": f"{type(error).__name__}: {error}"}
+        found = gathered(said, self._ranks, self._timeout, "set_weights()")
+        for rank, one in zip(self._ranks, found, strict=True):
+            if "error" in one:
+                raise ArgumentError(f"set_weights() on global rank {rank}: {one['error']}")
+            if one["parts"] != found[0]["parts"]:
+                raise ArgumentError(
+                    f"set_weights(): the weights must be the same on all ranks, got {found[0]['parts']} (in parts of "
+                    f"the sum) on global rank {self._ranks[0]} and {one['parts']} on global rank {rank}."
+                )
+        at = max(int(one["drawn"]) for one in found)
+        batches.set_weights(at, tuple(found[0]["parts"]))
         for progress in {self._newest, self._latest} - {None}:
             assert progress is not None
             progress.plan = self._plan_from(progress.start)
@@ -278,10 +293,11 @@ class Run:
     def sources(self) -> Mapping[str, Drawn]:
         """Return what was drawn of each source of a mixture, up to the last batch that was delivered."""
         last = self._newest or self._latest
-        if last is not None:
-            return drawn_at(last.plan, last.epoch, last.samples)
-        start = self.start()
-        return drawn_at(self._plan_from(start), start.epoch, start.samples)
+        start = self.start() if last is None else last.start
+        plan, samples = (self._plan_from(start), start.samples) if last is None else (last.plan, last.at.samples)
+        mixing = self._mixing(plan, "sources()")
+        assert plan is not None
+        return drawn_of(mixing, mixing.first_position(start.epoch, plan.num_samples) + samples)
 
     def _no_index(self) -> str | None:
         """Return why samples have no number of their own that all ranks know; None if they have one."""
@@ -297,7 +313,9 @@ class Run:
     def where(self, sample: Any, epoch: int | None) -> Where | list[Where] | None:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
-        plan = self._plan_of(epoch)
+        done = self._newest or (self._latest if epoch != self.epoch else None)
+        # As the epoch was, is, or would be served.
+        plan = done.plan if done is not None and done.epoch == epoch else self._plan_from(self.start(epoch))
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
@@ -309,19 +327,39 @@ class Run:
 
     def _delivered_at(self, plan: ShardPlan, epoch: int, place: Where) -> Where | None:
         """Return where a row of the plan is delivered; None if it is left out."""
-        batch = left_out_of_plan(plan, epoch, place.step, self.skips)
-        return None if batch is None else place_in(self._source.dealt(batch), place, plan.num_data_ranks)
+        if place.data_rank is None or place.row is None:
+            return place
+        ranks, order, skips = plan.num_data_ranks, plan.order(epoch=epoch), self.skips
+        num_rows, micro_size = plan.num_rows(step=place.step), plan.micro_size(step=place.step)
+        row = row_of_place(place.data_rank, place.row, num_rows, ranks, micro_size)
+        sample = order(np.array([plan.first_position(step=place.step) + row]))[0]
+        step = step_of_plan(plan, epoch, place.step, skips, all_rows, self._source.batches.deal)
+        if step is None:
+            return None
+        found = np.asarray(step.ids) == sample
+        rows = np.flatnonzero(found if step.real is None else found & step.real)
+        if not len(rows):
+            return None
+        data_rank, local = place_of_row(int(rows[0]), num_rows, ranks, micro_size)
+        return Where(step=place.step, data_rank=data_rank, row=local)
 
     def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
         """Leave out steps and samples, in passes that begin from now on."""
         if (why := self._no_index()) is not None and not self._source.item_is_batch:
             raise ArgumentError(f"skip() needs samples that have a number: this is {why}.")
         if self._newest is not None and not self._newest.closed:
-            raise ArgumentError(STILL_OPEN)
+            raise ArgumentError(
+                "skip(): an iterator of the loader is open, which has read ahead. Close it, or load a state: what is "
+                "left out holds for iterators that are made afterwards."
+            )
         epoch = checked_epoch(self.epoch if epoch is None else epoch)
-        start, left = self._start_of(epoch), self._newest
-        if left is not None and left.epoch == epoch and left.steps > start.steps:
-            raise ArgumentError(LEFT.format(epoch=epoch, step=left.steps))
+        start, left = self.start(epoch), self._newest
+        if left is not None and left.epoch == epoch and left.at.steps > start.steps:
+            raise ArgumentError(
+                f"skip(): a loop over epoch {epoch} was left at step {left.at.steps}, and the next one would begin the "
+                "epoch again. Load a state first (loader.load_state_dict(loader.state_dict()) continues it), or choose "
+                "another epoch."
+            )
         plan = self._plan_from(start)
         end = plan.num_steps if plan is not None else self.num_steps_or_none()
         stretches = list(stretches_of(steps, epoch, start, plan, self._source, end))
@@ -333,7 +371,7 @@ class Run:
             raise ArgumentError(f"certificate() cannot tell how often a sample should be delivered: this is {why}.")
         last = self._latest or self._resumed
         epoch = self.epoch if last is None else last.epoch
-        plan = self._plan_from(self._start_of(epoch)) if self._latest is None else self._latest.plan
+        plan = self._plan_from(self.start(epoch)) if self._latest is None else self._latest.plan
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
         if dist.get_rank() not in self._ranks:
@@ -341,10 +379,25 @@ class Run:
                 f"certificate(): global rank {dist.get_rank()} is on none of the loader's meshes, and has delivered "
                 "nothing. Call it on the ranks of the meshes, all of them."
             )
-        told = gathered([*map(self._delivered.account, epochs)], self._ranks, self._timeout, "certificate()")
+        of_epochs = [self._deliveries.of(one) for one in epochs]
+        said = [Account(self._place, one.known, one.own) for one in of_epochs]
+        told = gathered(said, self._ranks, self._timeout, "certificate()")
         accounts = {one: [Account(*rank[at]) for rank in told] for at, one in enumerate(epochs)}
         own = f"the loader's {type(self._sampler).__name__}"
-        found = proof(accounts[epoch], epoch, plan, self.skips, self._delivered.end(epoch), own)
+        found = proof(accounts[epoch], epoch, plan, self.skips, of_epochs[epochs.index(epoch)].end, own)
         for one in epochs:
-            self._delivered.replace(one, merge(accounts[one])[0])
+            self._deliveries.replace(one, merge(accounts[one])[0])
         return found
+
+
+def gathered(said: Any, ranks: tuple[int, ...], timeout: float, call: str) -> list[Any]:
+    """Return what each of some ranks says, this one included, as JSON values; collective over them.
+
+    Raises:
+        PeerLostError: Another rank has not made the call.
+    """
+    try:
+        return [json.loads(one) for one in gather_of(ranks, json.dumps(said).encode(), timeout)]
+    except PeerLostError as lost:
+        lost.args = (f"{call}: every rank of the meshes must call it, at the same step. {lost}",)
+        raise

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import repeat, takewhile
 from typing import Any
 
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
-from paddle_shard.reading.chunk import Chunk, ChunkRequest, Dispatched
+from paddle_shard.reading.batch import Chunk
+from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.reading.digest import digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.first_samples import first_of_dispatched, opened_with_first
 from paddle_shard.reading.local_batch import num_rows_of
 from paddle_shard.reading.padding import Padding
 from paddle_shard.reading.reader import collate_rows
-from paddle_shard.reading.skipping import Usual, collate_skipping, usual_of
-from paddle_shard.samplers.randomness import Generator
-from paddle_shard.stages.opening import Stated, Unreadable
-from paddle_shard.stages.stage import Stage
-from paddle_shard.stages.stripe import FAILED_AT, Stripe
+from paddle_shard.reading.skipping import collate_skipping
+from paddle_shard.samplers.randomness import Generator, kept
+from paddle_shard.stages.cut import FAILED_AT, Stripe
+from paddle_shard.stages.stage import Stage, Stated, Unreadable
+from paddle_shard.stages.steps import in_rounds
 
 
 class ChunkReader:
@@ -47,7 +47,7 @@ class ChunkReader:
             generators: Global generators to seed before each call of the user's code.
         """
         self._stage, self.dataset = stage, dataset
-        self._collate_fn, self._generators = collate_fn, generators
+        self._collate_fn, self.generators = collate_fn, generators
         self._number: int | None = None
         self._digest, self._see_every, self._whole_items = 0, 1, False
         self._ahead: deque[tuple[int, int]] = deque()  # (turn of the parts, digest up to the turn's first sample)
@@ -58,31 +58,30 @@ class ChunkReader:
         self._padding: Padding | None = None
         self._why = ""  # why missing rows could not be filled
         self._state: Any = None
-        self._usual: Usual | None = None
+
+    draws = True
+    owns_arrays = False
 
     def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
-        """Return the rows of a request, or its failure."""
+        """Return the rows of a request, or its failure; the main process's generators stay as they are."""
+        with kept(self.generators) if worker is None else nullcontext():
+            return self._read(request, worker)
+
+    def _read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         at: dict[str, Any] = {"what": f"opening parts {list(request.opening.parts)}", "index": None}
-        if request.failure is not None:
-            return request.failure
         try:
-            if isinstance(request.dispatched, bytes):
-                request = replace(request, dispatched=pickle.loads(request.dispatched))
             if request.number != self._number:
                 self._begin(request)
-            if isinstance(request.dispatched, Dispatched):
-                assert self._padding is not None
-                self._padding.give(request.dispatched.spare)
-                for part, pairs in request.dispatched.samples.items():
-                    self._dispatched[part].extend(sample for _, sample in pairs)
+            if request.dispatched is not None:
+                for part, own in request.dispatched.samples.items():
+                    self._dispatched[part].extend(own)
             if request.step != self._next_step:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
             samples, real, fresh = self._rows(request, at)
             if not samples:
-                return Chunk(
-                    None, bytes(real), fresh, self._state_after(request), why=self._why, digest=self._seen_at(request)
-                )
+                state, seen = self._state_after(request), self._seen_at(request)
+                return Chunk(None, bytes(real), fresh, state, why=self._why, digest=seen)
             at.update(what=f"collating {len(samples)} samples", index=None)
             self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
             batch, skipped = self._batch(samples, real, request)
@@ -101,7 +100,7 @@ class ChunkReader:
             elif at["index"] is not None and not isinstance(error, PaddleShardError):
                 part, number = at["index"]
                 at["what"] = f"reading {self._named(part, number, request)}"
-            return ReadFailure.of(error, worker=worker, **at)
+            return ReadFailure.of(error, worker=worker, indices=tuple(request.indices), **at)
 
     def close(self) -> None:
         """Drop the open parts."""
@@ -109,7 +108,7 @@ class ChunkReader:
         self._number, self._parts, self._dispatched = None, [], {}
 
     def _seed(self, seed: int) -> None:
-        for generator in self._generators:
+        for generator in self.generators:
             generator.seed(seed)
 
     def _begin(self, request: ChunkRequest) -> None:
@@ -122,22 +121,14 @@ class ChunkReader:
             self._dispatched = {part: deque() for part in opening.parts}
             opening = replace(opening, dispatched={part: _taken(queue) for part, queue in self._dispatched.items()})
             self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
-            first = (
-                first_of_dispatched(self._stage, opening, request.dispatched)
-                if isinstance(request.dispatched, Dispatched)
-                else []
-            )
-        else:
-            self._padding = Padding(self._stage, opening)
-            self._whole_items = request.whole_items
-            self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
-            # Readers that repeat their parts may begin a round at different steps.
-            compared = request.compared and not (request.repeat or _splits_after_the_cut(self._stage))
-            seen = self._see if compared else opening.seen
-            times = None if request.repeat else 1
-            self._parts, found = opened_with_first(self._stage, replace(opening, seen=seen), times)
-            first = [sample for samples in found.values() for sample in samples]
-        self._usual = self._most_like(first, request) if request.skip_errors else None
+            return
+        self._padding = Padding(self._stage, opening)
+        self._whole_items = request.whole_items
+        self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
+        # Readers that repeat their parts may begin a round at different steps.
+        compared = request.compared and not (request.repeat or _splits_after_the_cut(self._stage))
+        seen = self._see if compared else opening.seen
+        self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if request.repeat else 1)
 
     def _see(self, number: int, sample: Any) -> None:
         """Add a sample to the digest. All readers get to the first sample of each turn, so digests are noted there.
@@ -159,8 +150,8 @@ class ChunkReader:
         """Return the samples in the order of the rows, whether each is real, and whether any row is fresh."""
         size, fresh, padding = request.samples_per_part, False, self._padding
         assert padding is not None
-        if isinstance(request.dispatched, Dispatched):
-            fresh = any(number == 0 for pairs in request.dispatched.samples.values() for number, _ in pairs)
+        if request.dispatched is not None:
+            fresh = request.dispatched.fresh
         # columns[part][row of the part]
         columns: list[list[Any]] = []
         for part, items in zip(request.opening.parts, self._parts, strict=True):
@@ -185,14 +176,20 @@ class ChunkReader:
             for part in range(len(columns))
             for row in range(request.stripe)
         ]
-        real = [len(columns[part]) > row for part, row in order]
-        if not all(real) and not self._padded(columns, request, at):
+        num_real = [len(column) for column in columns]
+        if request.dispatched is not None:
+            num_real = [request.dispatched.num_real[part] for part in request.opening.parts]
+        real = [num_real[part] > row for part, row in order]
+        if min(map(len, columns)) < size and not self._padded(columns, request, at):
             return [], real, fresh
         return [columns[part][row] for part, row in order], real, fresh
 
     def _padded(self, columns: list[list[Any]], request: ChunkRequest, at: dict[str, Any]) -> bool:
         """Fill missing rows if the request says so; return whether they are filled now."""
         if not request.pad or request.whole_items:
+            return False
+        if request.dispatched is not None:
+            self._why = request.dispatched.why
             return False
         assert self._padding is not None
         delivers = any(columns)
@@ -207,7 +204,7 @@ class ChunkReader:
                 raise_if_a_handlers(error)
                 if delivers:
                     raise
-                self._why = (isinstance(request.dispatched, Dispatched) and request.dispatched.why) or str(error)
+                self._why = str(error)
                 return False
         return True
 
@@ -215,12 +212,6 @@ class ChunkReader:
         if request.local_rows is None:
             return None
         return {"shard": request.opening.parts[0], "rows": request.local_rows, "library": self._state}
-
-    def _most_like(self, first: Sequence[Any], request: ChunkRequest) -> Usual | None:
-        """Return what most of the stream's first samples are like."""
-        self._seed(request.opening.key(0, "compare"))
-        readable = [sample for sample in first if not isinstance(sample, Unreadable)]
-        return usual_of(readable, lambda rows: self._collated(rows, request), self._collate_fn, request)
 
     def _batch(
         self, samples: list[Any], real: list[bool], request: ChunkRequest
@@ -230,26 +221,19 @@ class ChunkReader:
             return self._collated(samples, request), ()
         failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
         places = [self._place_of(row, request) for row in range(len(samples))]
-        usual = self._usual
-        if usual is None and len(failed) == len(samples):
-            usual = self._of_the_order(places[0][0], failed)
-        batch = collate_skipping(samples, failed, usual, lambda rows: self._collated(rows, request))
-        told = []
-        for row, why in sorted(failed.items()):
-            part, number = places[row]
-            if real[row]:
-                told.append((row, f"{self._named(part, number, request)}: {why}"))
-        return batch, told
 
-    def _of_the_order(self, part: int, failed: dict[int, str]) -> Usual:
-        """Return the sample for a part's rows if no sample of the chunk can be read."""
-        assert self._padding is not None
-        try:
-            return Usual(self._padding.of(part), of_one_size=True)
-        except LookupError:
-            raise ValueError(
-                f"{next(iter(failed.values()))}; and no other sample was read that its row could hold"
-            ) from None
+        def stand_in() -> Any:
+            try:
+                return self._padding.of(places[0][0])  # type: ignore[union-attr]
+            except LookupError:
+                why = next(iter(failed.values()))
+                raise ValueError(f"{why}; and no other sample was read that its row could hold") from None
+
+        def name_of(row: int) -> str:
+            return self._named(*places[row], request)
+
+        batch = collate_skipping(samples, failed, lambda rows: self._collated(rows, request), stand_in, name_of)
+        return batch, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items()) if real[row]]
 
     def _named(self, part: int, number: int, request: ChunkRequest) -> str:
         """Return the name of a sample, for messages."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -10,106 +9,78 @@ from typing import Any
 
 from paddle_shard.errors import text_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.step import Step
 from paddle_shard.reading.chunk import ChunkRequest, Dispatched
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.first_samples import opened_with_first
 from paddle_shard.reading.padding import Padding
 from paddle_shard.samplers.randomness import Generator, kept
+from paddle_shard.stages.cut import FAILED_AT
 from paddle_shard.stages.stage import Stage
-from paddle_shard.stages.stripe import FAILED_AT
-
-_SPARE = 64
-"""Samples that are sent to fill missing rows if errors are skipped: the workers' stages may fail on some of them."""
+from paddle_shard.stages.steps import in_rounds
 
 
-def dispatch(
-    requests: Iterator[list[ChunkRequest]], stage: Stage, generators: Sequence[Generator], *, to_workers: bool
-) -> Iterator[Any]:
-    """Yield the requests of each step, with their samples.
+class Dispatcher:
+    """Reads the stages before a `RoundRobin`, and adds the samples to the steps of a pass, missing rows filled."""
 
-    Args:
-        requests: The requests of each step, without an end.
-        stage: The stage before the dispatch. It opens all parts of this rank at once.
-        generators: Global generators to seed before each call of the user's code; their state is restored.
-        to_workers: True if the samples go to other processes. Then they are pickled here, so that an error in
-            pickling is a failure of its step, and names the parts.
-    """
+    def __init__(self, stage: Stage, generators: Sequence[Generator]) -> None:
+        """Set up; nothing is opened yet.
 
-    def seed(number: int) -> None:
-        for generator in generators:
-            generator.seed(number)
+        Args:
+            stage: The stage before the dispatch. It opens all parts of this rank at once.
+            generators: Global generators to seed before each call of the user's code; their state is restored.
+        """
+        self._stage, self._generators = stage, generators
+        self._parts: dict[int, Iterator[tuple[int, Any]]] = {}
+        self._padding: Padding | None = None
 
-    parts: dict[int, Iterator[tuple[int, Any]]] | None = None
-    padding: Padding | None = None
-    told: set[int] = set()  # parts whose spare samples were sent
-    failure: ReadFailure | None = None
-    first = b""
-    for step in requests:
-        asked = []
-        for request in step:
-            samples: dict[int, list[tuple[int, Any]]] = {}
-            found = Dispatched(samples, {})
-            part = at = 0
-            if failure is None:
+    def filled(self, step: Step) -> Step:
+        """Return a step with its samples.
+
+        Raises:
+            DataReadError: They cannot be read.
+        """
+        at = (step.parts[0].opening.parts[0], step.parts[0].position)
+        try:
+            with kept(self._generators):
+                if not self._parts:
+                    self._open(step)
+                parts = list[ChunkRequest]()
+                for request in step.parts:
+                    at = request.opening.parts[0], request.position
+                    parts.append(replace(request, dispatched=self._taken(request)))
+            return replace(step, parts=tuple(parts))
+        except Exception as error:
+            raise_if_a_handlers(error)
+            at = getattr(error, FAILED_AT, at)
+            what = f"reading sample {at[1]} of part {at[0]}"
+            raise ReadFailure.of(error, what=what, index=at, worker=None).error(step) from None
+
+    def _open(self, step: Step) -> None:
+        def seed(number: int) -> None:
+            for generator in self._generators:
+                generator.seed(number)
+
+        first: ChunkRequest = step.parts[0]
+        mine = tuple(sorted(part for request in step.parts for part in request.opening.parts))
+        opening = replace(first.opening, parts=mine, seed_generators=seed, skip_errors=first.skip_errors)
+        self._padding = Padding(self._stage, opening)
+        opened = in_rounds(self._stage, opening, None if first.repeat else 1)
+        self._parts = dict(zip(mine, opened, strict=True))
+
+    def _taken(self, request: ChunkRequest) -> Dispatched:
+        """Return the next samples of a reader's parts."""
+        assert self._padding is not None
+        samples, num_real, fresh, why = dict[int, list[Any]](), dict[int, int](), False, ""
+        for part in request.opening.parts:
+            pairs = list(islice(self._parts[part], request.samples_per_part))
+            own = samples[part] = [sample for _, sample in pairs]
+            num_real[part], missing = len(own), request.samples_per_part - len(own)
+            fresh = fresh or any(number == 0 for number, _ in pairs)
+            if request.pad:
+                self._padding.note(part, own, ended=missing > 0)
                 try:
-                    with kept(generators):
-                        if parts is None:
-                            mine = tuple(sorted(part for chunk in step for part in chunk.opening.parts))
-                            opening = replace(
-                                request.opening, parts=mine, seed_generators=seed, skip_errors=request.skip_errors
-                            )
-                            padding = Padding(stage, opening)
-                            opened, looked = opened_with_first(stage, opening, None if request.repeat else 1)
-                            parts = dict(zip(mine, opened, strict=True))
-                            first = _pickled(looked) if looked else b""
-                        for part in request.opening.parts:
-                            own: list[tuple[int, Any]] = []
-                            samples[part], at = own, request.position
-                            for pair in islice(parts[part], request.samples_per_part):
-                                own.append(pair)
-                                at = request.position + len(own)
-                            if request.pad:
-                                ended = len(own) < request.samples_per_part
-                                assert padding is not None
-                                padding.note(part, [sample for _, sample in own], ended=ended)
-                                if ended and part not in told:
-                                    told.add(part)
-                                    found = _with_spare(found, part, padding, _SPARE if request.skip_errors else 1)
-                except Exception as error:
+                    own += [self._padding.of(part)] * missing if missing else []
+                except Exception as error:  # it cannot be opened again; this matters only if the rows are delivered
                     raise_if_a_handlers(error)
-                    part, at = getattr(error, FAILED_AT, (part, at))
-                    what = f"reading sample {at} of part {part}"
-                    failure = ReadFailure.of(error, what=what, index=(part, at), worker=None)
-            sent: Any = found._replace(first=first) if request.step == request.first_step else found
-            if to_workers and failure is None:
-                try:
-                    sent = pickle.dumps(sent)
-                except Exception as error:
-                    raise_if_a_handlers(error)
-                    what = f"sending samples of parts {list(request.opening.parts)} to a worker"
-                    failure = ReadFailure.of(error, what=what, index=None, worker=None)
-            asked.append(replace(request, dispatched=None if failure else sent, failure=failure))
-        yield asked
-
-
-def _pickled(first: Any) -> bytes:
-    """Return the pickled samples; empty if they cannot be pickled, which raises an error when they are delivered."""
-    try:
-        return pickle.dumps(first)
-    except Exception as error:
-        raise_if_a_handlers(error)
-        return b""
-
-
-def _with_spare(found: Dispatched, part: int, padding: Padding, count: int) -> Dispatched:
-    """Return what is dispatched, with samples added that can fill a part's missing rows, as far as there are any."""
-    spare, why = {number: list(samples) for number, samples in found.spare.items()}, "every part is empty"
-    try:
-        for number, sample in islice(padding.candidates(part), count):
-            spare.setdefault(number, []).append(sample)
-    except Exception as error:  # it cannot be opened again; this matters only if missing rows are delivered
-        raise_if_a_handlers(error)
-        why = text_of(error)
-    for number in padding.empty():
-        spare.setdefault(number, [])
-    return found._replace(spare=spare, why=why)
+                    why = text_of(error)
+        return Dispatched(samples, num_real, fresh, why)

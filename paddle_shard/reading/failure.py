@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_shard.errors import DataReadError, text_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.reading.request import Request
+from paddle_shard.plan.step import Step
 
 _SHOWN = 16
 
@@ -66,16 +66,17 @@ class ReadFailure:
             indices=indices,
         )
 
-    def error(self, request: Request) -> DataReadError:
-        """Return the exception to raise for a request that failed."""
+    def error(self, asked: Step) -> DataReadError:
+        """Return the exception to raise for a step that failed."""
         where = "in the main process" if self.worker is None else f"in worker {self.worker}"
-        indices = list(map(_plain, self.indices or request.indices))
+        parts = [index for part in asked.parts for index in part.indices]
+        indices = list(map(_plain, self.indices or parts or asked.ids))
         shown = ", ".join(map(repr, indices[:_SHOWN])) + (", ..." * (len(indices) > _SHOWN))
         error = DataReadError(
-            f"{self.what} failed {where} (epoch {request.epoch}, step {request.step}): "
+            f"{self.what} failed {where} (epoch {asked.epoch}, step {asked.number}): "
             f"{self.cause_type}: {self.cause}\n"
             f"Samples of this read: [{shown}].\nOriginal traceback:\n{self.traceback}"
         )
         error.index, error.indices, error.worker = self.index, tuple(indices), self.worker
-        error.epoch, error.step, error.cause_type = request.epoch, request.step, self.cause_type
+        error.epoch, error.step, error.cause_type = asked.epoch, asked.number, self.cause_type
         return error

@@ -107,6 +107,21 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "shape") and (hasattr(value, "place") or hasattr(value, "__dlpack__"))
 
 
+def as_array(leaf: Any) -> np.ndarray[Any, Any]:
+    """Return an array, or the array of a tensor of any framework.
+
+    Raises:
+        TypeError: No array has the tensor's dtype.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    tensor = leaf if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
+    if "float8" in str(tensor.dtype):  # it would become an int8 array
+        raise TypeError(f"rows of a tensor of dtype {tensor.dtype} cannot be taken; convert it, or view it as int8.")
+    found: np.ndarray[Any, Any] = tensor.numpy()
+    return found
+
+
 def _flatten(value: Any, leaves: list[Any]) -> Any:
     def slot(leaf: Any, path: str) -> Any:
         if not (check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf)):

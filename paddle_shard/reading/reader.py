@@ -1,284 +1,263 @@
-"""How are the samples of a request read and collated, whatever they do?"""
+"""How are the samples of a step read and collated, whatever they do?"""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from paddle_shard.collate import collate
+from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.plan.step import Step
+from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import is_tensor
-from paddle_shard.reading.request import ReadRequest
-from paddle_shard.reading.skipping import Patched, Usual, read_skipping, spread_over, usual_of
-from paddle_shard.samplers.randomness import Generator, Snapshot, kept, restore, snapshot
+from paddle_shard.reading.skipping import TRIED, collate_skipping
+from paddle_shard.samplers.randomness import Generator, kept, restore, states
+from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import TEXT, leaves
 
-AGAIN = object()
-"""Returned instead of a batch that the caller must read once more."""
-_ALARMS = 3
-_UNKNOWN = object()
+
+class Reader(Protocol):
+    """Reads what a step asks for, in a worker or in the main process."""
+
+    dataset: Any
+    """The data set that the user's functions see."""
+
+    generators: Sequence[Generator]
+    """Global generators to seed before each call of the user's code."""
+
+    @property
+    def draws(self) -> bool | None:
+        """True if reading is known to draw random numbers, False if not; None: not known."""
+
+    @property
+    def owns_arrays(self) -> bool:
+        """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
+
+    def read(self, asked: Any, worker: int | None) -> Chunk | ReadFailure:
+        """Return what was asked for: of a `Step`, or of one of its parts."""
 
 
-class BatchReader:
-    """Reads a request's samples from a data set: the same bytes in every process that is asked.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HowToRead:
+    """What a reader of data with an index must know of its loader."""
 
-    A data set with `__getitems__` is asked for all of them at once: a list is one sample for each index, as in
-    torch, and is collated; anything else is the batch already.
+    generators: Sequence[Generator]
+    """Global generators to seed before each call of the user's code."""
+    seed: int = 0
+    """Seed of the run."""
+    skip_errors: bool = False
+    """True if a sample that cannot be read becomes an invalid row."""
+    items_are_batches: bool = False
+    """True if an item of the data set is a whole batch (`batch_size=None`)."""
+    several: bool = False
+    """True if other data ranks read other rows, so that a row may not depend on its neighbours."""
+    split: bool = False
+    """True if the loader of every data rank has rows of its own."""
+
+
+class DrewBesideError(Exception):
+    """Another thread than the caller's read, and something drew random numbers or reading failed."""
+
+    def __init__(self, drew: bool) -> None:
+        super().__init__()
+        self.drew = drew
+
+
+class IdReader:
+    """Reads the samples of a step from a data set with an index: the same bytes in every process that is asked.
+
+    The generators are seeded for every sample. Most data sets draw nothing, and seeding costs more than reading small
+    samples: if the first batch drew nothing, later ones are read without seeds, with one look at the generators before
+    and after. If one of them draws after all, it is read once more, with seeds, as are all from there on.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[Any], Any] | None,
-        generators: Sequence[Generator],
-        *,
-        skip_errors: bool = False,
-        items_are_batches: bool = False,
-    ) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
         """Set up the reader.
 
         Args:
-            dataset: Has `__getitem__`.
-            collate_fn: The user's, or None to stack the samples with `collate`.
-            generators: Global generators to seed before each sample.
-            skip_errors: True if a sample that cannot be read is no failure. Its row then holds another sample, and
-                the result is a `Patched`.
-            items_are_batches: True if every item of the data set is a whole batch.
+            dataset: The data set.
+            collate_fn: The user's function, or None to stack the samples with `collate`.
+            how: What it must know of its loader.
         """
-        self.dataset, self._skip_errors = dataset, skip_errors
-        self._collate_fn = collate_fn
-        self._generators = generators
+        self.dataset, self._collate_fn, self._how = dataset, collate_fn, how
         self._read_many = getattr(dataset, "__getitems__", None)
-        self._named: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
+        self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         self.draws: bool | None = None
-        """True if reading is known to draw from the generators, False if not; None: the next batch is watched."""
-        self._alarms = 0
-        self._drawn_beside: tuple[ReadRequest, Snapshot, list[Any]] | None = None
-        """The request that another thread has read and drawn for, the generators before, and their marks after."""
-        self._usual: Any = _UNKNOWN
+        self.generators = how.generators
+        self._stand_in: Any = None
+        self._seen: Any = None
+        """The generators after the last batch."""
+        self._beside: tuple[Any, Any] | None = None
+        """The generators before and after another thread's read during which something drew."""
         stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
-        self.makes_arrays = collate_fn is None and stacks and not items_are_batches
-        """True if nothing else refers to the arrays of a batch: they were stacked or gathered here."""
+        self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
-    def read(self, request: ReadRequest, worker: int | None) -> Any | ReadFailure:
-        """Return the batch of a request, or its failure.
+    def read(self, asked: Step, worker: int | None, *, beside: bool = False) -> Chunk | ReadFailure:
+        """Return the rows of a step, or their failure.
 
-        This changes the global generators. Callers in a user's process restore them.
+        Args:
+            asked: The step.
+            worker: Number of the worker process; None: the main process, whose generators stay as they are.
+            beside: True if another thread than the caller's reads. It may not touch the generators.
+
+        Raises:
+            DrewBesideError: `beside`, and something drew: the caller's thread must read this step.
         """
-        at: dict[str, Any] = {"what": "reading", "index": None}
+        generators, at = self.generators, dict[str, Any](what="reading", index=None)
+        # In a worker, nothing else draws: one look a batch is enough.
+        before = states(generators) if worker is None or self._seen is None else self._seen
+        touched, failed = True, None
         try:
             if self.draws is False:
-                # Seeding costs more than many a sample. Should something draw after all, the batch is read again.
-                before = self.marks()
-                batch = self._batch(request, at, _seed_nothing)
-                if self.marks() == before:
-                    return batch
+                try:
+                    found = self._chunk(asked, at, seeded=False)
+                except BaseException as error:  # if something drew, it may be because of what was drawn
+                    if isinstance(error, KeyboardInterrupt) or (worker is None and raised_by_a_handler(error)):
+                        raise
+                    failed = error
+                after = self._seen = states(generators)
+                touched = after != before
+                if beside and (touched or failed is not None):  # it may have failed because of the thread
+                    self._beside = before, after
+                    raise DrewBesideError(touched)
+                if not touched:
+                    if failed is not None:
+                        raise failed
+                    return found
+                if self._beside is not None and self._beside[1] == before:
+                    before = self._beside[0]  # it was this data set that drew beside the loop, and nothing else since
                 self.draws = True
-            if self.draws:
-                return self._batch(request, at, lambda index: self._seed(request, index))
-            watch = _Watch(self.marks)
-            batch = self._batch(request, at, lambda index: watch.around(self._seed, request, index))
-            self.draws = watch.changed()
-            return batch
-        except KeyboardInterrupt:
+                say_once(
+                    "%s draws random numbers for some samples, and did not for the first ones. From now on it is "
+                    "seeded for each sample and, if there are no workers, read on the thread of the training loop.",
+                    type(self.dataset).__name__,
+                )
+            return self._chunk(asked, at, seeded=True)
+        except (KeyboardInterrupt, DrewBesideError):
             raise
         except BaseException as error:  # also SystemExit, which would end a worker without a word
             if worker is None and raised_by_a_handler(error):
                 raise
-            indices = () if self._named is _itself else tuple(map(self._named, request.indices))
-            return ReadFailure.of(error, worker=worker, indices=indices, **at)
-
-    def read_freely(self, request: ReadRequest) -> Any:
-        """Read a request in another thread than the caller's, if reading is known to draw nothing.
-
-        Nothing is seeded. The result is `AGAIN`, and the caller must read the request, if anything was drawn, perhaps
-        by the caller; or if reading failed, perhaps because of the thread (SQLite's connections belong to one thread).
-        """
-        at: dict[str, Any] = {"what": "reading", "index": None}
-        before = snapshot(self._generators)
-        marks = [mark for _, _, mark in before]
-        try:
-            batch = self._batch(request, at, _seed_nothing)
-            if self.marks() == marks:
-                return batch
-        except BaseException as error:
-            raise_if_a_handlers(error)
-            logging.getLogger(__name__).debug("a batch is read again, by the caller", exc_info=True)
-        if self.marks() != marks:
-            self._drawn_beside = request, before, self.marks()
-        self._alarms += 1  # or a training loop that draws at every step would have every batch read twice
-        self.draws = True if self._alarms > _ALARMS else None
-        return AGAIN
-
-    def undo_draws(self, request: ReadRequest) -> None:
-        """Restore the user's generators after another thread has drawn from them, if nothing but the data set did.
-
-        Reading the request once more tells: it leaves the generators where the other thread has left them.
-        """
-        if self._drawn_beside is None:
-            return
-        (drawn_for, before, after), self._drawn_beside = self._drawn_beside, None
-        if drawn_for is not request or self.marks() != after:
-            return  # the user has drawn since
-        now = snapshot(self._generators)
-        alone = False
-        try:
-            restore(before)
-            self._batch(request, {}, _seed_nothing)
-        except Exception as error:
-            raise_if_a_handlers(error)
+            return ReadFailure.of(error, worker=worker, indices=tuple(map(self._name_of, asked.ids)), **at)
         finally:
-            alone = self.marks() == after
-            restore(before if alone else now)
+            failed = None  # its frames hold this one
+            if touched and worker is None and not beside:
+                restore(generators, before)
 
-    def read_several(self, requests: Sequence[ReadRequest], take: Callable[[Any], bool]) -> int:
-        """Read several requests, if reading is known to draw nothing; return how many batches are good.
-
-        The requests after these must be read again. If anything was drawn after all, no batch is good.
-
-        Args:
-            requests: The requests; a failure ends the reading.
-            take: Is given each batch before the next one is read, and returns True to continue.
-        """
-        num_good, at, before = 0, dict[str, Any](), self.marks()
-        try:
-            for request in requests:
-                if not take(self._batch(request, at, _seed_nothing)):
-                    break
-                num_good += 1
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) or raised_by_a_handler(error):
-                raise
-        if self.marks() == before:
-            return num_good
-        self.draws = True
-        return 0
-
-    def _seed(self, request: ReadRequest, index: Any) -> None:
-        self._seed_all(request.sample_seed(index))
-
-    def _seed_all(self, seed: int) -> None:
-        for generator in self._generators:
+    def _seed(self, *purpose: Any) -> None:
+        seed = mix(*purpose) if isinstance(purpose[1], int) else derive_seed(*purpose)
+        for generator in self.generators:
             generator.seed(seed)
 
-    def marks(self) -> list[Any]:
-        """Return a value that every draw from the generators changes."""
-        return [generator.mark() for generator in self._generators]
+    def _chunk(self, step: Step, at: dict[str, Any], *, seeded: bool) -> Chunk:
+        """Read and collate; `at` tells what is being done, for messages.
 
-    def _batch(self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None]) -> Any:
-        """Read and collate; `at` tells what is being done, for messages."""
-        if not self._skip_errors:
-            return self._whole_batch(request, at, seed)
-        if request.item_is_batch:
-            return Patched(self._whole_batch(request, at, seed), [])
-        usual = self._usual_of(request)
-        try:
-            if self._read_many is not None:
-                return Patched(self._whole_batch(request, at, seed, usual), [])
-        except Exception as error:
-            raise_if_a_handlers(error)
-            if not hasattr(self.dataset, "__getitem__"):
-                raise
-
-        def read(index: Any) -> Any:
-            seed(index)
-            return self.dataset[index]
-
-        at.update(what=f"reading any of {len(request.indices)} samples", index=None)
-        indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
-        return read_skipping(indices, read, self._collate_of(request), usual, self._named)
-
-    def _collate_of(self, request: ReadRequest) -> Callable[[list[Any]], Any]:
-        return lambda samples: collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
-
-    def _usual_of(self, request: ReadRequest) -> Usual | None:
-        """Return what most samples are like, from some that are spread evenly over the data set."""
-        if self._usual is _UNKNOWN:
-            with kept(self._generators):
-                samples = spread_over(self.dataset, self._seed_all)
-                self._usual = usual_of(samples, self._collate_of(request), self._collate_fn, request)
-        found: Usual | None = self._usual
-        return found
-
-    def _whole_batch(
-        self, request: ReadRequest, at: dict[str, Any], seed: Callable[[Any], None], usual: Usual | None = None
-    ) -> Any:
-        indices = request.indices
-        if self._read_many is not None and not request.item_is_batch:
-            at.update(what=f"reading {len(indices)} samples at once", index=None)
-            if isinstance(indices, np.ndarray):
-                indices = indices if isinstance(self.dataset, ArrayDataset) else indices.tolist()
-            seed(int(indices[0]) if isinstance(indices, np.ndarray) else indices[0])
-            samples = self._read_many(indices)
-            if not isinstance(samples, list):
-                return samples if self._collate_fn is None else self._collate_fn(samples)
-            if len(samples) != len(indices):
-                raise ValueError(
-                    f"__getitems__ returned {len(samples)} samples for {len(indices)} indices; return one for each, or "
-                    "a batch that is no list."
-                )
-        else:
-            if isinstance(indices, np.ndarray):
-                indices = indices.tolist()
-            samples = []
-            add, dataset = samples.append, self.dataset
+        The first batch shows whether reading draws.
+        """
+        watched, drew, begun = self.draws is None, False, None
+        how, key = self._how, derive_seed("sample", self._how.seed, step.epoch)
+        ids = step.ids.tolist() if isinstance(step.ids, np.ndarray) else step.ids
+        if self._read_many is not None and not how.items_are_batches:
             try:
-                if seed is _seed_nothing:
-                    for index in indices:
-                        add(dataset[index])
-                else:
-                    for index in indices:
-                        seed(index)
-                        add(dataset[index])
+                if seeded:
+                    self._seed(key, ids[0])
+                begun = states(self.generators) if watched else None
+                found = Chunk(self._read_at_once(step, ids, at))
+                if watched:
+                    self.draws = states(self.generators) != begun
+                return found
+            except Exception as error:
+                raise_if_a_handlers(error)
+                if not how.skip_errors or not hasattr(self.dataset, "__getitem__"):
+                    raise
+        samples, failed = list[Any](), dict[int, str]()
+        read, catches = self.dataset.__getitem__, Exception if how.skip_errors and not how.items_are_batches else ()
+        for row, index in enumerate(ids):
+            if seeded:
+                self._seed(key, index)
+            if watched and row + 1 == len(ids):  # looking costs more than reading most samples: the last one must tell
+                begun = states(self.generators)
+            try:
+                samples.append(read(index))
+            except catches as error:
+                raise_if_a_handlers(error)
+                samples.append(None)
+                failed[row] = described(error)
             except BaseException:
-                if len(samples) < len(indices):  # otherwise a signal handler has raised after the last sample
-                    index = indices[len(samples)]
-                    named = self._named(index)
-                    at.update(what=f"reading sample {named!r}", index=named)
+                named = self._name_of(index)
+                at.update(what=f"reading sample {named!r}", index=named)
                 raise
         at.update(what=f"collating {len(samples)} samples", index=None)
-        if request.item_is_batch:
-            return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
-        batch = self._collate_of(request)(samples)
-        if usual is not None and not usual.allows(batch):
-            raise ValueError("a row is not like those of most samples")
-        return batch
+        if watched:
+            drew = states(self.generators) != begun
+        if seeded:
+            self._seed(key, "collate", step.number)
+        begun = states(self.generators) if watched else None
+        found = self._collated_rows(samples, failed, ids, step, key)
+        if watched:
+            self.draws = drew or states(self.generators) != begun
+        return found
 
+    def _collated_rows(
+        self, samples: list[Any], failed: dict[int, str], ids: Sequence[Any], step: Step, key: int
+    ) -> Chunk:
+        """Return the rows of samples, with those in `failed` replaced."""
+        how = self._how
+        if how.items_are_batches:
+            return Chunk(samples[0] if self._collate_fn is None else self._collate_fn(samples[0]))
+        if not how.skip_errors:
+            return Chunk(self._collated(samples, step))
 
-def _itself(index: Any) -> Any:
-    """Return the index, the name of a sample of most data sets."""
-    return index
+        def name_of(row: int) -> str:
+            return f"sample {self._name_of(ids[row])!r}"
 
+        value = collate_skipping(
+            samples, failed, lambda rows: self._collated(rows, step), lambda: self._readable(key, failed), name_of
+        )
+        return Chunk(value, skipped=[(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())])
 
-def _seed_nothing(index: Any) -> None:
-    """Leave the generators as they are."""
+    def _read_at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any]) -> Any:
+        """Return the batch of a data set that reads several samples at once."""
+        assert self._read_many is not None
+        at.update(what=f"reading {len(ids)} samples at once", index=None)
+        samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
+        if not isinstance(samples, list):
+            return samples if self._collate_fn is None else self._collate_fn(samples)
+        if len(samples) != len(ids):
+            raise ValueError(
+                f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
+                "a batch that is no list."
+            )
+        at.update(what=f"collating {len(samples)} samples", index=None)
+        return self._collated(samples, step)
 
+    def _collated(self, samples: Sequence[Any], step: Step) -> Any:
+        how = self._how
+        split = how.several and (how.split or len(step.ids) < step.num_rows)
+        return collate_rows(samples, self._collate_fn, rows_are_split=split)
 
-class _Watch:
-    """Finds out if anything is drawn between two seeds."""
-
-    def __init__(self, marks: Callable[[], list[Any]]) -> None:
-        self._marks = marks
-        self._seeded: list[Any] | None = None
-        self._changed = False
-
-    def around(self, seed: Callable[..., None], *args: Any) -> None:
-        self._changed = self.changed()
-        seed(*args)
-        self._seeded = self._marks()
-
-    def changed(self) -> bool:
-        """Return True if something was drawn so far, or if that is not known."""
-        if self._seeded is None:
-            return self._changed
-        return self._changed or None in self._seeded or self._marks() != self._seeded
+    def _readable(self, key: int, failed: dict[int, str]) -> Any:
+        """Return the first sample of the data set that can be read: the same one on every rank."""
+        if self._stand_in is None:
+            with kept(self.generators):  # seeding is not drawing
+                for index in range(min(TRIED, len(self.dataset))):
+                    self._seed(key, index)
+                    try:
+                        self._stand_in = self.dataset[index]
+                        return self._stand_in
+                    except Exception as error:
+                        raise_if_a_handlers(error)
+            raise ValueError(f"{next(iter(failed.values()))}; and no other sample was read that its row could hold")
+        return self._stand_in
 
 
 RAGGED = (
@@ -347,3 +326,8 @@ def _size(sample: Any) -> int:
 
 def _row_shapes(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(array.shape[1:]) for array in arrays_of(batch)]
+
+
+def _itself(index: Any) -> Any:
+    """Return the index: the name of a sample of most data sets. Not a lambda, which could not be sent to a worker."""
+    return index

@@ -17,12 +17,9 @@ from paddle.io.dataloader import worker as paddle_worker
 
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.request import Reader
+from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker_guards import end_with_the_parent
 from paddle_shard.reading.worker_info import ShownInfo, shown
-
-MOST_AT_ONCE = 8
-"""Largest number of requests that are sent to a worker in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
     """Answer requests until the other side has closed."""
     _leave_signals_alone()
     end_with_the_parent()
-    channel = Channel(connection, settings.num_ahead * MOST_AT_ONCE)
+    channel = Channel(connection, settings.num_ahead)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # other devices' drivers do not work after a fork
         failure = _set_up(number, settings)
@@ -58,14 +55,14 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
                 requests = channel.receive(lost)
             except EOFError:
                 return
-            for place, request in enumerate(requests):
-                known = failure or (request if isinstance(request, ReadFailure) else None)
-                answer = known or settings.reader.read(request, number)
-                try:
-                    _send(channel, answer, number, turn % settings.num_ahead * MOST_AT_ONCE + place)
-                except ConnectionError:
-                    return
-                del answer  # else it takes memory while the next one is read
+            (asked,) = requests
+            answer = failure or (asked if isinstance(asked, ReadFailure) else settings.reader.read(asked, number))
+            try:
+                # At most `num_ahead` requests are here, so the answer of that many turns ago was taken.
+                _send(channel, answer, number, turn % settings.num_ahead)
+            except ConnectionError:
+                return
+            del answer  # else it takes memory while the next one is read
 
 
 def _leave_signals_alone() -> None:

@@ -12,8 +12,7 @@ from paddle.io.dataloader import worker as paddle_worker
 from paddle_shard.errors import ArgumentTypeError, SplitError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.digest import digest
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Stage
 
 _END = object()
 

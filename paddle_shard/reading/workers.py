@@ -13,18 +13,19 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import paddle.io
 
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.pace import Pace
-from paddle_shard.reading.request import Reader, Request
-from paddle_shard.reading.worker import MOST_AT_ONCE, WorkerSettings, work
+from paddle_shard.reading.reader import Reader
+from paddle_shard.reading.worker import WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
 from paddle_shard.samplers.randomness import NumpyGenerator, kept
 
@@ -61,12 +62,20 @@ class WorkersLostError(Exception):
         self.worker = worker
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    request: Any
+    worker: int
+    sent: bool = False
+    failure: ReadFailure | None = None
+    """Why the request cannot be sent."""
+
+
 class WorkerPool:
     """Some worker processes, each of which reads one request after another. Persistent ones serve several passes.
 
     Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests.
-    So each worker's channel is a queue, and nothing needs to be sorted. If batches are quick and small, a message has
-    several requests; each is answered as soon as it is read.
+    So each worker's channel is a queue, and nothing needs to be sorted.
     """
 
     def __init__(
@@ -95,81 +104,59 @@ class WorkerPool:
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
-        self._requests: Iterator[Request] = iter(())
-        self.pending: deque[Request] = deque()
-        """Requests that were drawn and whose answers were not taken."""
-        self.unsent: deque[tuple[int, list[Request]]] = deque()
-        """(worker, requests) of each message that was not sent yet. The requests are in `pending`, too."""
-        self._under_way: list[deque[int]] = []
-        """For each worker and each message sent: the number of requests whose answers were not taken."""
-        self.error: Exception | None = None
-        """The error to raise after the last of `pending`."""
-        self._num_asked = self._num_taken = 0
-        self._pace, self._looked, self._at_once = Pace(), 0, 1
-        """Pace of the batches; number of batches at the last look at the clock; requests per message."""
+        self.pending: deque[_Asked] = deque()
+        """What was asked for and not taken yet, in order."""
+        self._unsent: deque[_Asked] = deque()
+        """Those of `pending` that were not sent yet: a worker has as many as it may have."""
+        self._under_way: list[int] = []
+        """For each worker, the number of requests that were sent and whose answers were not taken."""
+        self._num_asked = 0
         self.interrupted = False
-        self.process = os.getpid()
-        """Id of the process that the workers belong to."""
         _pools.add(self)
 
-    def start(self, requests: Iterator[Request]) -> None:
-        """Start a pass; the previous pass must have ended.
+    @property
+    def depth(self) -> int:
+        """Number of requests that keep all workers busy."""
+        return self.num_workers * self._ahead
 
-        Args:
-            requests: The requests. If they cannot always be drawn, `ready(count)` returns how many of `count` can be.
-        """
+    def start(self) -> None:
+        """Start a pass; the previous pass must have ended."""
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
-        self.process, self._requests, self.error = os.getpid(), requests, None
+        self._num_asked = 0
         self.pending.clear()
-        self.unsent.clear()
-        self._ready = getattr(requests, "ready", lambda count: count)
-        self._num_asked, self._num_taken, self._looked, self._pace = 0, 0, 0, Pace()
-        self._under_way = [deque() for _ in range(self.num_workers)]
+        self._unsent.clear()
+        self._under_way = [0] * self.num_workers
         if not self._workers:
             self._start_workers()
-        self._ask()
 
-    def next(self) -> tuple[Request, Any]:
-        """Return the next request and its answer.
+    def ask(self, request: Any) -> None:
+        """Ask the next worker for something; it is sent as soon as the worker may have one more request."""
+        asked = _Asked(request, self._num_asked % self.num_workers)
+        self._num_asked += 1
+        self.pending.append(asked)
+        self._unsent.append(asked)
+        self._send()
+
+    def take(self) -> Chunk | ReadFailure:
+        """Return the next answer, in the order in which was asked.
 
         Raises:
-            StopIteration: There is no further request.
-            WorkersLostError: The answer will never come. Its request is the first of `pending`.
-            Exception: Drawing or sending the next request failed.
+            WorkersLostError: A worker has ended or hangs.
         """
-        number = self._num_taken % self.num_workers
-        under_way = self._under_way[number]
-        if self.unsent or not under_way:
-            self._ask()
-        if not self.pending:
-            if self.error is not None:
-                raise self.error
-            raise StopIteration
-        batch = self._received(number)
-        request = self.pending.popleft()
-        self._num_taken += 1
-        under_way[0] -= 1
-        if not under_way[0]:
-            under_way.popleft()
-            self._look_at_the_clock(self._channels[number].num_bytes)
-            self._ask()
-        return request, batch
+        self._send()
+        asked = self.pending[0]
+        answer = self._received(asked.worker) if asked.failure is None else asked.failure
+        self.pending.popleft()
+        if asked.failure is None:
+            self._under_way[asked.worker] -= 1
+        self._send()
+        return answer
 
-    @property
-    def num_ahead(self) -> int:
-        """Number of requests that may be drawn before their answers are taken."""
-        return self.num_workers * self._ahead * self._at_once
-
-    def at_hand(self, count: int) -> bool:
-        """Return whether the next `count` answers have come or will never come; True also if there are no more."""
-        workers = self.num_workers
-        coming = range(self._num_taken, min(self._num_taken + count, self._num_asked))[:workers]
-        return all(self._channels[i % workers].wait(0) for i in coming)
-
-    def stop_asking(self) -> None:
-        """Draw no further requests. The answers to those in `pending` can still be taken."""
-        self._requests = iter(())
+    def ready(self, count: int) -> bool:
+        """Return whether the next `count` answers have come or will never come."""
+        coming = [asked for asked in islice(self.pending, count) if asked.failure is None][: self.num_workers]
+        return all(asked.sent and self._channels[asked.worker].wait(0) for asked in coming)
 
     def interrupt(self) -> None:
         """Make a call of `next` in another thread end."""
@@ -180,7 +167,6 @@ class WorkerPool:
 
     def let_go(self) -> None:
         """Close the channels, so that the workers end by themselves."""
-        self._requests = iter(())
         for channel in self._channels:
             channel.close()
 
@@ -229,7 +215,7 @@ class WorkerPool:
         with in_use:  # no other thread may fork before the new socket is noted
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
-            self._channels.append(Channel(ours, self._ahead * MOST_AT_ONCE))
+            self._channels.append(Channel(ours, self._ahead))
             with theirs:
                 worker = multiprocessing.Process(
                     target=work, args=(number, theirs, settings), name=f"paddle_shard-worker-{number}", daemon=True
@@ -237,60 +223,28 @@ class WorkerPool:
                 worker.start()
             self._workers.append(worker)
 
-    def _ask(self) -> None:
-        """Send the workers as many requests ahead as they may have."""
-        while self.unsent or self._draw():
-            number, requests = self.unsent[0]
+    def _send(self) -> None:
+        """Send as many requests as the workers may have, in their order."""
+        while self._unsent:
+            asked = self._unsent[0]
+            if self._under_way[asked.worker] >= self._ahead:
+                return
             try:
-                self._channels[number].send(*requests)
+                self._channels[asked.worker].send(asked.request)
             except BlockingIOError:  # the worker is busy with earlier messages
                 return
-            except ConnectionError:  # reported when the answer is due
+            except ConnectionError:  # told when the answer is due
                 pass
             except Exception as error:
                 raise_if_a_handlers(error)  # by a signal handler: the message may have been sent
-                self._leave_out(requests.pop(), error)  # if an earlier one is at fault, the next attempt fails
-                if requests:
-                    continue
-            self.unsent.popleft()
-            if requests:
-                self._under_way[number].append(len(requests))
-
-    def _leave_out(self, request: Request, error: Exception) -> None:
-        """End the pass at a request that cannot be sent. Answers to later requests of other workers are not taken."""
-        if not any(request is other for other in self.pending):  # it comes after another one that cannot be sent
-            return
-        failure = ReadFailure.of(error, what="sending the request", index=None, worker=None)
-        self._requests, self.error = iter(()), failure.error(request)
-        while self.pending.pop() is not request:
-            pass
-
-    def _draw(self) -> bool:
-        """Draw the requests of the next messages; return whether there are any."""
-        workers, first, drawn = self.num_workers, self._num_asked, list[Request]()
-        count = workers * self._at_once if self._at_once > 1 else 1
-        if any(len(self._under_way[(first + i) % workers]) >= self._ahead for i in range(min(count, workers))):
-            return False
-        count = self._ready(count)
-        try:
-            while len(drawn) < count:
-                drawn.append(next(self._requests))
-        except StopIteration:
-            pass
-        except Exception as error:  # from the user's sampler: it is raised at its own step, not ahead
-            raise_if_a_handlers(error)
-            self._requests, self.error = iter(()), error
-        self.unsent.extend(((first + i) % workers, drawn[i::workers]) for i in range(min(len(drawn), workers)))
-        self.pending.extend(drawn)
-        self._num_asked += len(drawn)
-        return bool(drawn)
-
-    def _look_at_the_clock(self, num_bytes: int) -> None:
-        """Set the number of requests per message that suits the time and the size of the batches."""
-        if self._num_taken - self._looked >= 2 * self.num_ahead:  # at most half of them were ready at the last look
-            self._looked = self._num_taken
-            self._pace.look(self._num_taken, num_bytes)
-        self._at_once = self._pace.requests_at_once(num_bytes, MOST_AT_ONCE)
+                places = tuple(getattr(asked.request, "indices", ()))
+                asked.failure = ReadFailure.of(
+                    error, what="sending the request", index=None, worker=None, indices=places
+                )
+            self._unsent.popleft()
+            if asked.failure is None:
+                asked.sent = True
+                self._under_way[asked.worker] += 1
 
     def _received(self, number: int) -> Any:
         """Return the next answer of a worker."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from paddle_shard.samplers.batches import IndexBatch, IndexBatches
-from paddle_shard.samplers.dealt import DealtBatch
-from paddle_shard.samplers.plan_batches import PlanBatch, PlanBatches
+from paddle_shard.samplers.batches import IndexBatches
+from paddle_shard.samplers.plan_batches import PlanBatches, global_batch
 from paddle_shard.samplers.user_batches import UserBatches
 
-__all__ = ["DealtBatch", "IndexBatch", "IndexBatches", "PlanBatch", "PlanBatches", "UserBatches"]
+__all__ = ["IndexBatches", "PlanBatches", "UserBatches", "global_batch"]

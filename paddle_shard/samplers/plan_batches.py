@@ -4,61 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from paddle_shard.plan.batch_sizes import BatchSizes
-from paddle_shard.plan.history import History, switched
 from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.state import History, LoaderState, switched
+from paddle_shard.plan.step import Deal, GlobalBatch
+from paddle_shard.samplers.batches import IndexBatches
 
 
-class PlanBatch(NamedTuple):
-    """A global batch that computes only the indices that a rank asks for."""
-
-    plan: ShardPlan
-    epoch: int
-    step: int
-    num_rows: int
-    """Rows of the global batch, padding included."""
-    micro_size: int
-    """Rows of each of its micro-batches."""
-    num_real: int
-    """Positions of the order that the batch serves."""
-    all_real: bool
-    """True if no row is padding; False also if that is not known."""
-    sampler_state: None = None
-    last: None = None
-    drawn: tuple[int, ...] = ()
-    passed: tuple[int, int] = (0, 0)
-    load: tuple[float, float] = (0.0, 0.0)
-
-    @classmethod
-    def of(cls, plan: ShardPlan, epoch: int, step: int) -> PlanBatch:
-        """Return the batch of a step."""
-        num_rows = plan.num_rows(step=step)
-        num_real = min(num_rows, plan.num_positions - plan.first_position(step=step))
-        all_real = not plan.ordering.pads_first and num_real == num_rows
-        return cls(plan, epoch, step, num_rows, plan.micro_size(step=step), num_real, all_real)
-
-    def take(self, rows: Rows | range) -> Rows:
-        """Return the data set's indices at some rows."""
-        return self.plan.take(epoch=self.epoch, step=self.step, rows=rows)
-
-    def valid(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which of some rows are real."""
-        return self.plan.valid(epoch=self.epoch, step=self.step, rows=rows)
-
-    def num_left_out(self, rows: Rows) -> int:
-        """Return 0: no sample is left out."""
-        return 0
+def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
+    """Return the global batch of a plan at a step of an epoch."""
+    num_rows = plan.num_rows(step=step)
+    num_real = min(num_rows, plan.num_positions - plan.first_position(step=step))
+    all_real = num_real == num_rows and not plan.ordering.pads_first
+    return GlobalBatch(
+        number=step,
+        num_rows=num_rows,
+        micro_size=plan.micro_size(step=step),
+        num_real=num_real,
+        take=lambda rows: plan.take(epoch=epoch, step=step, rows=rows),
+        valid=None if all_real else lambda rows: plan.valid(epoch=epoch, step=step, rows=rows),
+    )
 
 
-class PlanBatches:
+class PlanBatches(IndexBatches):
     """The batches of a plan, whose mixture may get other weights during a run."""
 
     def __init__(self, plan: ShardPlan, data: Mapping[str, Any] | None = None, sizes: BatchSizes | None = None) -> None:
@@ -70,6 +41,7 @@ class PlanBatches:
             sizes: The batch sizes of the run; None: always that of the plan.
         """
         self._data, self._sizes = dict(data or {}), sizes
+        self.deal: Deal | None = None
         self.plan = plan
         """The plan without the changes of the run."""
         self._history, self._changed = History(), plan
@@ -88,12 +60,6 @@ class PlanBatches:
     def knows_length(self) -> bool:
         """Always True."""
         return True
-
-    def untouched(self) -> PlanBatches:
-        """Return batches of which an iteration changes nothing here."""
-        found = PlanBatches(self.plan, self._data, self._sizes)
-        found._history, found._changed = self._history, self._changed
-        return found
 
     def __len__(self) -> int:
         return self.plan.num_steps
@@ -123,25 +89,21 @@ class PlanBatches:
         (_, size), *later = self._sizes.segments(origin=origin, at=resumed.samples, end=plan.num_positions)
         return (*resumed.continued(size), *later)
 
-    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[PlanBatch]:
+    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
         plan, history, first = self.plan_of(epoch, resumed), self.history, 0
         if resumed is not None:
             if resumed.ended:
                 return
             first = resumed.steps
-        known, last, sizes = not plan.ordering.pads_first, plan.num_steps - 1, (0, 0)
-        for step in range(first, last + 1):
+        for step in range(first, plan.num_steps):
             if history is not self.history:
                 plan, history = self.plan_of(epoch, resumed), self.history
-            if step in (first, last) or step <= plan.alike_from:
-                sizes = plan.num_rows(step=step), plan.micro_size(step=step)
-            num_rows, micro_size = sizes
-            num_real = min(num_rows, plan.num_positions - plan.first_position(step=step))
+            found = global_batch(plan, epoch, step)
             if isinstance(plan.ordering, Mixing):
-                end = plan.first_position(step=step) + num_real
+                end = plan.first_position(step=step) + found.num_real
                 self._drawn = max(self._drawn, plan.ordering.first_position(epoch, plan.num_samples) + end)
-            yield PlanBatch(plan, epoch, step, num_rows, micro_size, num_real, known and num_real == num_rows)
+            yield found
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on."""

@@ -13,14 +13,15 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.step import Deal, GlobalBatch
 from paddle_shard.plan.tails import Tail
+from paddle_shard.samplers.batches import IndexBatches
 from paddle_shard.samplers.draw import Draw, Drawn, owner_of, samplers
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
-from paddle_shard.samplers.user_batch import UserBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserBatches:
+class UserBatches(IndexBatches):
     """The batches of a user's batch sampler, which decides the order.
 
     Every rank iterates over the whole sampler, with random generators that all ranks seed in the same way, and
@@ -55,6 +56,8 @@ class UserBatches:
     """The data set, which copies of the sampler share."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
+    deal: Deal | None = None
+    """How rows are dealt to the data ranks by cost; None: they stay in their order."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
     _begun: list[int] = field(default_factory=list, compare=False)
@@ -74,14 +77,6 @@ class UserBatches:
     def _says_length(self) -> bool:
         """True if the sampler's own length is the number of batches here: the tail does not drop its last batch."""
         return not self.tail.drops or bool(getattr(self.batch_sampler, "drop_last", False))
-
-    def untouched(self) -> UserBatches:
-        """Return the same batches from a copy of the sampler, or this object if the sampler cannot be copied."""
-        try:
-            return replace(self, batch_sampler=self._copy(), _ends={}, _begun=[])
-        except Exception as error:  # such as a generator
-            raise_if_a_handlers(error)
-            return self
 
     def _copy(self) -> Any:
         return copy.deepcopy(self.batch_sampler, {id(self.dataset): self.dataset})
@@ -116,8 +111,10 @@ class UserBatches:
                 reason: Exception | None = error
         else:  # whether the last batch is short shows only at the end
             reason = None
-        other = self.untouched()
-        if other is self:
+        try:
+            other = replace(self, batch_sampler=self._copy(), _ends={}, _begun=[])
+        except Exception as error:  # such as a generator, which cannot be copied
+            raise_if_a_handlers(error)
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {type(self.batch_sampler).__name__} does not tell how many batches "
                 f"it has with tail={self.tail!r}, and cannot be copied to count them."
@@ -132,7 +129,7 @@ class UserBatches:
             names["sampler"] = type(inner).__name__
         return {**names, **self.lengths, "tail": str(self.tail), "seed": self.seed}
 
-    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[UserBatch]:
+    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch.
 
         Raises:
@@ -181,7 +178,7 @@ class UserBatches:
             )
         self._begun.append(epoch)
 
-    def _seen_to_end(self, batches: Iterator[UserBatch], resumed: LoaderState) -> Iterator[UserBatch]:
+    def _seen_to_end(self, batches: Iterator[GlobalBatch], resumed: LoaderState) -> Iterator[GlobalBatch]:
         """Mark the last batch, by drawing one batch ahead when the length says that a batch may be the last.
 
         Drawing ahead pays off only there: a sampler that follows the loss must draw as late as it can. If the length
@@ -220,7 +217,7 @@ class UserBatches:
             return steps
         return resumed.steps + steps - -(-resumed.samples // self.nominal_size)  # perhaps in another size from here on
 
-    def _batches(self, draw: Draw, resumed: LoaderState) -> Iterator[UserBatch]:
+    def _batches(self, draw: Draw, resumed: LoaderState) -> Iterator[GlobalBatch]:
         head: list[Any] = []  # the first samples of the order, to pad with
         step, saved = resumed.steps, resumed.sampler or {}
         if "now" in saved:
@@ -248,7 +245,7 @@ class UserBatches:
                     break
                 self._check_size(batch, step)
             noted = draw.noted(batch, state)
-            yield UserBatch(indices=batch, micro_size=len(batch) // self.accumulation, **noted)
+            yield self._global(batch, step, noted)
             found = next(drawn, None) if following is None else following
             if len(head) < self._head_size:
                 head += batch
@@ -327,7 +324,7 @@ class UserBatches:
             text = f"step {step} of the batch_sampler {type(self.batch_sampler).__name__}: {error}"
             raise type(error)(text) from None
 
-    def _last(self, batch: list[Any], head: list[Any], step: int, noted: dict[str, Any]) -> Iterator[UserBatch]:
+    def _last(self, batch: list[Any], head: list[Any], step: int, noted: dict[str, Any]) -> Iterator[GlobalBatch]:
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
             if not self._drops_itself:
@@ -341,7 +338,20 @@ class UserBatches:
         padding = max(0, num_rows - len(batch))
         order = head + batch
         indices = batch + [order[i % len(order)] for i in range(padding)]
-        yield UserBatch(indices=indices, micro_size=len(indices) // self.accumulation, padding=padding, **noted)
+        yield self._global(indices, step, noted, padding)
+
+    def _global(self, indices: list[Any], step: int, noted: dict[str, Any], padding: int = 0) -> GlobalBatch:
+        num_real = len(indices) - padding
+        return GlobalBatch(
+            number=step,
+            num_rows=len(indices),
+            micro_size=len(indices) // self.accumulation,
+            num_real=num_real,
+            take=lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
+            valid=(lambda rows: rows < num_real) if padding else None,
+            last=False,
+            **noted,
+        )
 
 
 _REPLAYED = (

@@ -1,25 +1,22 @@
-"""How many samples does each file have, and how do runs and ranks avoid counting local files again?"""
+"""How many samples does each file have, where do they begin, and how are counts of local files kept?"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paddle_shard.errors import PaddleShardError, ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.sources.cache import held
-from paddle_shard.sources.files import decompressed, open_file
-from paddle_shard.sources.names import is_remote, local_path, shown
-from paddle_shard.sources.shard_index import ShardEntry
+from paddle_shard.sources.files import decompressed, held, is_remote, local_path, open_file, replacing, shown
 
 VERSION = 1
 KEPT = 64
@@ -31,6 +28,49 @@ SLOW = 5.0
 
 _Stamp = tuple[int, int, int]
 """(size in bytes, time of the last change of the content, that of the inode), times in ns."""
+EVERY = 64
+"""Number of samples for which one byte offset is kept."""
+MOST = 128
+"""Most byte offsets that are kept for a file that is counted without an index. Longer files have sparser offsets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """The index entry of a shard."""
+
+    samples: int
+    size: int
+    """Size in bytes; the key "bytes" in the index file."""
+    starts: tuple[int, ...] = ()
+    """Bytes at which samples 0, `every`, 2 * `every`, ... begin; empty if the file is compressed as a whole."""
+    every: int = EVERY
+
+    def before(self, sample: int) -> tuple[int, int]:
+        """Return the last known byte where a sample at or before `sample` begins, and how many samples lie between."""
+        if not self.starts:
+            return 0, sample
+        at = min(sample // self.every, len(self.starts) - 1)
+        return self.starts[at], sample - at * self.every
+
+
+def entry_of(starts: Iterable[int], size: Callable[[], int], *, packed: bool, most: int | None = None) -> ShardEntry:
+    """Count the samples of a file.
+
+    Args:
+        starts: The byte at which each sample begins.
+        size: Returns the file's size in bytes; called at the end.
+        packed: True if the file is compressed, so that no sample can be found by its byte.
+        most: Most byte offsets to keep, an even number; None: no limit.
+    """
+    kept: list[int] = []
+    number, every = 0, EVERY
+    for number, start in enumerate(starts, 1):
+        if (number - 1) % every:
+            continue
+        if len(kept) == most:
+            kept, every = kept[::2], 2 * every
+        kept.append(start)
+    return ShardEntry(samples=number, size=size(), starts=() if packed else tuple(kept), every=every)
 
 
 def count_files(
@@ -161,24 +201,13 @@ class _Kept:
     def close(self) -> None:
         """Write new counts, and remove the lists that were not used for the longest time."""
         if self._changed:
-            self._write()
+            with replacing(self._file) as file:
+                file.write(json.dumps(self._known, separators=(",", ":")).encode())
         else:
             os.utime(self._file)
         files = sorted(self._file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         for path in files[:-KEPT]:
             path.unlink()
-
-    def _write(self) -> None:
-        """Replace the file atomically."""
-        handle, part = tempfile.mkstemp(prefix=".", suffix=".part", dir=self._file.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(self._known, file, separators=(",", ":"))
-            os.replace(part, self._file)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(part)
-            raise
 
 
 def _path(name: str) -> str:

@@ -1,24 +1,155 @@
-"""How is a local or remote file opened, and how does reading continue after a connection drops?"""
+"""How are local and remote files named, opened and kept, and how does reading continue after a connection drops?"""
 
 from __future__ import annotations
 
 import bz2
+import errno
+import glob
 import gzip
 import http.client
 import io
+import itertools
 import lzma
 import os
+import re
+import shutil
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from functools import cache
+from typing import IO, Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.sources.names import is_remote, local_path
-from paddle_shard.sources.remote import remote_file
+from paddle_shard.plan.seeding import derive_key
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def is_remote(name: str) -> bool:
+    """True if a name is a URL other than `file:`, or a command (which is refused later, when it is read).
+
+    Examples:
+        >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
+        (True, False, False)
+    """
+    return name.startswith("pipe:") or ("://" in name and not name.startswith("file:"))
+
+
+def local_path(name: str) -> str:
+    """Return the path of a local file, given its name (a path or a `file:` URL)."""
+    if name.startswith("file:"):
+        return urllib.request.url2pathname(urlsplit(name).path)
+    return os.path.expanduser(name)
+
+
+def matched(paths: Paths) -> list[str]:
+    """Return the given files; each pattern, such as `data/*.csv`, is replaced by the files that match it, sorted.
+
+    Raises:
+        ArgumentTypeError: `paths` is neither a path nor a list.
+        ArgumentError: A pattern matches no file, or is for remote files.
+    """
+    given: Sequence[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Iterable):
+        raise ArgumentTypeError(f"paths must be a path, or a list of them, got {paths!r}.")
+    found: list[str] = []
+    for name in [os.fspath(path) for path in given]:
+        path = "" if is_remote(name) else local_path(name)
+        if not path and "://" in name and "*" in name.partition("?")[0]:
+            raise ArgumentError(f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs.")
+        if not glob.has_magic(path) or os.path.exists(path):
+            found.append(name)
+            continue
+        files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+        if not files:
+            raise ArgumentError(f"{name}: this pattern matches no file (the current folder is {os.getcwd()}).")
+        found += files
+    return found
+
+
+def base_name(name: str) -> str:
+    """Return the last piece of a path or URL.
+
+    Examples:
+        >>> base_name("https://host/train/000.tar?signature=1"), base_name("train/000.tar")
+        ('000.tar', '000.tar')
+    """
+    return os.path.basename(shown(name).rstrip("/"))
+
+
+def shown(name: str) -> str:
+    """Return a name without a URL's user, password and query, which may be secret or differ from day to day.
+
+    Examples:
+        >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
+        ('https://host/000.tar', 'dir/what?.tar')
+    """
+    if "://" not in name:
+        return name
+    return re.sub(r"(?<=://)[^/@]*@", "", name.partition("?")[0])
+
+
+def within_their_folder(names: Sequence[str]) -> list[str]:
+    """Return names without the folder that all share, since data may be moved or be elsewhere on another host.
+
+    Examples:
+        >>> within_their_folder(["/data/a/0.csv", "/data/b/0.csv"]), within_their_folder(["s3://bucket/0.csv"])
+        (['a/0.csv', 'b/0.csv'], ['0.csv'])
+    """
+    steps = [(shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split("/") for name in names]
+    folders = zip(*(path[:-1] for path in steps), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
+    return ["/".join(path[common:]) for path in steps]
+
+
+def local_size(name: str) -> int | None:
+    """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
+    try:
+        return None if is_remote(name) else os.path.getsize(local_path(name))
+    except OSError as error:
+        raise_if_a_handlers(error)
+        return None  # reading it later raises an error that names it
+
+
+def remote_file(url: str, extra: str) -> tuple[Any, str]:
+    """Return (file system, path in it) of a file. A process uses one file system for all files of a host or bucket.
+
+    Making a file system takes long: most of a second for S3. fsspec's own cache is not used, since after a fork its
+    file systems belong to the parent's threads.
+
+    Args:
+        url: URL of the file.
+        extra: The extra of paddle_shard that installs fsspec, for the error.
+
+    Raises:
+        MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
+    """
+    try:
+        if "::" in url:  # a file inside another file, which is a file system of its own
+            return _made(url)
+        return _kept("/".join(url.split("/", 3)[:3]), os.getpid()), url
+    except ImportError as error:
+        extra = "s3" if url.startswith(("s3://", "s3a://")) else extra
+        raise MissingDependencyError(f"reading {shown(url)}: {error}: pip install 'paddle_shard[{extra}]'") from error
+
+
+def _made(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    system, path = url_to_fs(url, skip_instance_cache=True)
+    return system, path
+
+
+@cache
+def _kept(host: str, process: int) -> Any:
+    return _made(host)[0]
+
 
 RETRIES = 3
 """Retries in a row after which reading fails. A byte that arrives resets the count."""
@@ -226,3 +357,132 @@ def _connect_fsspec(name: str, start: int) -> Connection:
     if start:
         stream.seek(start)
     return Connection(stream=stream, size=getattr(stream, "size", None))
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def cached(name: str, cache_dir: str) -> str:
+    """Return the path of a local copy of a remote file; download the file if there is no copy yet.
+
+    The first caller downloads the file under a temporary name and renames it. Other callers, also in other processes,
+    wait for it. If the file system has no locks, several callers may download the file, but each copy is complete.
+    No copy is ever removed.
+
+    Raises:
+        OSError: The download failed or ended too soon, or the disk is full. No incomplete file is left.
+    """
+    with _room(name, cache_dir):
+        os.makedirs(cache_dir, exist_ok=True)
+    kept = f"{derive_key(shown(name)).hex()}-{base_name(name)}"
+    path = os.path.join(cache_dir, kept)
+    if os.path.exists(path):
+        return path
+    with _room(name, cache_dir):
+        lock = open(os.path.join(cache_dir, f".{kept}.lock"), "wb")  # noqa: SIM115
+    with lock, held(lock) as alone:
+        if os.path.exists(path):
+            return path
+        if alone:  # remove what a killed process has left
+            for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
+                os.unlink(stale)
+        with _room(name, cache_dir):
+            handle, part = tempfile.mkstemp(prefix=f".{kept}.", suffix=".part", dir=cache_dir)
+        try:
+            with open(handle, "wb", buffering=0) as target:
+                _download(name, target, cache_dir)
+            os.chmod(part, 0o644)
+            os.replace(part, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(part)
+            raise
+    return path
+
+
+def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
+    source, size = open_file(name)
+    copied = 0
+    with source:
+        while piece := source.read(BUFFER):
+            try:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[target.write(rest) :]
+            except OSError as error:
+                raise_if_a_handlers(error)
+                raise _explained(error, name, cache_dir, size, copied) from error
+            copied += len(piece)
+    try:
+        os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
+    except OSError as error:
+        raise_if_a_handlers(error)
+        raise _explained(error, name, cache_dir, size, copied) from error
+    if size is not None and copied != size:
+        raise OSError(f"the download has {copied} bytes, the server said {size}")
+
+
+@contextmanager
+def _room(name: str, cache_dir: str) -> Iterator[None]:
+    """Explain the error if the disk has no room for a file or a directory."""
+    try:
+        yield
+    except OSError as error:
+        raise_if_a_handlers(error)
+        if error.errno not in _FULL:
+            raise
+        raise OSError(
+            error.errno,
+            f"cache_dir {cache_dir!r} is full: no file can be made in it for {shown(name)}; the file system may have "
+            "bytes left, but no inodes. Make room, or choose another cache_dir",
+        ) from error
+
+
+def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copied: int) -> OSError:
+    if error.errno not in _FULL:
+        return OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}")
+    free = shutil.disk_usage(cache_dir).free + copied  # what was written will be removed
+    return OSError(
+        error.errno,
+        f"cache_dir {cache_dir!r} is full: {shown(name)} has {'an unknown number of' if size is None else size} bytes, "
+        f"{free} are free. Make room, or choose another cache_dir",
+    )
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], mode: int = 0o600) -> Iterator[BinaryIO]:
+    """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
+
+    Args:
+        path: The file, which is replaced if it exists. If writing fails, it stays as it is.
+        mode: Permissions of the file.
+    """
+    folder, base = os.path.split(os.path.abspath(path))
+    handle, part = tempfile.mkstemp(prefix=f".{base}.", suffix=".part", dir=folder)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+        os.chmod(part, mode)
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+@contextmanager
+def held(file: IO[bytes]) -> Iterator[bool]:
+    """Hold a lock among processes and threads; yield False if the file cannot be locked."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+        locked = True
+    except (ImportError, OSError) as error:
+        raise_if_a_handlers(error)
+        locked = False
+    try:
+        yield locked
+    finally:
+        if locked:  # closing is not enough: a child that was forked meanwhile has the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)

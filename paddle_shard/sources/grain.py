@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.sources.adapters.common import build_watched, needs
-from paddle_shard.sources.foreign import Foreign, Share
+from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched, needs
 
 
 def grain_dataset(map_dataset: Any) -> GrainDataset:
@@ -80,7 +79,7 @@ class GrainDataset:
         return element
 
 
-def grain_loader(build: Callable[[Share], Any]) -> Foreign:
+def grain_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     """Return a loader of a `grain.IterDataset` of batches, which each process builds for its share.
 
     A run resumes exactly, by Grain's own state.
@@ -102,7 +101,7 @@ def grain_loader(build: Callable[[Share], Any]) -> Foreign:
     with needs("grain"):
         import grain
 
-    def iterator(share: Share) -> Any:
+    def iterator(share: ShardOptions) -> Any:
         dataset = build_watched(build, share, "grain")
         if not isinstance(dataset, grain.IterDataset):
             raise ArgumentTypeError(f"grain: build must return a grain.IterDataset, got {type(dataset).__name__}.")
@@ -111,7 +110,7 @@ def grain_loader(build: Callable[[Share], Any]) -> Foreign:
             batches.set_state(copy.deepcopy(share.state))
         return batches
 
-    return Foreign(iterator, name="grain", save=lambda batches: copy.deepcopy(batches.get_state()))
+    return ExternalLoader(iterator, name="grain", save=lambda batches: copy.deepcopy(batches.get_state()))
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:

@@ -9,9 +9,8 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.sources.adapters.common import needs
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.sources.external import needs
+from paddle_shard.stages.stage import Opening, Stage
 
 _ROUND = 1 << 20
 """Number that is added to the library's epoch each time that the data is read again within an epoch."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import mix
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Stage
 
 
 class IterableSource(Stage):

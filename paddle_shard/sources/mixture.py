@@ -10,12 +10,10 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.mixture import MAX_DRAWS, Mixing
-from paddle_shard.plan.mixture_ids import MAX_LENGTH, MAX_SOURCES, is_sample_id, source_and_index
+from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
-from paddle_shard.plan.segments import Segment, num_positions_to_read
-from paddle_shard.plan.weights import Weights, integer_weights
+from paddle_shard.plan.weights import Segment, Weights, integer_weights, num_positions_to_read
 from paddle_shard.sources.packed import Packed
 
 STOPS = ("first", "all")

@@ -14,9 +14,8 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardErr
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.sources.names import local_size, shown, within_their_folder
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.sources.files import local_size, shown, within_their_folder
+from paddle_shard.stages.stage import Opening, Stage
 
 RECOUNT = (
     "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "

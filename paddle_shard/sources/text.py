@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, BinaryIO
 
-from paddle_shard.sources.counts import count_files
-from paddle_shard.sources.files import BUFFER, decompressed, open_file
-from paddle_shard.sources.names import Paths, is_remote, matched
-from paddle_shard.sources.shard_index import MOST, ShardEntry, entry_of
+from paddle_shard.sources.counts import MOST, ShardEntry, count_files, entry_of
+from paddle_shard.sources.files import BUFFER, Paths, decompressed, is_remote, matched, open_file
 from paddle_shard.sources.shards import RECOUNT, ShardSource
 
 SPREAD = 0.1

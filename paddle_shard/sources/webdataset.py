@@ -1,20 +1,261 @@
-"""How are WebDataset tars used as a source?"""
+"""How are WebDataset tars used as a source: their samples, their index, and where each sample begins?"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO
 
-from paddle_shard.errors import ArgumentError, ShardReadError, described
+from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, StateError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.sources.cache import cached
-from paddle_shard.sources.counts import count_files
-from paddle_shard.sources.names import Paths, is_remote, matched, shown
-from paddle_shard.sources.shard_index import MOST, ShardEntry, index_shard, read_index
-from paddle_shard.sources.shards import ShardSource
-from paddle_shard.sources.tars import Sample, import_webdataset, read_tar
+from paddle_shard.sources.counts import EVERY, MOST, ShardEntry, count_files, entry_of
+from paddle_shard.sources.files import (
+    BUFFER,
+    Paths,
+    base_name,
+    cached,
+    decompressed,
+    is_remote,
+    local_path,
+    matched,
+    open_file,
+    replacing,
+    shown,
+)
+from paddle_shard.sources.shards import RECOUNT, ShardSource
+
+_META = re.compile(r"__[^/]*__($|/)")
+"""Matches the names of members that are not samples: WebDataset's `skip_meta`."""
+
+Sample = dict[str, Any]
+"""A dict with `__key__`, `__url__`, and the bytes of each file; its key is the rest of the file's name."""
+
+
+def import_webdataset() -> Any:
+    """Return the package `webdataset`, with the modules that are used here.
+
+    Raises:
+        MissingDependencyError: webdataset is not installed.
+    """
+    try:
+        import webdataset  # type: ignore[import-untyped]
+        import webdataset.autodecode  # type: ignore[import-untyped]
+        import webdataset.shardlists  # type: ignore[import-untyped]
+        import webdataset.tariterators  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"reading WebDataset tars needs the webdataset package ({error}): pip install 'paddle_shard[webdataset]'"
+        ) from error
+    return webdataset
+
+
+class TarSamples:
+    """The samples of one open tar, from a given byte to the end, grouped by WebDataset; iterate it once.
+
+    WebDataset's own loop over the members treats a damaged header, or a file that was cut between two members, as the
+    end of the tar. It also ignores data after the end marker. Here, each of these is an error.
+    """
+
+    _mode: Any = "r|"
+
+    def __init__(self, file: BinaryIO, name: str, start: int = 0, select: Callable[[str], bool] | None = None) -> None:
+        """Set up the reading.
+
+        Args:
+            file: The open tar, at position `start`.
+            name: The samples' `__url__`.
+            start: A byte where a sample begins.
+            select: Called with a member's name; True: the member is read. None: all members are read.
+        """
+        self._file, self._name, self._start, self._select = file, name, start, select
+        self.next_start = start
+        """The byte where the sample after the last yielded one begins; not valid after the tar's last sample."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        # When the grouping yields a sample, it has read the first member of the next sample, but no more.
+        yield from import_webdataset().tariterators.group_by_keys(self._members(), handler=_raised)
+
+    def _members(self) -> Iterator[dict[str, Any]]:
+        with tarfile.open(fileobj=self._file, mode=self._mode, tarinfo=_StrictInfo) as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
+                if not member.isreg() or _META.match(member.name):
+                    continue
+                if self._select is not None and not self._select(member.name):
+                    continue
+                content = self._content(archive, member)
+                self.next_start = self._start + member.offset
+                yield {"fname": member.name, "data": content, "__url__": self._name}
+            rest: Any = archive.fileobj
+            while block := rest.read(BUFFER):
+                if block.count(0) != len(block):
+                    raise tarfile.ReadError(
+                        "there is data behind the end of the tar. Was it joined from several (cat)? They need "
+                        "`tar --concatenate`"
+                    )
+
+    def _content(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        file = archive.extractfile(member)
+        assert file is not None
+        return file.read()
+
+
+class TarHeaders(TarSamples):
+    """The samples of an uncompressed tar, from its beginning. The contents of their files are not read."""
+
+    _mode = "r:"
+
+    def _content(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        return b""
+
+
+def _raised(error: Exception) -> None:
+    error.args = error.args[:1]  # WebDataset appends to them
+    raise error
+
+
+class _StrictInfo(tarfile.TarInfo):
+    """A tar header. Anything other than a header or the end marker is an error."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ == "EOFHeaderError":
+                raise
+            raise tarfile.ReadError(
+                f"the tar is damaged or cut off: {error} at byte {archive.offset}, where a file or the end of the tar "
+                "should be"
+            ) from error
+
+
+def read_tar(
+    path: str, name: str, *, start: int = 0, select: Callable[[str], bool] | None = None, size: int | None = None
+) -> Iterator[Sample]:
+    """Yield the samples of a tar, compressed or not, from a given byte to the end.
+
+    Args:
+        path: Path or URL to read.
+        name: The samples' `__url__`.
+        start: A byte where a sample begins; 0 for a compressed tar.
+        select: Called with a member's name; True: the member is read. None: all members are read.
+        size: Size in bytes that the file must have; None: any size.
+    """
+    opened, found = open_file(path, start)
+    with opened, opened if start else decompressed(opened) as file:
+        if size is not None and found is not None and found != size:
+            raise tarfile.ReadError(
+                f"the file has {found} bytes, the index says {size}: it has changed since, or is another shard of that "
+                f"name. If it is the right one, {RECOUNT}"
+            )
+        yield from TarSamples(file, name, start, select)
+
+
+VERSION = 1
+
+
+def index_shard(name: str, most: int | None = None) -> ShardEntry:
+    """Count the samples of a tar. A local, uncompressed tar is counted by its headers, any other is read to its end.
+
+    Args:
+        name: Path or URL of the tar.
+        most: See `entry_of`.
+
+    Raises:
+        Exception: Whatever reading raises, if the tar cannot be read to its end.
+    """
+    opened, size = open_file(name)
+    with opened, decompressed(opened) as file:
+        packed = file is not opened
+        if not packed and not is_remote(name):
+            with open(local_path(name), "rb", buffering=0) as headers:  # with a buffer, each header would fill it
+                return entry_of(_starts(TarHeaders(headers, name)), lambda: size or 0, packed=False, most=most)
+        samples = TarSamples(file, name, 0, None)
+        return entry_of(_starts(samples), lambda: opened.tell() if size is None else size, packed=packed, most=most)
+
+
+def _starts(samples: TarSamples) -> Iterator[int]:
+    start = 0
+    for _ in samples:
+        yield start
+        start = samples.next_start
+
+
+def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
+    """Write an index; an existing file of that name is replaced atomically."""
+    shards = {
+        name: {"samples": entry.samples, "bytes": entry.size, "starts": list(entry.starts)}
+        for name, entry in entries.items()
+    }
+    text = json.dumps({"version": VERSION, "every": EVERY, "shards": shards}, separators=(",", ":"))
+    with replacing(path, 0o644) as file:
+        file.write(f"{text}\n".encode())
+
+
+def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
+    """Return the entries of some shards, by name.
+
+    Args:
+        path: Path or URL of the index.
+        names: Paths or URLs of the shards. The index contains only the last pieces of such names.
+
+    Raises:
+        StateError: The file is not an index, or has another version.
+        ArgumentError: The index cannot be opened or lacks a shard, or two shards have the same last piece.
+    """
+    try:
+        file, _ = open_file(path)
+    except OSError as error:
+        raise_if_a_handlers(error)
+        raise ArgumentError(f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}.") from error
+    with file:
+        shards = _parsed(file.read(), path)
+    check_base_names(names)
+    unknown = [name for name in names if base_name(name) not in shards]
+    if unknown:
+        listed = ", ".join(base_name(name) for name in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        raise ArgumentError(f"index={path!r} does not know {len(unknown)} of the shards: {listed}. Make it: {RECOUNT}.")
+    return {name: shards[base_name(name)] for name in names}
+
+
+def check_base_names(names: Sequence[str]) -> None:
+    """Refuse shards that an index could not distinguish."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(base_name(name), name)
+        if other != name:
+            raise ArgumentError(
+                f"an index knows shards by the last piece of their names, which {shown(other)} and {shown(name)} "
+                "share. Rename one."
+            )
+
+
+def _parsed(text: bytes, path: str) -> dict[str, ShardEntry]:
+    try:
+        found: Any = json.loads(text)
+        version = found["version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise StateError(f"index={path!r} is not an index of shards ({error!r}). Make it: {RECOUNT}.") from error
+    if version != VERSION:
+        raise StateError(f"index={path!r} is of version {version!r}, this library reads {VERSION}: {RECOUNT}.")
+    try:
+        usable = found.get("every") == EVERY
+        return {
+            name: ShardEntry(
+                samples=int(entry["samples"]),
+                size=int(entry["bytes"]),
+                starts=tuple(int(start) for start in entry.get("starts", ())) if usable else (),
+            )
+            for name, entry in found["shards"].items()
+        }
+    except (AttributeError, ValueError, TypeError, KeyError) as error:
+        raise StateError(f"index={path!r} is damaged ({error!r}): {RECOUNT}.") from error
+
 
 SPREAD = 0.1
 """Seconds over which readers spread the first opening of remote shards."""

@@ -1,12 +1,7 @@
-"""The stages of a stream between its source and the batch, one stage per file."""
+"""The stages of a stream between its source and the batch."""
 
-from paddle_shard.stages.batch import Batch, Unbatch
-from paddle_shard.stages.filter import Filter
-from paddle_shard.stages.map import Map
+from paddle_shard.stages.cut import RoundRobin, Stripe
 from paddle_shard.stages.pack import Pack
-from paddle_shard.stages.repeat import Repeat
-from paddle_shard.stages.round_robin import RoundRobin
-from paddle_shard.stages.shuffle import Shuffle
-from paddle_shard.stages.stripe import Stripe
+from paddle_shard.stages.steps import Batch, Filter, Map, Repeat, Shuffle, Unbatch
 
 __all__ = ["Batch", "Filter", "Map", "Pack", "Repeat", "RoundRobin", "Shuffle", "Stripe", "Unbatch"]

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.chairman import chairman
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.weights import Weights
-from paddle_shard.stages.opening import Opening, leave_sample
-from paddle_shard.stages.repeat import in_rounds
-from paddle_shard.stages.stage import Stage
-from paddle_shard.stages.stripe import FAILED_AT
+from paddle_shard.plan.weights import Weights, chairman
+from paddle_shard.stages.cut import FAILED_AT
+from paddle_shard.stages.stage import Opening, Stage, leave_sample
+from paddle_shard.stages.steps import in_rounds
 
 _BLOCK = 4096
 """Positions of which the sources are computed at once."""

@@ -1,21 +1,148 @@
-"""How are the documents of a part packed into rows of one length?"""
+"""How are documents packed into rows of one length?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.packing import MAX_WINDOW, fitted
 from paddle_shard.plan.parts import check_count
-from paddle_shard.stages.opening import Opening, Unreadable
-from paddle_shard.stages.packed_rows import Fields, PackedRows
-from paddle_shard.stages.search import Search
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Search, Stage, Unreadable
+
+MADE = ("position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
+"""Fields that are made for each row."""
+
+Fields = Mapping[str, npt.NDArray[Any]]
+"""Name -> an array with an entry for each token."""
+
+
+def tokens_of(document: Any, key: str) -> Any:
+    """Return the tokens of a document: itself, or its field with a name.
+
+    Raises:
+        TypeError: It is text.
+    """
+    tokens = document[key] if isinstance(document, dict) else document
+    if isinstance(tokens, str | bytes):
+        raise TypeError(f"a document is text, {tokens[:20]!r}; give the numbers of its tokens.")
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """The form of packed rows; `sources.packed.Packed` describes their fields."""
+
+    length: int
+    """Tokens of a row."""
+    most_pieces: int
+    """Most pieces of a row; it gives the size of `cu_seqlens`."""
+    key: str = "input_ids"
+    """Field of the tokens, in documents that are dicts."""
+    labels: str | None = None
+    """Field to add with the next token of each token; None: no such field."""
+    ignore_index: int = -100
+    """Label where there is no next token."""
+    pad_values: Mapping[str, float] = field(default_factory=dict)
+    """For each field, the number that fills the end of a row."""
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and not isinstance(self.labels, str):
+            raise ArgumentError(f"labels must be the name of a field or None, got {self.labels!r}.")
+        if self.key in MADE or self.labels in (*MADE, self.key):
+            raise ArgumentError(
+                f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
+            )
+
+    def fields(self, document: Any, what: str, names: Collection[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+        """Return the fields of a document that have an entry for each token, and the labels.
+
+        Args:
+            document: An array of tokens, or a dict.
+            what: Name of the document, for messages.
+            names: Names of these fields, if they are known.
+
+        Raises:
+            ValueError: It has a field that is made here, or has no entry for each token in a field of `names`.
+        """
+        given = document if isinstance(document, dict) else {self.key: document}
+        tokens = np.asarray(tokens_of(given, self.key))
+        found = {
+            name: _signed(np.asarray(value))
+            for name, value in given.items()
+            if not isinstance(value, str | bytes) and np.shape(value)[:1] == tokens.shape[:1]
+        }
+        if taken := sorted(set(found) & {*MADE, self.labels}):
+            raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")
+        if names is not None:
+            if missing := sorted(set(names) - set(found)):
+                raise ValueError(
+                    f"{what} has {len(tokens)} tokens, but not as many entries in {missing}, as other documents have. "
+                    "Leave these fields out of the documents, or give them an entry for each token."
+                )
+            found = {name: value for name, value in found.items() if name in names or name == self.key}
+        if self.labels is not None:
+            following = np.full(len(tokens), self.ignore_index, np.int64)
+            following[:-1] = tokens[1:]
+            found[self.labels] = following
+        return found
+
+    def row(self, pieces: Sequence[Fields], names: Sequence[str]) -> dict[str, Any]:
+        """Return a row of some pieces, one after the other.
+
+        Args:
+            pieces: The fields of each piece.
+            names: Name of each piece, for messages.
+
+        Raises:
+            ValueError: The pieces differ in their fields, or in the dtype or shape of an entry.
+        """
+        pads = dict(self.pad_values)
+        if self.labels is not None:
+            pads.setdefault(self.labels, self.ignore_index)
+        sizes = [len(fields[self.key]) for fields in pieces]
+        row: dict[str, Any] = {
+            name: np.full((self.length, *first.shape[1:]), pads.get(name, 0), first.dtype)
+            for name, first in pieces[0].items()
+        }
+        end = 0
+        for what, fields, size in zip(names, pieces, sizes, strict=True):
+            if fields.keys() != pieces[0].keys():
+                raise ValueError(
+                    f"{what} has the fields {sorted(fields)}, but {names[0]} has {sorted(pieces[0])}: those with an "
+                    "entry for each token. Leave the other fields out of the documents."
+                )
+            for name, value in fields.items():
+                entry, wanted = (value.dtype, value.shape[1:]), (row[name].dtype, row[name].shape[1:])
+                if entry != wanted:
+                    raise ValueError(
+                        f"field {name!r} of {what} has entries of {entry[0]} and shape {list(entry[1])}, but that of "
+                        f"{names[0]} has {wanted[0]} and shape {list(wanted[1])}."
+                    )
+                row[name][end : end + size] = value
+            end += size
+        if unknown := sorted(set(self.pad_values) - set(row)):
+            raise ValueError(f"pad_values names {unknown}, which rows do not have; there are {sorted(row)}.")
+        begins = np.cumsum([0, *sizes])
+        row["position_ids"] = np.zeros(self.length, np.int64)
+        row["position_ids"][:end] = np.arange(end) - np.repeat(begins[:-1], sizes)
+        row["segment_ids"] = np.zeros(self.length, np.int32)
+        row["segment_ids"][:end] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+        row["cu_seqlens"] = np.full(self.most_pieces + 2, self.length, np.int32)
+        row["cu_seqlens"][: len(begins)] = begins
+        row["max_seqlen"] = np.int32(max(*sizes, self.length - end))
+        return row
+
+
+def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array with a dtype that Paddle has; it would take uint16 for bfloat16."""
+    return array.astype(np.int64) if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array
+
 
 LONG = ("split", "drop", "error")
 """What can be done with a document that is longer than a row."""

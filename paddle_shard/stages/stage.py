@@ -1,11 +1,116 @@
-"""What is a stage of a stream?"""
+"""What is a stage of a stream, and how does it open parts?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
 
-from paddle_shard.stages.opening import Opening
+from paddle_shard.errors import ArgumentError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.seeding import derive_seed, mix
+
+
+def _leave_generators(seed: int) -> None:
+    """Seed nothing."""
+
+
+def leave_sample(number: int, sample: Any) -> None:
+    """Ignore the sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Some parts of a stream, to be read from a given position.
+
+    The samples of a part depend on (seed, epoch, round, part) alone. They do not depend on who opens the part, or on
+    the other parts that are opened with it.
+    """
+
+    parts: tuple[int, ...]
+    """The parts to open, ascending. A reader opens all its parts at once, so that they can share one read."""
+    num_parts: int
+    """P, the number of parts of all readers together."""
+    stripe: int = 1
+    """Consecutive samples of an uncut stream that go to one part, if the stream is cut in turns."""
+    seed: int = 0
+    """Seed of the run."""
+    epoch: int = 0
+    """The epoch."""
+    round: int = 0
+    """Number of times that the parts were already read to their end in this epoch."""
+    skip: int = 0
+    """Samples of each part to leave out at its beginning."""
+    state: Any = None
+    """State of the library that reads, after the last delivered sample; `skip` counts from there."""
+    seed_generators: Callable[[int], None] = _leave_generators
+    """Seeds the global random generators with a number in [0, 2^64); called before each call of the user's code."""
+
+    seen: Callable[[int, Any], None] = leave_sample
+    """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
+
+    skip_errors: bool = False
+    """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""
+
+    dispatched: Mapping[int, Iterator[Any]] = field(default_factory=dict)
+    """Part -> the samples that are dispatched to it, if another process reads them (`RoundRobin`)."""
+
+    rounds: Counter[int] = field(default_factory=Counter)
+    """Part -> number of whole rounds of an endless source that it saw before the last delivered sample.
+
+    The stages update it. It belongs to this opening, and is 0 for a part that has an end."""
+
+    def uncut(self, skip: int) -> Opening:
+        """Return the opening of the whole stream, which is part 0 of 1."""
+        return replace(self, parts=(0,), num_parts=1, skip=skip, rounds=Counter())
+
+    def key(self, part: int, *purpose: Any) -> int:
+        """Return a seed for one purpose in a part."""
+        return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
+
+    def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
+        """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
+        if not self.skip_errors:
+            return function(sample)
+        if isinstance(sample, Unreadable):
+            return Unreadable(sample.why)  # drop a group's items: the function has not changed them
+        try:
+            return function(sample)
+        except Exception as error:
+            raise_if_a_handlers(error)
+            return Unreadable(described(error))
+
+    def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:
+        """Yield the items of the user's code after the first `skip`; the generators are seeded before each item."""
+        for number in count():
+            self.seed_generators(mix(key, number))
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            if number >= self.skip:
+                yield item
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Replaces a sample of a part on which the user's code has failed.
+
+    It is never given to a function of the user: stages pass it on, and the result of a stage is an `Unreadable`, too.
+    """
+
+    why: str
+    items: tuple[Any, ...] = ()
+    """If this replaces a group, the samples of the group; at least one is an `Unreadable`."""
+
+
+class Stated(NamedTuple):
+    """A sample, and the state of the library that read it; reading resumes after the sample."""
+
+    sample: Any
+    state: Any
 
 
 class Stage:
@@ -72,3 +177,40 @@ class Stage:
     def fingerprint(self) -> list[Any]:
         """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
         return [] if self.upstream is None else self.upstream.fingerprint()
+
+
+FEWEST = 1000
+"""Least number of samples to try: a random function may drop all samples of a few rounds of a short part."""
+
+
+class Search:
+    """Counts the samples of a part that a stage has dropped since it last kept one.
+
+    If a stage drops all samples of whole rounds of an endless source, it would drop those of the next rounds, too, and
+    would read forever.
+    """
+
+    def __init__(self, opening: Opening, part: int, name: str) -> None:
+        self._opening, self._part, self._name = opening, part, name
+        self._dropped = self._began = 0
+
+    def kept(self) -> None:
+        """Restart the count."""
+        self._dropped = 0
+
+    def dropped(self) -> None:
+        """Count a dropped sample.
+
+        Raises:
+            ArgumentError: Whole rounds were dropped.
+        """
+        rounds = self._opening.rounds[self._part]
+        if self._dropped == 0:
+            self._began = rounds
+        self._dropped += 1
+        if self._dropped >= FEWEST and rounds > self._began + 2:  # two of them whole
+            raise ArgumentError(
+                f"{self._name}: none of the last {self._dropped} samples of part {self._part} of "
+                f"{self._opening.num_parts} gave a result. The part has no end, and whole rounds of its source gave no "
+                "result. Keep some samples of every part, or use fewer parts (num_parts=)."
+            )

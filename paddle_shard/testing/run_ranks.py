@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.testing.job import RanksFailed, all_logs, report_path, start_ranks, variables_of_job
 
 _RUN_ID = "PADDLE_SHARD_RUN_ID"
@@ -117,7 +118,8 @@ def _processes(run_id: str) -> Iterator[tuple[int, int | None]]:
             continue
         try:
             variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # ended meanwhile, or another user's
+        except OSError as error:  # ended meanwhile, or another user's
+            raise_if_a_handlers(error)
             continue
         if token in variables:
             rank = next((v[18:] for v in variables if v.startswith(b"PADDLE_TRAINER_ID=")), None)

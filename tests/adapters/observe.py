@@ -68,7 +68,7 @@ def refusal(function):
 
 
 def observe(make, *, resume=True):
-    """All that is claimed of every library; `make` returns a fresh Foreign."""
+    """All that is claimed of every library; `make` returns a fresh ExternalLoader."""
     before = dict(os.environ)
     loader = loader_of(make())
     found = {"epochs": [steps_of(loader, collective=True), steps_of(loader)]}

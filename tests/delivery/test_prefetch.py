@@ -21,14 +21,16 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.agree import AloneAgreement, Coordinator
-from paddle_shard.delivery.prefetch import Ahead, DrawnAhead
-from paddle_shard.delivery.step_pass import StepPass
+from paddle_shard.delivery import begin
+from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, DataReadError
-from paddle_shard.reading import pace
-from paddle_shard.reading.pace import QUICK, Pace, steps_ahead
-from paddle_shard.reading.passes import Pass
-from paddle_shard.reading.request import ReadRequest
+from paddle_shard.plan.step import Step
+from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
+from paddle_shard.ranks.outlook import Terms
+from paddle_shard.reading import prefetcher
+from paddle_shard.reading.batch import Batch
+from paddle_shard.reading.executor import Executor
+from paddle_shard.reading.prefetcher import QUICK, Prefetcher
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
 from tests.helpers import Made
@@ -57,8 +59,9 @@ class Rows(paddle.io.Dataset):
         return np.array([index, noise], "float64")
 
 
-def sharded(dataset, *, size=4, workers=0, **options):
-    given = paddle.io.DataLoader(dataset, batch_size=size, num_workers=workers, shuffle=not isinstance(dataset, Stream))
+def sharded(dataset, *, size=4, workers=0, shuffle=True, **options):
+    shuffle = shuffle and not isinstance(dataset, Stream)
+    given = paddle.io.DataLoader(dataset, batch_size=size, num_workers=workers, shuffle=shuffle)
     return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
 
 
@@ -68,6 +71,44 @@ def rows(tensor):
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "paddle_shard-prefetch"]
+
+
+def steps(count):
+    """Of four rows each."""
+    for number in range(count):
+        ids = range(4 * number, 4 * number + 4)
+        yield Step(epoch=0, number=number, num_rows=4, micro_size=4, num_real=4, ids=[*ids])
+
+
+class Numbers(Executor):
+    """Gives the number of each step, after a call with it."""
+
+    depth = 8
+
+    def __init__(self, call=lambda number: None):
+        self.call, self.submitted, self.threads = call, [], []
+
+    def submit(self, step):
+        self.submitted.append(step)
+
+    def take(self, *, beside=False):
+        step = self.submitted.pop(0)
+        self.threads.append(threading.current_thread())
+        self.call(step.number)
+        return Batch(step=step, value=step.number, real=None)
+
+    def ready(self):
+        return True
+
+    def close(self):
+        pass
+
+
+def step_pass(executor, agreement, count, **options):
+    """A pass that places nothing."""
+    feed = Feed(steps(count))
+    feed.executor = executor
+    return StepPass(feed, agreement, place=options.pop("place", lambda batch: batch), **options)
 
 
 def soon(condition, seconds=HANG):
@@ -134,7 +175,7 @@ def test_a_data_set_that_draws_is_read_on_the_callers_thread_and_the_others_besi
             pass
     main = threading.main_thread()
 
-    assert main in quiet.threads  # the first batch is watched
+    assert [thread is main for thread in quiet.threads] == [True] * 4 + [False] * 60  # the first batch is watched
     assert len(set(quiet.threads)) == 2
     assert set(drawing.threads) == {main}
 
@@ -148,7 +189,7 @@ def test_a_training_loop_that_draws_gets_the_same_numbers_and_the_same_batches()
     def trace(dataset, prefetch):
         np.random.seed(5)
         found = []
-        for batch in sharded(dataset, prefetch=prefetch):
+        for batch in sharded(dataset, prefetch=prefetch, shuffle=False):
             found.append((rows(batch), np.random.rand(100).sum()))
         return found
 
@@ -176,12 +217,12 @@ def test_what_only_the_thread_can_use_that_made_it_is_used_there():
 def test_slow_reads_get_a_thread_without_asking_and_quick_ones_do_not(monkeypatch):
     slow, quick = Rows(seconds=0.002), Rows()
     for dataset, limit in ((slow, QUICK), (quick, 60.0)):  # on a busy machine none takes less than a millisecond
-        monkeypatch.setattr(pace, "QUICK", limit)
+        monkeypatch.setattr(prefetcher, "QUICK", limit)
         batches = iter(sharded(dataset))
         for _ in range(8):
             next(batches)
         batches.close()
-    monkeypatch.setattr(pace, "QUICK", QUICK)
+    monkeypatch.setattr(prefetcher, "QUICK", QUICK)
     given = paddle.io.DataLoader(Rows(seconds=0.002), batch_size=4, use_buffer_reader=False)
     for _ in paddle_shard.shard_dataloader(given, ONE, shard_dims="dp"):
         pass
@@ -242,8 +283,8 @@ def test_nothing_is_left_behind(ending, workers, monkeypatch):
     pids = []
     start = WorkerPool.start
 
-    def noted(pool, requests):
-        start(pool, requests)
+    def noted(pool):
+        start(pool)
         pids.extend(worker.pid for worker in pool._workers)
 
     monkeypatch.setattr(WorkerPool, "start", noted)
@@ -299,25 +340,18 @@ def test_a_loader_of_a_users_own_iteration_is_not_read_by_a_thread():
 
 
 def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting():
-    def work(free):
-        raise RuntimeError("broken")
+    def broken(number):
+        if number == 3:
+            raise RuntimeError("broken")
 
-    ahead = Ahead(work, lambda: True)
-    ahead.start()
+    ahead = Prefetcher(Numbers(broken), 3, always=True)
+    for step in steps(6):
+        ahead.submit(step)
+    assert [ahead.take().value for _ in range(3)] == [0, 1, 2]
     with pytest.raises(RuntimeError, match="broken"):
-        ahead.need(1, 3)
-
-
-def test_steps_read_ahead_for_the_agreement_are_more_where_they_are_quick_and_small_and_never_many_bytes():
-    for least in (1, 2, 8):
-        for seconds in (1e-5, 2e-4, 0.004, 0.05, 60.0):
-            for num_bytes in (0, 1000, 1 << 20, 1 << 30):
-                found = steps_ahead(least, seconds, num_bytes)
-                assert found >= least
-                assert found == least or found * num_bytes <= 8 << 20
-                assert found <= 32
-    assert steps_ahead(2, 0.05, 1000) == 2
-    assert steps_ahead(2, 1e-4, 1000) == 32
+        ahead.take()
+    ahead.close()
+    assert soon(lambda: not threads())
 
 
 class One:
@@ -339,7 +373,7 @@ class One:
 
 
 def agreement_of_one(prefetch):
-    return Coordinator(One(), timeout=HANG).open(prefetch, ends_must_agree=True, name="test")
+    return Coordinator(One(), timeout=HANG, end_process=lambda: None).open(Terms(ends_must_agree=True, name="test"))
 
 
 class Enough(Exception):
@@ -363,11 +397,9 @@ def handled(request):
 
 
 def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled):
-    def reading():
-        for step in range(50):
-            if step == 5:
-                signal.raise_signal(handled)
-            yield step, SimpleNamespace(num_bytes=1 << 20)
+    def interrupted(number):
+        if number == 5:
+            signal.raise_signal(handled)
 
     class Sampler(paddle.io.BatchSampler):
         def __init__(self):
@@ -385,7 +417,7 @@ def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled
     agreement = agreement_of_one(8)
     given = paddle.io.DataLoader(Rows(), batch_sampler=Sampler())
     for batches in (
-        StepPass(reading(), agreement),
+        step_pass(Numbers(interrupted), agreement, 50),
         paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", prefetch=4),
     ):
         delivered = []
@@ -472,7 +504,7 @@ def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_all_as
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("place", ["threading.Thread.start", "paddle_shard.reading.chunk.Joiner.join"])
+@pytest.mark.parametrize("place", ["threading.Thread.start", "paddle_shard.reading.executor.joined"])
 @pytest.mark.parametrize("first", [True, False])
 def test_what_a_handler_raises_while_a_thread_starts_or_rows_are_joined_comes_out(handled, place, first, monkeypatch):
     owner, name = pkgutil.resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
@@ -501,12 +533,12 @@ def test_what_a_handler_raises_while_a_thread_starts_or_rows_are_joined_comes_ou
 def test_a_description_that_a_handler_has_cut_off_loses_no_batch(handled, workers, monkeypatch):
     from paddle_shard.loader.iteration import describe
 
-    def interrupted(self, chunks):
+    def interrupted(*args):
         signal.raise_signal(handled)
 
     given = paddle.io.DataLoader(Doubled(), batch_size=8, num_workers=workers)
     loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
-    monkeypatch.setattr("paddle_shard.reading.chunk.Joiner.join", interrupted)
+    monkeypatch.setattr("paddle_shard.reading.executor.joined", interrupted)
     with pytest.raises(Enough):
         describe(loader._first_batch)
     monkeypatch.undo()
@@ -515,138 +547,137 @@ def test_a_description_that_a_handler_has_cut_off_loses_no_batch(handled, worker
     assert [row[0] for batch in loader for row in rows(batch)] == list(range(64))
 
 
-@pytest.mark.parametrize(("in_bursts", "seconds"), [(True, 0.0), (False, 0.0), (True, 0.003)])
-def test_quick_steps_are_read_several_at_a_time_and_slow_ones_one_by_one(in_bursts, seconds, monkeypatch):
-    steps, ahead, read, now = 200, 8, [], 0.0
-    monkeypatch.setattr("paddle_shard.reading.pace.time", SimpleNamespace(perf_counter=lambda: now))
-
-    class Reading(Pass):
-        def __next__(self):
-            if len(read) == steps:
-                raise StopIteration
-            read.append(len(read))
-            return read[-1], SimpleNamespace(num_bytes=1 << 20)  # of which 8 are held at most
-
-        def close(self):
-            pass
-
-    agreement = agreement_of_one(ahead)
-    batches, calls, delivered = StepPass(Reading(), agreement, in_bursts=in_bursts), [], []
-    for step, _ in batches:
-        delivered.append(step)
-        calls.append(len(read))
-        now += max(seconds, 1e-5)
-
-    assert delivered == list(range(steps))
-    assert all(count - step in range(1, ahead + 1) for step, count in enumerate(calls))
-    settled = np.diff([count for count in calls[2 * ahead :] if count < steps])
-    if in_bursts and not seconds:
-        assert max(settled) > ahead // 4
-        assert np.count_nonzero(settled) < 0.5 * len(settled)
-    else:
-        assert set(settled) == {1}
-
-
 @pytest.mark.parametrize(("seconds", "quick"), [(0.001, QUICK), (0.0, 60.0)])
 @pytest.mark.parametrize("alone", [False, True])
 def test_slow_reads_get_a_thread_by_default(seconds, quick, alone, monkeypatch):
-    monkeypatch.setattr("paddle_shard.reading.pace.QUICK", quick)
+    monkeypatch.setattr(prefetcher, "QUICK", quick)
     dataset = Rows(400, seconds=seconds)
-    reading_of = sharded(dataset)._reading
-    drawn = DrawnAhead(ReadRequest(0, step, [*range(4 * step, 4 * step + 4)], False, 0, True) for step in range(100))
-    batches = StepPass(
-        reading_of.start(drawn),
-        AloneAgreement() if alone else agreement_of_one(2),
-        prepare=lambda batch: (batch.numpy()[:, 0].tolist(), SimpleNamespace(num_bytes=64)),
-        in_bursts=True,
-        prefetch=2,
-        if_worth_it=True,
-        draw=drawn.draw,
+    reading = sharded(dataset)._reading.start(lambda: False)
+    batches = step_pass(
+        Prefetcher(reading, 2, always=False), AloneAgreement() if alone else agreement_of_one(2), 100, num_steps=100
     )
-    delivered = [row for rows_of_batch, _ in batches for row in rows_of_batch]
+    delivered = [row for batch in batches for row in batch.value.numpy()[:, 0].tolist()]
 
     assert delivered == dataset.read == list(range(400))
     others = {thread for thread in dataset.threads if thread is not threading.current_thread()}
     assert len(others) == (1 if seconds else 0)
 
 
-def test_a_thread_stays_whose_caller_has_done_a_quick_step(monkeypatch):
-    """Where the caller has to do one of its steps, and that is quick."""
-    done, free = [], True
+@pytest.mark.parametrize(
+    ("seconds", "first"),
+    [
+        ([0.0009] * 20, None),
+        ([0.0011] * 20, 1),
+        ([0.0001] * 10 + [0.0021] * 10, 11),
+        ([0.0001] * 10 + [0.0015] + [0.0001] * 9, None),  # a single read that is slower
+    ],
+)
+def test_a_thread_starts_once_the_last_reads_took_a_millisecond_on_average(seconds, first, monkeypatch):
+    now = 0.0
 
-    def work(beside):
-        time.sleep(0.0 if len(done) >= 3 else 0.4)
-        done.append(beside)
-        return True
+    def pass_time(number):
+        nonlocal now
+        now += seconds[number]
 
-    of_caller = Pace()
-    monkeypatch.setattr("paddle_shard.reading.pace.QUICK", 0.2)
-    ahead = Ahead(work, lambda: free, of_caller)
-    try:
-        for count in range(1, 4):
-            assert not ahead.start()
-            ahead.need(count, count)
-        assert ahead.start()
-        ahead.need(4, 4)
-        free = False
-        ahead.need(5, 5)
-        free = True
-        assert done == [False, False, False, True, False]
-        assert of_caller.reads_quickly
-        assert ahead.start()
-    finally:
-        ahead.stop()
+    monkeypatch.setattr(prefetcher, "time", SimpleNamespace(perf_counter=lambda: now))
+    numbers = Numbers(pass_time)
+    batches = step_pass(Prefetcher(numbers, 2, always=False), AloneAgreement(), 20)
+
+    assert [batch.value for batch in batches] == list(range(20))
+    by_caller = [thread is threading.current_thread() for thread in numbers.threads]
+    assert by_caller == [first is None or number < first for number in range(20)]
 
 
-def test_one_thread_announces(monkeypatch):
-    """Else the other could announce between a thread's noting that a step is ready and its saying so."""
-    by, announce = set(), AloneAgreement.announce_ok
+@pytest.mark.parametrize("kind", ["index", "stream"])
+def test_only_the_callers_thread_places_and_announces(kind, monkeypatch):
+    """Else a step could be announced before it is noted what is to be said of it."""
+    by, announce, place = [], AloneAgreement.announce_ok, begin.placed
 
-    def noted(agreement, *steps):
-        by.add(threading.current_thread().name)
-        announce(agreement, *steps)
+    def noted(agreement, *count):
+        by.append(threading.current_thread())
+        announce(agreement, *count)
 
-    def slowly(self):
-        time.sleep(0.0005)
-        say(self)
+    def also_noted(setup, batch):
+        by.append(threading.current_thread())
+        return place(setup, batch)
 
-    say = StepPass._say
-    monkeypatch.setattr(StepPass, "_say", slowly)
     monkeypatch.setattr(AloneAgreement, "announce_ok", noted)
+    monkeypatch.setattr(begin, "placed", also_noted)
     stream = Stream.of(lambda: (np.array([number]) for number in range(256)))
-    found = [row for batch in sharded(stream, workers=1, prefetch=3) for (row,) in rows(batch)]
+    loader = sharded(stream, workers=1, prefetch=3) if kind == "stream" else sharded(Rows(256), prefetch=3)
+    found = []
+    for batch in loader:
+        found += [int(row[0]) for row in rows(batch)]
+        found[0] or time.sleep(0.001)  # in which the thread goes on
 
-    assert found == list(range(256))
-    assert by == {"paddle_shard-prefetch"}
+    assert sorted(found) == list(range(256))
+    assert len(by) >= 2 * 64
+    assert set(by) == {threading.main_thread()}
 
 
 def test_workers_that_pause_are_not_waited_for_while_batches_are_ready():
-    class Reading(Pass):
+    class Pausing(Numbers):
         """Whose workers pause after step 20; asking for more would block."""
 
-        step, paused = 0, False
+        paused = False
 
-        def at_hand(self, count=1):
+        def ready(self):
             return not self.paused
 
-        def __next__(self):
+        def take(self, *, beside=False):
             assert not self.paused
-            self.step += 1
-            if self.step == 60:
-                raise StopIteration
-            return self.step - 1, SimpleNamespace(num_bytes=1 << 30)
+            return super().take(beside=beside)
 
-        def close(self):
-            pass
-
-    reading, ahead = Reading(), 8
-    agreement = agreement_of_one(ahead)
-    batches, delivered = StepPass(reading, agreement), []
-    for step, _ in batches:
-        delivered.append(step)
-        reading.paused = 20 <= step < 20 + ahead // 2 - 1
+    reading, ahead = Pausing(), 8
+    batches, delivered = step_pass(reading, agreement_of_one(ahead), 59), []
+    for batch in batches:
+        delivered.append(batch.value)
+        reading.paused = 20 <= batch.value < 20 + ahead // 2 - 1
 
     assert delivered == list(range(59))
+
+
+@pytest.mark.parametrize("by_loop", [True, False])
+def test_what_drew_while_a_thread_read_is_said_once_and_the_caller_reads_from_there_on(by_loop, monkeypatch, caplog):
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+    reached, drawn = threading.Event(), threading.Event()
+
+    def sample(index):
+        by.setdefault(index // 4, []).append(threading.current_thread() is threading.main_thread())
+        if index == 21 and not reached.is_set():
+            reached.set()
+            assert drawn.wait(HANG)
+        return np.array([index, 0.0 if by_loop or index < 21 else np.random.rand()])
+
+    def trace(prefetch):
+        np.random.seed(3)
+        found, numbers = [], []
+        for step, batch in enumerate(sharded(Made(sample, 64), prefetch=prefetch, shuffle=False)):
+            found.append(rows(batch))
+            if step == 4:
+                if prefetch:
+                    assert reached.wait(HANG)
+                if by_loop:
+                    numbers.append(np.random.rand())
+                drawn.set()
+        return found, numbers, np.random.rand()
+
+    by = {}
+    drawn.set()
+    expected = trace(0)
+    reached.clear()
+    drawn.clear()
+    by.clear()
+    with caplog.at_level("WARNING"):
+        assert trace(2) == expected
+
+    assert [by[step] for step in range(5)] == [[True] * 4] + [[False] * 4] * 4
+    tried = by[5].index(True)
+    assert not any(by[5][:tried])
+    assert all(by[5][tried:])
+    assert all(by_caller for step in range(6, 16) for by_caller in by[step])
+    assert caplog.text.count("while a thread read ahead") == 1
+    assert not threads()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -667,18 +698,48 @@ def test_a_static_program_may_be_built_meanwhile(workers):
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("draw", [np.random.rand, random.random])
-def test_a_loop_that_draws_gets_its_own_numbers_from_beside_samples_that_draw_now_and_then(prefetch, draw):
+@pytest.mark.parametrize("seconds", [0.002, 0.03], ids=["while a thread reads", "while it waits"])
+def test_a_loop_that_draws_gets_its_own_numbers_from_beside_samples_that_draw_now_and_then(prefetch, draw, seconds):
     def sample(index):
         time.sleep(0.001)  # so that a thread pays off
         return np.array([index, draw() if index >= 40 else 0.0])
 
-    loader = sharded(Made(sample, 80), prefetch=prefetch)
+    loader = sharded(Made(sample, 80), prefetch=prefetch, shuffle=False)
     np.random.seed(1)
     random.seed(1)
     found = []
     for _ in loader:
-        time.sleep(0.002)
+        time.sleep(seconds)
         found.append(draw())
     np.random.seed(1)
     random.seed(1)
     assert found == [draw() for _ in range(20)]
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random])
+def test_a_sampler_that_draws_while_a_thread_reads_does_not_stop_it(draw, monkeypatch, caplog):
+    """Its numbers are private: it draws none of the training loop's."""
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+
+    class Sampler(paddle.io.BatchSampler):
+        def __init__(self):
+            self.batch_size, self.drop_last = 4, True
+
+        def __iter__(self):
+            for _ in range(40):
+                first = int(draw() * 60)
+                time.sleep(0.002)
+                yield list(range(first, first + 4))
+
+        def __len__(self):
+            return 40
+
+    def trace(dataset, prefetch):
+        given = paddle.io.DataLoader(dataset, batch_sampler=Sampler())
+        return [rows(batch) for batch in paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", prefetch=prefetch)]
+
+    dataset = Rows(seconds=0.001)
+    with caplog.at_level("WARNING"):
+        assert trace(dataset, 2) == trace(Rows(), 0)
+    assert dataset.threads.count(threading.main_thread()) == 4
+    assert "while a thread read ahead" not in caplog.text

@@ -20,8 +20,8 @@ from paddle_shard import Stream
 from paddle_shard.cli.index_shards import main as index_command
 from paddle_shard.errors import ArgumentError, DataReadError, StateError
 from paddle_shard.sources import files
-from paddle_shard.sources.cache import cached
-from paddle_shard.sources.shard_index import read_index
+from paddle_shard.sources.files import cached
+from paddle_shard.sources.webdataset import read_index
 from tests.deadlines import HANG
 from tests.extras import needs
 from tests.faults.feeds import drawn_options

@@ -10,8 +10,8 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.comm.failure_report import failure_of_another, report_of
 from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
+from paddle_shard.ranks.verdict import failure_of_another, report_of
 from paddle_shard.stages.stage import Stage
 from paddle_shard.testing.simulated import on_each_rank
 
@@ -162,7 +162,7 @@ def test_readers_of_one_stream_that_are_not_equally_far_have_read_the_same(name)
 def test_round_robin_reports_what_cannot_be_sent_to_a_worker():
     loader = sharded(Stream.of([lambda: 1] * 8).round_robin(), workers=2)
 
-    with pytest.raises(DataReadError, match="sending samples of parts .* to a worker failed"):
+    with pytest.raises(DataReadError, match="sending the request failed"):
         next(iter(loader))
 
 

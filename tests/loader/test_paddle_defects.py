@@ -3,6 +3,8 @@
 import collections
 import inspect
 import re
+import subprocess
+import sys
 
 import numpy as np
 import paddle
@@ -20,6 +22,7 @@ from paddle_shard.errors import (
     SplitError,
 )
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from tests.deadlines import HANG
 
 
 class Ids(Dataset):
@@ -84,6 +87,17 @@ def sharded(dataset=None, meshes=DP2, batch_size=4, shard_dims="dp", *, loader=N
 
 
 # The mesh
+
+
+@pytest.mark.processes
+def test_an_import_leaves_paddle_as_it_is():
+    script = (
+        "import paddle.distributed as dist\n"
+        "before = dist.ProcessMesh.get_rank_by_dim_and_process_id, dist.shard_dataloader\n"
+        "import paddle_shard.loader.api\n"
+        "assert (dist.ProcessMesh.get_rank_by_dim_and_process_id, dist.shard_dataloader) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG)
 
 
 def test_the_newest_numpy_does_not_stop_it():

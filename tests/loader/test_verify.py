@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from paddle.io import DataLoader
 
-from paddle_shard.comm.batch_check import BatchCheck, summary
 from paddle_shard.errors import ArgumentError, DifferentDataError
+from paddle_shard.ranks.batch_check import BatchCheck, summary
 from tests.helpers import ONE, Made, locals_of, sharded
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_shard.agree import Coordinator
-from paddle_shard.comm.shared_table import join_table
-from paddle_shard.comm.star_group import group_of
 from paddle_shard.errors import AgreedFailure, PeerLostError
+from paddle_shard.ranks.agreeing import join_table
+from paddle_shard.ranks.agreement import Coordinator
+from paddle_shard.ranks.outlook import Terms
+from paddle_shard.ranks.star import group_of
 from paddle_shard.testing import report
-
-PREFETCH = 8
 
 
 class Job:
@@ -26,15 +25,15 @@ class Job:
         self.timeout = float(os.environ.get("AGREEMENT_TIMEOUT", "60"))
         group = group_of(range(dist.get_world_size()), "test", self.timeout)
         join = join_table if os.environ.get("AGREEMENT_BOARD") else lambda group: None
-        self.coordinator = Coordinator(group, timeout=self.timeout, join_table=join)
+        self.coordinator = Coordinator(group, timeout=self.timeout, join_table=join, end_process=lambda: os._exit(1))
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""
-        agreement = self.coordinator.open(PREFETCH)
+        agreement = self.coordinator.open(Terms())
         step = 0
         try:
             while step < steps:
-                while agreement.announced < agreement.wanted(step):
+                while agreement.outlook.step < agreement.wanted(step):
                     (announce or (lambda a: a.announce_ok()))(agreement)
                 if not agreement.deliver(step):
                     return [step, "ended"]
@@ -53,15 +52,15 @@ class Job:
 
     def ends(self):
         last = 20 + 3 * self.rank
-        return self.run(announce=lambda a: a.announce_end() if a.announced == last else a.announce_ok())
+        return self.run(announce=lambda a: a.announce_end() if a.outlook.step == last else a.announce_ok())
 
     def exhausted(self):
         last = 5 + 4 * self.rank
-        return self.run(announce=lambda a: a.announce_exhausted() if a.announced >= last else a.announce_ok())
+        return self.run(announce=lambda a: a.announce_exhausted() if a.outlook.step >= last else a.announce_ok())
 
     def fails(self):
         bad = 13 if self.rank == self.size - 1 else -1
-        return self.run(announce=lambda a: a.announce_failure(b"no disk") if a.announced == bad else a.announce_ok())
+        return self.run(announce=lambda a: a.announce_failure(b"no disk") if a.outlook.step == bad else a.announce_ok())
 
     def breaks(self):
         return [self.run(steps=steps) for steps in (4, 0, 11)] + [self.ends()]
@@ -75,7 +74,7 @@ class Job:
             dist.all_reduce(x)
             sums.append(x.item())
 
-        ended = self.run(announce=lambda a: a.announce_end() if a.announced == 60 else a.announce_ok(), each=each)
+        ended = self.run(announce=lambda a: a.announce_end() if a.outlook.step == 60 else a.announce_ok(), each=each)
         return [ended, sums]
 
     # Cases in which a rank goes wrong; they run alone.
@@ -120,7 +119,7 @@ class Job:
 
     def step_time(self):
         """Seconds a step of 10 ms, with 8 ms of reading ahead in a thread: without and with agreement."""
-        return [ReadAhead(self.coordinator.open(PREFETCH)).seconds_a_step(agreed) for agreed in (False, True)]
+        return [ReadAhead(self.coordinator.open(Terms())).seconds_a_step(agreed) for agreed in (False, True)]
 
 
 class ReadAhead:

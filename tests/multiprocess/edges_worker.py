@@ -15,8 +15,8 @@ import paddle.distributed as dist
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.agree import coordinator
 from paddle_shard.errors import PaddleShardError
+from paddle_shard.ranks import agreement as agreements
 from paddle_shard.testing import report
 from tests.deadlines import HANG
 
@@ -288,7 +288,7 @@ def different_data():
 
 def alone():
     """Rank 0 takes a batch before the others, which join when it has said that it waits."""
-    coordinator.NOTICE = 0.5
+    agreements.NOTICE = 0.5
     text, said = io.StringIO(), FOLDER / "said"
     handler = logging.StreamHandler(text)
     logging.getLogger("paddle_shard").addHandler(handler)
@@ -300,7 +300,7 @@ def alone():
     else:
         handler.emit = lambda record: (text.write(record.getMessage()), said.touch())
     found = steps_of(loader)
-    coordinator.NOTICE = 5.0
+    agreements.NOTICE = 5.0
     return [found, text.getvalue()]
 
 

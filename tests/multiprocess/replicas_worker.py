@@ -149,6 +149,23 @@ def same_as_each():
     return found
 
 
+def long():
+    """Steps of a loop that waits for all ranks at each, so that a follower finds its batches without looking."""
+
+    class Longer(paddle.io.Dataset):
+        def __len__(self):
+            return 8 * 400
+
+        def __getitem__(self, index):
+            return np.full((1 + 9 * (index >= 2800)) * 2000, index)
+
+    found = []
+    for batch in sharded(given(Longer()), "dp1 x mp4"):
+        found.append(float(batch._local_value().sum()))
+        paddle.distributed.all_reduce(paddle.to_tensor([1.0]))
+    return found
+
+
 def resumes():
     """Steps before and after a stop: on one mesh with a leader, then on another mesh."""
     first = sharded(given(Samples(), shuffle=True))

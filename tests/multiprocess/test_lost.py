@@ -12,10 +12,10 @@ from unittest import mock
 import paddle.distributed as dist
 import pytest
 
-from paddle_shard.comm import sockets
-from paddle_shard.comm.meeting import meeting_of
-from paddle_shard.comm.star_group import StarGroup, group_of
 from paddle_shard.errors import ArgumentError, PeerLostError
+from paddle_shard.ranks import rendezvous
+from paddle_shard.ranks.rendezvous import rendezvous_of
+from paddle_shard.ranks.star import StarGroup, group_of
 from paddle_shard.testing import start_ranks
 from paddle_shard.testing.simulated import simulated_rank
 from tests.deadlines import HANG
@@ -79,7 +79,7 @@ def test_the_store_is_looked_for_where_paddle_puts_it(variables, address, monkey
         monkeypatch.setenv(name, value)
 
     with simulated_rank(0, 2), mock.patch.object(dist, "is_initialized", lambda: True):
-        found = meeting_of([0, 1], 1.0)
+        found = rendezvous_of([0, 1])
 
     assert (found.host, found.port) == address
 
@@ -135,7 +135,7 @@ class Store:
 
 def sockets_in_a_child():
     """Which of this process's sockets of groups a forked child has open."""
-    known = {os.fstat(one.fileno()).st_ino for one in list(sockets._sockets) if one.fileno() >= 0}
+    known = {os.fstat(one.fileno()).st_ino for one in list(rendezvous._sockets) if one.fileno() >= 0}
     assert known
     pid = os.fork()
     if pid == 0:

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_shard.plan.chairman import Chairman
+from paddle_shard.plan.weights import Chairman
 from paddle_shard.testing import run_ranks
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG

@@ -57,6 +57,13 @@ def test_what_is_shared_is_what_each_rank_would_have_read(run_once, case):
         assert not any(isinstance(step, str) for step in shared[0]), shared
 
 
+def test_a_long_loop_whose_batches_grow_is_shared_to_its_end(run_once):
+    widths = [(1 + 9 * (step >= 350)) * 2000 for step in range(400)]
+    sums = [float(width * sum(range(8 * step, 8 * step + 8))) for step, width in enumerate(widths)]
+    for rank, report in enumerate(reports(run_once, "long")):
+        assert report == sums, f"rank {rank}"
+
+
 def test_a_run_with_a_shared_reader_is_resumed_on_another_mesh(run_once):
     for shared, each, exact in reports(run_once, "resumes"):
         assert shared == each

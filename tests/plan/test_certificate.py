@@ -6,9 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
-from paddle_shard.plan.certificate import ALL, DRAWN, Account, Leg, certify, expected_of_plan, folded, merge
+from paddle_shard.plan.certificate import (
+    ALL,
+    DRAWN,
+    Account,
+    Leg,
+    Tally,
+    certify,
+    expected_of_plan,
+    folded,
+    id_sums,
+    merge,
+)
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.tally import Tally, id_sums
 
 PLAN = ShardPlan(num_samples=100, batch_size=10, num_data_ranks=2, shuffle=True)
 

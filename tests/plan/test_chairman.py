@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paddle_shard.plan import chairman as module
-from paddle_shard.plan.chairman import Chairman
+from paddle_shard.plan import weights as module
+from paddle_shard.plan.weights import Chairman
 from tests.trials import trials
 
 PARTS = st.lists(

@@ -2,10 +2,9 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paddle_shard.plan import permutations as module
-from paddle_shard.plan.permutations import Permutations
+from paddle_shard.plan import shuffle as module
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.plan.shuffle import Permutation, Permutations
 from tests.trials import trials
 
 
@@ -38,6 +37,6 @@ def test_entry_by_entry_it_is_the_permutation_of_each_epoch(lengths, calls, most
             for at in range(0, size, 1 + size // 25):
                 one = Permutation(int(own[at]), key(int(sources[at]), int(epochs[at])))
                 assert one(places[at : at + 1])[0] == found[at]
-            assert (many.inverse(sources, epochs, own, found) == places).all()
+                assert one.inverse(found[at : at + 1])[0] == places[at]
     finally:
         module.MAX_ENTRIES = before

@@ -16,7 +16,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
-from paddle_shard.plan.paddle_order import PaddleSequential
+from paddle_shard.plan.orders import PaddleSequential
 from paddle_shard.say_once import _SAID
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from tests.orders_and_tails import BLOCKS, OF_ANY_MESH

@@ -1,27 +1,38 @@
 """The global batches of a stream are the same for every number of data ranks and workers, and after a resume."""
 
+import os
 import random
 from dataclasses import replace
 from itertools import count
 
 import numpy as np
+import paddle
+import paddle.distributed as dist
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from paddle.io import DataLoader
 
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
-from paddle_shard.reading.chunk import Chunk, ChunkRequest, Joiner
+from paddle_shard.plan.step import Step
+from paddle_shard.reading.batch import Batch as ReadBatch
+from paddle_shard.reading.batch import Chunk
+from paddle_shard.reading.chunk import ChunkRequest, joined
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
-from paddle_shard.stages.opening import Opening
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages.stage import Opening, Stage
 from tests.trials import trials
 
 GENERATORS = (NumpyGenerator(), PythonGenerator())
 MISSING = "missing"
+STEP = Step(epoch=0, number=0, num_rows=0, micro_size=0, num_real=0)  # readers are told what they read by its parts
 WORKERS = range(6)
 
 
@@ -99,11 +110,6 @@ def request(plan, parts, step, start=0, number=0, **opening):
     )
 
 
-def gather(values, order):
-    """What the loader does to tensors: join them and take rows."""
-    return np.concatenate([value.numpy for value in values])[order]
-
-
 def collated(samples):
     """Rows as a dict of an array, a list of strings and a nested pair."""
     return {
@@ -114,18 +120,18 @@ def collated(samples):
 
 
 def served(stage, plan, num_data_ranks, num_workers, turns, *, start=0, upto, readers=None, number=0, **opening):
-    """Return the slices of each data rank: [data rank][step]; workers read up to 4 steps ahead of delivery."""
+    """Return what each data rank reads: [data rank][step]; workers read up to 4 steps ahead of delivery."""
     found = []
     for rank in range(num_data_ranks):
         parts = plan.parts_of(rank, num_data_ranks)
         chunks = chunks_of(parts, num_workers)
         own = readers or [ChunkReader(stage(), None, collated, GENERATORS) for _ in chunks]
         rows = plan.rows_of(parts)
-        joiner = Joiner([np.searchsorted(rows, plan.rows_of(held)) for held in chunks], gather)
-        depth, ahead, slices = turns.randint(1, 4), [[] for _ in chunks], []
+        places = [np.searchsorted(rows, plan.rows_of(held)) for held in chunks] if len(chunks) > 1 else None
+        depth, ahead, batches = turns.randint(1, 4), [[] for _ in chunks], []
         asked = [start] * len(chunks)
-        while len(slices) < upto - start:
-            delivered = start + len(slices)
+        while len(batches) < upto - start:
+            delivered = start + len(batches)
             able = [w for w in range(len(chunks)) if asked[w] < min(upto, delivered + depth)]
             if able and not (all(ahead) and turns.random() < 0.5):
                 worker = turns.choice(able)
@@ -134,50 +140,51 @@ def served(stage, plan, num_data_ranks, num_workers, turns, *, start=0, upto, re
                 ahead[worker].append(chunk)
                 asked[worker] += 1
             elif all(ahead):
-                slices.append(joiner.join([chunks_.pop(0) for chunks_ in ahead]))
-        found.append(slices)
+                batches.append(joined(STEP, [chunks_.pop(0) for chunks_ in ahead], places))
+        found.append(batches)
     return found
 
 
-def put_together(plan, slices):
+def put_together(plan, of_ranks):
     """Return the global batches up to the end that the tail defines, of what all data ranks have together."""
     batches = []
-    for step, of_ranks in enumerate(zip(*slices, strict=True)):
-        whole, empty = all(one.whole for one in of_ranks), all(one.empty for one in of_ranks)
-        fresh = any(one.fresh for one in of_ranks)
+    for step, together in enumerate(zip(*of_ranks, strict=True)):
+        whole, empty = all(one.whole for one in together), all(one.empty for one in together)
+        fresh = any(one.fresh for one in together)
         over = {"pad": empty, "drop": not whole, "repeat": not fresh, "error": not whole}[plan.tail]
         if over and plan.num_batches is None:
             break
         rows = [None] * plan.batch_size
-        for rank, one in enumerate(of_ranks):
-            places = plan.rows_of(plan.parts_of(rank, len(slices))).tolist()
-            if one.batch is None:  # a rank that has had no sample yet: the loader finds what stands in
+        for rank, one in enumerate(together):
+            places = plan.rows_of(plan.parts_of(rank, len(of_ranks))).tolist()
+            if one.value is None:  # a rank that has had no sample yet: the loader finds what stands in
                 assert one.empty
                 assert plan.tail == "pad"
                 for place in places:
                     rows[place] = MISSING
                 continue
-            assert len(one.real) == len(one.batch["x"]) == len(one.batch["names"]) == len(places)
+            assert len(one.real) == len(one.value["x"]) == len(one.value["names"]) == len(places)
             for place, real, x, name in zip(
-                places, one.real.tolist(), one.batch["x"].tolist(), one.batch["names"], strict=True
+                places, one.real.tolist(), one.value["x"].tolist(), one.value["names"], strict=True
             ):
                 assert name.startswith(f"({x},")  # fields of one row stay together
                 rows[place] = name if real else MISSING
-            assert one.batch["pair"][0].tolist() == [[len(eval(name)), 7] for name in one.batch["names"]]
-            assert one.batch["pair"][1] == "constant"
+            assert one.value["pair"][0].tolist() == [[len(eval(name)), 7] for name in one.value["names"]]
+            assert one.value["pair"][1] == "constant"
         batches.append(rows)
         assert plan.num_batches is None or step < plan.num_batches
     return batches
 
 
-def all_rows(plan, slices):
+def all_rows(plan, of_ranks):
     """Every row of the global batches as it stands there, invalid ones, too; None where nothing stands."""
     batches = []
-    for of_ranks in zip(*slices, strict=True):
+    for together in zip(*of_ranks, strict=True):
         rows = [None] * plan.batch_size
-        for rank, one in enumerate(of_ranks):
-            if one.batch is not None:
-                for place, name in zip(plan.rows_of(plan.parts_of(rank, len(slices))), one.batch["names"], strict=True):
+        for rank, one in enumerate(together):
+            if one.value is not None:
+                places = plan.rows_of(plan.parts_of(rank, len(of_ranks))).tolist()
+                for place, name in zip(places, one.value["names"], strict=True):
                     rows[place] = name
         batches.append(rows)
     return batches
@@ -271,8 +278,8 @@ def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_worke
 
     for ranks in divisors(num_parts):
         for workers in turns.sample(WORKERS, 2):
-            slices = served(stage, plan, ranks, workers, turns, upto=upto)
-            assert put_together(plan, slices) == expected, (ranks, workers)
+            of_ranks = served(stage, plan, ranks, workers, turns, upto=upto)
+            assert put_together(plan, of_ranks) == expected, (ranks, workers)
 
 
 @P
@@ -287,8 +294,8 @@ def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would
 
     for start in range(upto):
         ranks, workers = turns.choice(divisors(num_parts)), turns.choice(WORKERS)
-        slices = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
-        assert put_together(plan, slices) == expected[start:], (start, ranks, workers)
+        of_ranks = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
+        assert put_together(plan, of_ranks) == expected[start:], (start, ranks, workers)
 
 
 @P
@@ -305,8 +312,8 @@ def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num
     for ranks in divisors(num_parts):
         for workers in turns.sample(WORKERS, 2):
             start = turns.choice([0, *range(upto)])
-            slices = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
-            assert all_rows(plan, slices) == alone[start:], (start, ranks, workers)
+            of_ranks = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
+            assert all_rows(plan, of_ranks) == alone[start:], (start, ranks, workers)
 
 
 @settings(max_examples=trials(80))
@@ -319,8 +326,8 @@ def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
     ranks, turns = data.draw(st.sampled_from(divisors(num_parts))), random.Random(0)
     parts = [[(100 * part + n, "p") for n in range(length)] for part, length in enumerate(lengths)]
     steps = plan.num_steps(lengths)
-    slices = served(lambda: Parts(parts), plan, ranks, 2, turns, upto=max(1, steps + (plan.num_batches is None)))
-    batches = put_together(plan, slices)
+    of_ranks = served(lambda: Parts(parts), plan, ranks, 2, turns, upto=max(1, steps + (plan.num_batches is None)))
+    batches = put_together(plan, of_ranks)
 
     assert len(batches) == steps
     for part in range(num_parts):
@@ -370,7 +377,7 @@ def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
 
     # Rows of the micro-batches: parts 0, 0, 1, 1 and again; part 0 has three samples, part 1 one.
     assert list(chunk.real) == [1, 1, 1, 0, 1, 0, 0, 0]
-    assert chunk.batch is None if tail == "drop" else chunk.batch[[0, 1, 2, 4]].tolist() == [1, 2, 4, 3]
+    assert chunk.value is None if tail == "drop" else chunk.value[[0, 1, 2, 4]].tolist() == [1, 2, 4, 3]
 
 
 # Empty parts
@@ -380,8 +387,8 @@ def test_a_part_that_is_empty_is_all_padding_on_whatever_reader():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=4, tail="pad")
     parts = [[(1, "a"), (2, "b")], [], [(3, "c")], []]
     for ranks in (1, 2, 4):
-        slices = served(lambda: Parts(parts), plan, ranks, 1, random.Random(0), upto=3)
-        assert put_together(plan, slices) == [
+        of_ranks = served(lambda: Parts(parts), plan, ranks, 1, random.Random(0), upto=3)
+        assert put_together(plan, of_ranks) == [
             [repr((1, "a")), MISSING, repr((3, "c")), MISSING],
             [repr((2, "b")), MISSING, MISSING, MISSING],
         ]
@@ -402,7 +409,7 @@ def test_a_reader_without_a_sample_makes_no_rows_up():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
     chunk = ChunkReader(Parts([[], []]), None, None, ()).read(request(plan, (0, 1), 0), None)
 
-    assert (chunk.batch, list(chunk.real)) == (None, [0, 0, 0, 0])
+    assert (chunk.value, list(chunk.real)) == (None, [0, 0, 0, 0])
 
 
 # Failures
@@ -484,11 +491,11 @@ def test_what_fails_while_collating_is_no_single_samples_fault():
 def test_steps_out_of_turn_are_refused_and_not_served_from_somewhere_else():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
     reader = ChunkReader(Parts([[0, 1, 2], [3, 4, 5]]), None, None, ())
-    assert reader.read(request(plan, (0, 1), 0), None).batch.tolist() == [0, 3]
+    assert reader.read(request(plan, (0, 1), 0), None).value.tolist() == [0, 3]
 
     failure = reader.read(request(plan, (0, 1), 2), None)
     assert "step 2 was asked for, but step 1 is next" in failure.cause
-    assert reader.read(request(plan, (0, 1), 1), None).batch.tolist() == [1, 4]
+    assert reader.read(request(plan, (0, 1), 1), None).value.tolist() == [1, 4]
 
 
 def test_a_sample_that_fails_before_the_cut_is_named_as_what_it_is():
@@ -500,6 +507,43 @@ def test_a_sample_that_fails_before_the_cut_is_named_as_what_it_is():
     assert failure.index != (0, 2)  # which is sample 4 of the stream; 3 failed: (1, 1)
 
 
+def dies(number):
+    if number == 9:
+        os._exit(1)
+    return number
+
+
+def fails(number):
+    if number == 9:
+        raise Broken(f"{number}")
+    return number
+
+
+def collate_of_many_shapes(samples):
+    return np.zeros([len(samples), 1 + samples[0] if 9 in samples else 1])
+
+
+@pytest.mark.parametrize(
+    ("stream", "collate_fn"),
+    [
+        (Stream.of(range(40)).map(fails), None),
+        (Stream.of(range(40)).map(dies), None),
+        (Stream.of(range(40)).map(fails).round_robin(), None),
+        (Stream.of(range(40)), collate_of_many_shapes),
+    ],
+    ids=["a sample fails", "a worker dies", "the dispatch fails", "rows do not fit together"],
+)
+def test_whatever_breaks_a_step_its_failure_names_samples_that_were_read_for_it(stream, collate_fn):
+    given = DataLoader(stream, batch_size=4, num_workers=2, collate_fn=collate_fn)
+    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp", num_parts=4)
+    with pytest.raises(DataReadError) as caught:
+        list(loader)
+
+    assert caught.value.step == 2
+    assert (1, 2) in caught.value.indices  # sample 9, which is the third of part 1
+    assert "(1, 2)" in str(caught.value)
+
+
 # Collating
 
 
@@ -508,8 +552,8 @@ def test_samples_are_stacked_without_a_collate_fn_and_the_users_sees_them_in_the
     parts = [[0, 1, 2, 3], [10, 11, 12, 13]]
     expected = [0, 1, 10, 11, 2, 3, 12, 13]
 
-    assert ChunkReader(Parts(parts), None, None, ()).read(request(plan, (0, 1), 0), None).batch.tolist() == expected
-    assert ChunkReader(Parts(parts), None, list, ()).read(request(plan, (0, 1), 0), None).batch == expected
+    assert ChunkReader(Parts(parts), None, None, ()).read(request(plan, (0, 1), 0), None).value.tolist() == expected
+    assert ChunkReader(Parts(parts), None, list, ()).read(request(plan, (0, 1), 0), None).value == expected
 
 
 def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
@@ -518,7 +562,7 @@ def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
     for outside in (1, 2):
         seed_all(outside)
         reader = ChunkReader(Parts([[1], [2]]), None, lambda samples: np.random.rand(len(samples)), GENERATORS)
-        found.append(reader.read(request(plan, (0, 1), 0), None).batch.tolist())
+        found.append(reader.read(request(plan, (0, 1), 0), None).value.tolist())
 
     assert found[0] == found[1]
 
@@ -526,29 +570,71 @@ def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
 # Joining
 
 
-class Tensor:
-    """What stands for a framework's tensor: has a shape and a dtype, and is joined by `gather` alone."""
+def join(*batches, places=((0, 2), (1, 3))):
+    chunks = [Chunk(batch, bytes([1] * len(place))) for batch, place in zip(batches, places, strict=True)]
+    return joined(STEP, chunks, [np.array(place) for place in places])
+
+
+class Foreign:
+    """A tensor of another library: it has a shape and a dtype, and its memory is to be had by DLPack alone."""
 
     def __init__(self, values):
-        self.numpy = np.array(values)
-        self.shape, self.dtype = self.numpy.shape, self.numpy.dtype
+        self.array = np.array(values)
+        self.shape, self.dtype = self.array.shape, self.array.dtype
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
 
 
-def join(*batches, places=((0, 2), (1, 3))):
-    chunks = [Chunk(batch, bytes([1] * len(place)), True) for batch, place in zip(batches, places, strict=True)]
-    return Joiner([np.array(place) for place in places], gather).join(chunks)
+@pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
+def test_arrays_and_tensors_are_joined_by_their_rows_and_strings_as_rows(made):
+    found = join(
+        {"x": made([0, 2]), "s": ["0", "2"], "pair": [made([[0], [2]]), b"c"], "o": np.array(["0", "2"], object)},
+        {"x": made([1, 3]), "s": ["1", "3"], "pair": [made([[1], [3]]), b"c"], "o": np.array(["1", "3"], object)},
+    ).value
+
+    assert found["x"].tolist() == [0, 1, 2, 3]
+    assert found["pair"][0].tolist() == [[0], [1], [2], [3]]
+    assert found["s"] == found["o"].tolist() == ["0", "1", "2", "3"]
+    assert found["pair"][1] == b"c"
 
 
-def test_tensors_are_joined_by_the_given_function_and_strings_as_rows():
-    joined = join(
-        {"x": Tensor([0, 2]), "s": ["0", "2"], "pair": [Tensor([[0], [2]]), b"c"], "o": np.array(["0", "2"], object)},
-        {"x": Tensor([1, 3]), "s": ["1", "3"], "pair": [Tensor([[1], [3]]), b"c"], "o": np.array(["1", "3"], object)},
+def test_rows_of_a_dtype_that_no_array_has_are_refused_and_not_joined_as_other_numbers():
+    one, other = (paddle.to_tensor(rows).cast("float8_e4m3fn") for rows in ([0.0, 2.0], [1.0, 3.0]))
+    with pytest.raises((TypeError, RuntimeError), match="float8"):
+        join({"x": one}, {"x": other})
+
+
+def test_bfloat16_rows_are_joined_bit_by_bit():
+    one, other = (paddle.to_tensor(rows).cast("bfloat16") for rows in ([0.5, 2.0], [1.0, 3.0]))
+    found = join({"x": one}, {"x": other}).value["x"]
+
+    assert paddle.to_tensor(found).dtype == paddle.bfloat16
+    assert paddle.to_tensor(found).cast("float32").tolist() == [0.5, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
+def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
+    asked = ChunkRequest(
+        number=0,
+        opening=Opening(parts=(0,), num_parts=1),
+        step=0,
+        first_step=0,
+        stripe=1,
+        pad=True,
+        whole_items=True,
+        local_rows=0,
     )
+    own, step = OwnRows(), replace(STEP, sampler_state={"rows": 0})
+    values = [made([[n, n] for n in range(rows)]) for rows in (3, 2)]
+    found = [own.of(ReadBatch(step=step, value=value, real=None), asked) for value in values]
 
-    assert joined.batch["x"].tolist() == [0, 1, 2, 3]
-    assert joined.batch["pair"][0].tolist() == [[0], [1], [2], [3]]
-    assert joined.batch["s"] == joined.batch["o"].tolist() == ["0", "1", "2", "3"]
-    assert joined.batch["pair"][1] == b"c"
+    assert found[0].real is None
+    assert found[1].real.tolist() == [True, True, False]
+    assert found[1].value.tolist() == [[0, 0], [1, 1], [1, 1]]
 
 
 @given(data=st.data(), rows=st.integers(1, 12), readers=st.integers(1, 5))
@@ -558,26 +644,26 @@ def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(data, ro
     real = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     fresh = data.draw(st.lists(st.booleans(), min_size=len(places), max_size=len(places)))
     chunks = [Chunk(np.array(p), bytes(real[row] for row in p), f) for p, f in zip(places, fresh, strict=True)]
-    found = Joiner([np.array(place) for place in places], gather).join(chunks)
+    found = joined(STEP, chunks, [np.array(place) for place in places])
 
-    assert (found.batch.tolist(), found.real.tolist(), found.fresh) == (list(range(rows)), real, any(fresh))
+    assert (found.value.tolist(), found.real.tolist(), found.fresh) == (list(range(rows)), real, any(fresh))
     assert (found.whole, found.empty) == (all(real), not any(real))
 
 
-def test_a_slice_of_which_a_chunk_is_missing_has_no_batch_but_says_which_rows_are_there():
+def test_a_step_of_which_a_chunk_is_missing_has_no_batch_but_says_which_rows_are_there():
     chunks = [Chunk(np.array([0, 2]), b"\1\1", True), Chunk(None, b"\1\0", False)]
-    found = Joiner([np.array([0, 2]), np.array([1, 3])], gather).join(chunks)
+    found = joined(STEP, chunks, [np.array([0, 2]), np.array([1, 3])])
 
-    assert (found.batch, found.real.tolist(), found.fresh) == (None, [True, True, True, False], True)
+    assert (found.value, found.real.tolist(), found.fresh) == (None, [True, True, True, False], True)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "text"),
     [
-        ({"x": Tensor([0, 2])}, {"y": Tensor([1, 3])}, r"differ in keys: \['x'\], \['y'\]"),
-        ([Tensor([[0], [2]])], [Tensor([[1, 1], [3, 3]])], r"at field \[0\].* row shape and dtype: .*\[1\].*\[2\]"),
-        ({"x": Tensor([0, 2])}, {"x": Tensor([1.0, 3.0])}, r"at field \['x'\].*int64.*float64"),
-        ([Tensor([0, 2]), 1], [Tensor([1, 3])], "differ in number of fields: 2, 1"),
+        ({"x": np.array([0, 2])}, {"y": np.array([1, 3])}, r"differ in keys: \['x'\], \['y'\]"),
+        ([np.array([[0], [2]])], [np.array([[1, 1], [3, 3]])], r"at field \[0\].* row shape and dtype: .*\[1\].*\[2\]"),
+        ({"x": np.array([0, 2])}, {"x": np.array([1.0, 3.0])}, r"at field \['x'\].*int64.*float64"),
+        ([np.array([0, 2]), 1], [np.array([1, 3])], "differ in number of fields: 2, 1"),
     ],
 )
 def test_chunks_that_do_not_fit_together_are_refused_by_field(one, other, text):
@@ -596,10 +682,10 @@ def test_a_list_with_a_dict_for_each_row_keeps_its_rows_or_is_refused():
     reader = [
         ChunkReader(Parts([[0, 1], [2, 3]]), None, lambda samples: [{"id": s} for s in samples], ()) for _ in range(2)
     ]
-    one = reader[0].read(request(plan, (0, 1), 0, number=1), None).batch
+    one = reader[0].read(request(plan, (0, 1), 0, number=1), None).value
     chunks = [reader[part].read(request(plan, (part,), 0), None) for part in range(2)]
     try:
-        two = Joiner([np.array([0, 1]), np.array([2, 3])], gather).join(chunks).batch
+        two = joined(STEP, chunks, [np.array([0, 1]), np.array([2, 3])]).value
     except ValueError:
         return
 
@@ -635,7 +721,7 @@ def test_a_stream_that_can_be_read_once_is_not_opened_again_for_padding():
         request(plan, (2, 3), 1, start=1), None
     )
 
-    assert (chunk.batch, list(chunk.real)) == (None, [0, 0])
+    assert (chunk.value, list(chunk.real)) == (None, [0, 0])
 
 
 # Whole batches as items
@@ -663,7 +749,7 @@ def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=
             first - start,
         )
         assert isinstance(chunk, Chunk), chunk
-        found.append(Joiner([np.arange(1)], gather).join([chunk]))
+        found.append(joined(STEP, [chunk], None))
     return found
 
 
@@ -673,9 +759,9 @@ def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_an
     items = [{"x": np.array([n])} for n in range(length)]
     found = items_served(Stripe(Map(IterableSource(items), lambda x: x)), workers, length - start + 7, start=start)
 
-    assert [one.batch["x"].tolist() for one in found if one.whole] == [[n] for n in range(start, length)]
+    assert [one.value["x"].tolist() for one in found if one.whole] == [[n] for n in range(start, length)]
     assert [one.whole for one in found] == [True] * (length - start) + [False] * 7
-    assert all(one.empty and one.batch is None for one in found[length - start :])
+    assert all(one.empty and one.value is None for one in found[length - start :])
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -685,15 +771,15 @@ def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(wo
     )
 
     assert [one.real.tolist() for one in found] == [[True]] * 3 + [[False]] * 4
-    assert [one.batch.tolist() for one in found[:3]] == [[0, 0], [1, 1], [2, 2]]
-    assert all(one.batch is None or one.batch.shape == (2,) for one in found[3:])
+    assert [one.value.tolist() for one in found[:3]] == [[0, 0], [1, 1], [2, 2]]
+    assert all(one.value is None or one.value.shape == (2,) for one in found[3:])
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_whole_items_are_repeated_in_their_order_by_workers_that_divide_them(workers):
     found = items_served(Stripe(IterableSource(range(6))), workers, 14, repeat=True)
 
-    assert [one.batch for one in found] == [n % 6 for n in range(14)]
+    assert [one.value for one in found] == [n % 6 for n in range(14)]
     assert [one.fresh for one in found] == [True] * 6 + [False] * 8
 
 
@@ -701,7 +787,7 @@ def test_whole_items_are_repeated_in_their_order_by_workers_that_divide_them(wor
 def test_whole_items_are_repeated_in_their_order_by_any_number_of_workers(workers):
     found = items_served(Stripe(Repeat(IterableSource(range(5)))), workers, 14)
 
-    assert [one.batch for one in found] == [n % 5 for n in range(14)]
+    assert [one.value for one in found] == [n % 5 for n in range(14)]
 
 
 def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
@@ -717,6 +803,6 @@ def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
     )
     reader = ChunkReader(stage, None, None, ())
 
-    assert reader.read(asked, 2).batch == 3
+    assert reader.read(asked, 2).value == 3
     failure = reader.read(replace(asked, step=7), 2)
     assert (failure.index, failure.worker) == ((3, 1), 2)

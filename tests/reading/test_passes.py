@@ -1,24 +1,29 @@
-"""Reading several batches at once gives the same as reading them one by one."""
+"""Reading ahead gives the same as reading each batch when it is asked for."""
 
 import random
-from itertools import count
+import threading
 
 import hypothesis.strategies as st
 import numpy as np
 import paddle
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 
+from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import DataReadError
 from paddle_shard.inputs.generators import generators
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.reading.chunk import Slice
-from paddle_shard.reading.local_shuffle import MixedPass
-from paddle_shard.reading.passes import DirectPass, Pass
-from paddle_shard.reading.reader import BatchReader
-from paddle_shard.reading.request import ReadRequest
+from paddle_shard.plan.step import Step
+from paddle_shard.ranks.agreement import AloneAgreement
+from paddle_shard.reading.batch import Batch
+from paddle_shard.reading.chunk import as_they_are
+from paddle_shard.reading.executor import Executor, InlineExecutor, Mixed, Tensors
+from paddle_shard.reading.prefetcher import Prefetcher
+from paddle_shard.reading.reader import HowToRead, IdReader
 from tests.trials import trials
 
 STEPS = 12
+PLACE = paddle.CPUPlace()
 
 
 class Rows:
@@ -26,6 +31,9 @@ class Rows:
 
     def __init__(self, draws_from, fails_at):
         self._draws_from, self._fails_at = draws_from, fails_at
+
+    def __len__(self):
+        return 3 * STEPS
 
     def __getitem__(self, index):
         if index == self._fails_at:
@@ -35,106 +43,174 @@ class Rows:
         return np.array([index, 0, 0])
 
 
-def reading(dataset, sampler_fails_at, skip, collate_fn=None):
-    def requests():
-        for step in range(STEPS):
-            if step == sampler_fails_at:
+def step_of(number, ids=()):
+    return Step(epoch=0, number=number, num_rows=3, micro_size=3, num_real=3, ids=ids)
+
+
+def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
+    """A pass that reads at most `ahead` batches in a thread; 0: each when it is asked for, in this one."""
+
+    def steps():
+        for number in range(STEPS):
+            if number == sampler_fails_at:
                 raise RuntimeError("the sampler's")
-            yield ReadRequest(0, step, [3 * step, 3 * step + 1, 3 * step + 2], False, 77, False)
+            yield step_of(number, [3 * number, 3 * number + 1, 3 * number + 2])
 
-    both = generators(with_paddle=False)
-    reader, maker = BatchReader(dataset, collate_fn, both, skip_errors=skip), TensorMaker(paddle.CPUPlace())
-    return DirectPass(requests(), reader, both, maker.zero_copy if reader.makes_arrays else maker.copied)
+    how, maker = HowToRead(generators=generators(with_paddle=False), seed=7, skip_errors=skip), TensorMaker(PLACE)
+    reader, feed = IdReader(dataset, collate_fn, how), Feed(steps())
+    feed.executor = Tensors(InlineExecutor(reader), maker.copied, maker.zero_copy)
+    if ahead:
+        feed.executor = Prefetcher(feed.executor, ahead, always=True)
+    return StepPass(feed, AloneAgreement(), place=lambda batch: batch)
 
 
-def what_comes(batches, counts):
-    """(rows, how it ended, what was skipped); each next count is how many are asked for at once, 0 for `next`."""
-    found = []
+def states():
+    return random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]
+
+
+def what_comes(batches, *, beside):
+    """(rows, how it ended, what was skipped); the generators are as they were, after each batch if none is `beside`."""
+    found, skipped, before = [], [], states()
     try:
-        for several in counts:
-            before = random.getstate(), np.random.get_state()[1].tolist()
-            some = batches.several(several) if several else [next(batches)]
-            assert len(some) <= max(several, 1)
-            assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-            found.extend(batch.tolist() for batch in some)
-            if several:  # as there may be none
-                found.append(next(batches).tolist())
+        while True:
+            batch = next(batches)
+            assert beside or states() == before
+            found.append(batch.value.tolist())
+            skipped.append([] if batch.skipped is None else batch.skipped.tolist())
     except (StopIteration, DataReadError, RuntimeError) as end:
-        told = str(end).split("Original traceback")[0]
-        return found, type(end), told, [[row for row, _ in skipped] for skipped in batches.skipped]
-    raise AssertionError("it has no end")
+        assert states() == before
+        return found, type(end), str(end).split("Original traceback")[0], skipped
+    finally:
+        batches.close()
 
 
 NOWHERE = st.just(10**6)
 INDICES = NOWHERE | st.integers(0, 3 * STEPS)
 
 
-@settings(max_examples=trials(60))
+@settings(max_examples=trials(60), deadline=None)
+@example(draws_from=3, fails_at=4, sampler_fails_at=10**6, skip=False, ahead=1)
 @given(
     draws_from=INDICES,
     fails_at=INDICES,
     sampler_fails_at=NOWHERE | st.integers(0, STEPS),
     skip=st.booleans(),
-    counts=st.lists(st.integers(0, 7), max_size=STEPS),
+    ahead=st.integers(1, 7),
 )
-def test_several_at_once_are_what_one_by_one_are(draws_from, fails_at, sampler_fails_at, skip, counts):
-    def come(counts):
-        return what_comes(reading(Rows(draws_from, fails_at), sampler_fails_at, skip), counts)
+def test_what_is_read_ahead_is_what_is_read_when_it_is_asked_for(draws_from, fails_at, sampler_fails_at, skip, ahead):
+    def come(ahead):
+        batches = reading(Rows(draws_from, fails_at), sampler_fails_at, skip, ahead=ahead)
+        return what_comes(batches, beside=ahead > 0)
 
-    assert come([*counts, *[0] * 2 * STEPS]) == come(0 for _ in count())
+    found, end, _, skipped = expected = come(0)
+    assert come(ahead) == expected
+    num_steps = min(sampler_fails_at, STEPS)
+    if not skip and fails_at < 3 * num_steps:
+        assert (end, len(found)) == (DataReadError, fails_at // 3)
+    else:
+        assert (end, len(found)) == (RuntimeError if sampler_fails_at < STEPS else StopIteration, num_steps)
+        lost = [3 * step + row for step, rows in enumerate(skipped) for row, out in enumerate(rows) if out]
+        assert lost == ([fails_at] if fails_at < 3 * num_steps else [])
 
 
-def test_several_are_read_where_nothing_is_drawn():
-    batches = reading(Rows(10**6, 10**6), None, False)
-    assert batches.several(4) == []  # nothing is known of the data set yet
-    next(batches)
+@given(draws_from=INDICES, first=st.integers(0, STEPS - 1))
+@settings(max_examples=trials(30), deadline=None)
+def test_a_batch_does_not_depend_on_those_that_were_read_before_it(draws_from, first):
+    """So that a run that is resumed goes on with the same bytes, though its reader has not seen the first samples."""
 
-    assert len(batches.several(4)) == 4
-    assert len(batches.several(100)) == STEPS - 5
-    assert batches.several(1) == []
+    def come(first):
+        how = HowToRead(generators=generators(with_paddle=False), seed=7)
+        executor = InlineExecutor(IdReader(Rows(draws_from, 10**6), None, how))
+        for number in range(first, STEPS):
+            executor.submit(step_of(number, [3 * number, 3 * number + 1, 3 * number + 2]))
+        return [executor.take().value.tolist() for _ in range(first, STEPS)]
+
+    assert come(first) == come(0)[first:]
 
 
-def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory():
+class OfOneThread(Rows):
+    """Rows that only the thread that has opened them can read, as an SQLite connection's."""
+
+    def __init__(self):
+        super().__init__(10**6, 10**6)
+        self._thread = threading.get_ident()
+
+    def __getitem__(self, index):
+        if threading.get_ident() != self._thread:
+            raise ValueError("another thread")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_rows_that_only_the_callers_thread_can_read_are_read_by_it(ahead):
+    found, end, *_ = what_comes(reading(OfOneThread(), None, False, ahead=ahead), beside=ahead > 0)
+
+    assert (len(found), end) == (STEPS, StopIteration)
+
+
+class FailsBySeed(Rows):
+    """Rows of which the first draw nothing; the others draw, and half of them fail by what they have drawn."""
+
+    def __init__(self):
+        super().__init__(6, 10**6)
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        if row[1] % 2:
+            raise ValueError(f"drew {row[1]}")
+        return row
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_what_fails_by_what_it_draws_does_not_depend_on_the_loops_random_numbers(ahead, skip):
+    outcomes = []
+    for seed in range(8):
+        random.seed(seed)
+        outcomes.append(what_comes(reading(FailsBySeed(), None, skip, ahead=ahead), beside=ahead > 0))
+
+    assert all(one == outcomes[0] for one in outcomes)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
     memory = np.zeros((3, 3), "int64")
 
     def collate(samples):
         return np.stack(samples, out=memory)
 
-    batches = reading(Rows(10**6, 10**6), None, False, collate)
-    found = [next(batches), *batches.several(5), *batches]
+    found = [batch.value for batch in reading(Rows(10**6, 10**6), None, False, collate, ahead)]
 
     assert [batch.tolist() for batch in found] == [
         [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
     ]
 
 
-class Waits(Pass):
-    """Serves slices of one row; those that are not yet there would have to be waited for."""
+class Waits(Executor):
+    """Serves batches of one row; those that are not yet there would have to be waited for."""
 
     def __init__(self):
         self.there = self.taken = 0
 
-    def __next__(self):
+    def take(self, *, beside=False):
         self.taken += 1
-        return Slice(np.array([self.taken]), np.array([True]), True)
+        return Batch(step=step_of(self.taken), value=np.array([self.taken]), real=np.array([True]))
 
-    def at_hand(self, count=1):
-        return self.taken + count <= self.there
+    def ready(self):
+        return self.taken < self.there
 
 
 def test_a_mixed_pass_says_whether_its_next_window_has_to_be_waited_for():
     reading = Waits()
-    mixed = MixedPass(reading, gather, window=3, first_window=0, skip=0, num_steps=6, key=b"k" * 64)
+    mixed = Mixed(reading, window=3, first_window=0, skip=0, num_steps=6, key=b"k" * 64, even=as_they_are)
 
-    assert not mixed.at_hand()
-    reading.there = 3
-    assert mixed.at_hand()
-    assert mixed.at_hand(3)
-    assert not mixed.at_hand(4)
-    next(mixed)
-    assert mixed.at_hand(2), "which were read with the first"
-    assert not mixed.at_hand(3)
-
-
-def gather(values, rows):
-    return np.concatenate(values)[rows]
+    assert not mixed.ready()
+    reading.there = 4
+    found = [mixed.take()]
+    for _ in range(2):
+        assert mixed.ready(), "it was read with the first"
+        found.append(mixed.take())
+    assert not mixed.ready(), "the next window has three batches, of which one is there"
+    assert reading.taken == 3
+    assert sorted(int(batch.value[0]) for batch in found) == [1, 2, 3]
+    assert [batch.step.number for batch in found] == [1, 2, 3]

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import time
 import weakref
 from collections import namedtuple
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import paddle
@@ -19,10 +22,10 @@ from paddle.io import DataLoader
 
 from paddle_shard.errors import DataReadError
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.reading.channel import Channel
+from paddle_shard.plan.step import Step
+from paddle_shard.reading.batch import Chunk
+from paddle_shard.reading.executor import Tensors, WorkerExecutor
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.request import ReadRequest
-from paddle_shard.reading.worker_pass import WorkerPass
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.arrays import ArrayDataset
 from tests.deadlines import HANG
@@ -31,43 +34,70 @@ LARGE = 20_000
 """So many numbers go through shared memory."""
 KEYS = [f"sample {number}" for number in range(1000)]
 LATE = 301
-"""A step by which quick batches travel several at a time."""
+"""A step before which each worker has answered so often that all of its memory was used again and again."""
 
 
 class Reader:
-    """Reads a request by a function of its step."""
+    """Reads a step by a function of its number."""
 
     dataset = None
+    draws = True
+    owns_arrays = True
 
     def __init__(self, work):
         self._work = work
 
-    def read(self, request, worker):
-        return self._work(request.step)
+    def read(self, asked, worker):
+        found = self._work(asked.number)
+        return found if isinstance(found, ReadFailure) else Chunk(found)
 
 
-def requests(steps, indices=(0,)):
-    return (ReadRequest(0, step, list(indices), False, 0, False) for step in range(steps))
+def a_step(number, ids=(0,)):
+    return Step(epoch=0, number=number, num_rows=len(ids), micro_size=len(ids), num_real=len(ids), ids=ids)
+
+
+def steps_of(count, ids=(0,)):
+    return (a_step(number, list(ids)) for number in range(count))
+
+
+class Batches:
+    """The values of the batches of some steps, which are submitted ahead as a pass does."""
+
+    def __init__(self, executor, steps):
+        self.executor, self._steps, self._waiting = executor, iter(steps), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        for step in islice(self._steps, max(0, self.executor.depth - self._waiting)):
+            self.executor.submit(step)
+            self._waiting += 1
+        if not self._waiting:
+            self.executor.end()
+            raise StopIteration
+        found = self.executor.take()
+        self._waiting -= 1
+        return found.value
 
 
 @contextlib.contextmanager
-def reading(work, asked, workers=2, reader=None, **settings):
-    """A pass whose batch of each step is `work(step)`, or what another reader returns."""
+def reading(work, steps, workers=2, reader=None, **settings):
+    """Batches that workers read: that of each step is `work(its number)`, or what another reader returns."""
     dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings)
-    idle = []
-    pool = WorkerPool(dataloader, reader or Reader(work))
-    batches = WorkerPass(asked, pool, idle, TensorMaker(core.CPUPlace()).zero_copy)
+    idle, maker = [], TensorMaker(core.CPUPlace())
+    executor = WorkerExecutor(WorkerPool(dataloader, reader or Reader(work)), idle)
     try:
-        yield batches
+        yield Batches(Tensors(executor, maker.copied, maker.zero_copy), steps)
     finally:
-        batches.close()
+        executor.close()
         for pool in idle:
             pool.shut_down()
 
 
 def batch_of(make, **settings):
     """What arrives of a batch that a worker makes."""
-    with reading(lambda step: make(), requests(1), **settings) as batches:
+    with reading(lambda step: make(), steps_of(1), **settings) as batches:
         (found,) = batches
         return found
 
@@ -188,7 +218,7 @@ def test_tensors_of_a_batch_share_no_memory_though_its_arrays_do(size):
 
 @pytest.mark.parametrize("size", [10, LARGE])
 def test_a_batch_does_not_change_when_later_ones_come(size):
-    with reading(lambda step: [np.full(size + step, step)], requests(20)) as batches:
+    with reading(lambda step: [np.full(size + step, step)], steps_of(20)) as batches:
         found = list(batches)
 
     assert all((tensor.numpy() == step).all() for step, (tensor,) in enumerate(found))
@@ -197,7 +227,7 @@ def test_a_batch_does_not_change_when_later_ones_come(size):
 
 def test_batches_share_no_memory_though_a_worker_answers_with_the_same_array():
     always = np.zeros(10, "int64")
-    with reading(lambda step: [always], requests(LATE + 30)) as batches:
+    with reading(lambda step: [always], steps_of(LATE + 30)) as batches:
         found = [tensor for (tensor,) in batches][LATE:]
     for at, tensor in enumerate(found):
         tensor.fill_(at + 1)
@@ -208,33 +238,20 @@ def test_batches_share_no_memory_though_a_worker_answers_with_the_same_array():
 # How they travel
 
 
-@pytest.mark.parametrize(
-    ("size", "seconds", "together"), [(10, 0.0, True), (LARGE, 0.0, True), (200_000, 0.0, False), (10, 0.005, False)]
-)
-def test_quick_and_small_batches_travel_together_and_are_read_by_the_same_workers(monkeypatch, size, seconds, together):
-    sizes, send = [], Channel.send
-
-    def counted(channel, *messages, **where):
-        sizes.append(len(messages))
-        send(channel, *messages, **where)
-
+@pytest.mark.parametrize(("size", "seconds"), [(10, 0.0), (LARGE, 0.0), (200_000, 0.0), (10, 0.005)])
+def test_workers_read_in_turn(size, seconds):
     def work(step):
         time.sleep(seconds)
         return [np.full(size, os.getpid())]
 
-    monkeypatch.setattr(Channel, "send", counted)
-    if not seconds:  # on a busy machine none takes less than a millisecond
-        monkeypatch.setattr("paddle_shard.reading.pace.QUICK", 60.0)
-    steps = 100 if seconds or not together else 500
     readers = []
-    with reading(work, requests(steps)) as batches:
+    with reading(work, steps_of(100)) as batches:
         for (tensor,) in batches:
             readers.append(int(tensor[0]))
             if len(readers) % 10 == 0:  # then those that are ready are taken quickly
                 time.sleep(10 * seconds)
 
-    assert sum(sizes) == steps
-    assert (max(sizes) > 1) == together
+    assert len(readers) == 100
     assert len(set(readers)) == 2
     assert all(reader == readers[step % 2] for step, reader in enumerate(readers))
 
@@ -246,11 +263,12 @@ def test_a_worker_that_is_killed_takes_no_batch_with_it_that_it_has_read(workers
             os.kill(os.getpid(), signal.SIGKILL)
         return [np.full(10, step)]
 
-    found = []
-    with reading(work, requests(LATE + 30), workers) as batches:
+    found, before = [], set(multiprocessing.active_children())
+    with reading(work, steps_of(LATE + 30), workers) as batches:
         with pytest.raises(DataReadError, match=rf"step {LATE}.*exit code -9"):
             found.extend(int(tensor[0]) for (tensor,) in batches)
-        assert batches._pool is None
+        assert set(multiprocessing.active_children()) == before
+        assert next(batches, None) is None
     assert found == list(range(LATE))
 
 
@@ -259,7 +277,7 @@ def test_a_batch_comes_when_it_is_read_though_the_next_waits_for_what_is_done_wi
     for number in range(6):
         queue.put(number)
     found = []
-    with reading(lambda step: [np.full(10, queue.get(timeout=HANG))], requests(LATE), workers=1) as batches:
+    with reading(lambda step: [np.full(10, queue.get(timeout=HANG))], steps_of(LATE), workers=1) as batches:
         for (tensor,) in batches:
             found.append(int(tensor[0]))
             queue.put(len(found) + 5)
@@ -267,44 +285,78 @@ def test_a_batch_comes_when_it_is_read_though_the_next_waits_for_what_is_done_wi
     assert found == list(range(LATE))
 
 
-def test_requests_that_travel_together_are_for_the_samples_that_were_asked_for():
-    class Echo:
-        dataset = None
+def test_workers_are_asked_for_the_samples_of_each_step():
+    class Echo(Reader):
+        def read(self, asked, worker):
+            return Chunk([list(asked.ids)])
 
-        def read(self, request, worker):
-            return [list(request.indices)]
+    def ids(number):
+        one, other = KEYS[number], KEYS[number + 1]
+        return [one, other, (one, other)[number % 2], number]
 
-    def asked(step):
-        one, other = KEYS[step], KEYS[step + 1]
-        return [one, other, (one, other)[step % 2], step]
-
-    requested = (ReadRequest(0, step, asked(step), False, 0, False) for step in range(LATE))
-    with reading(None, requested, reader=Echo()) as batches:
-        assert [found for (found,) in batches] == [asked(step) for step in range(LATE)]
+    steps = (a_step(number, ids(number)) for number in range(LATE))
+    with reading(None, steps, reader=Echo(None)) as batches:
+        assert [found for (found,) in batches] == [ids(number) for number in range(LATE)]
 
 
-def test_a_pass_whose_last_batch_has_come_does_not_wait_for_its_workers_to_end(monkeypatch):
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dtype):
+    class Echo(Reader):
+        def read(self, asked, worker):
+            return Chunk([asked.ids, asked.number, asked.drawn, asked.sampler_state, asked.real])
+
+    step = replace(a_step(3, np.arange(LARGE).astype(dtype)), drawn=[1, 2], sampler_state=lambda: 0, real=np.ones(2))
+    with reading(None, [step], reader=Echo(None)) as batches:
+        (found,) = batches
+    assert found[0].numpy().tolist() == list(range(LARGE))
+    assert str(found[0].numpy().dtype) == dtype
+    assert (found[1], list(found[2]), found[3], found[4]) == (3, [], None, None)
+
+
+def test_workers_end_by_themselves_when_the_last_batch_has_come(monkeypatch):
+    """So that a pass that ends need not wait for them."""
     joined, join = [], multiprocessing.Process.join
     monkeypatch.setattr(multiprocessing.Process, "join", lambda *args: joined.append(args) or join(*args))
-    with reading(lambda step: [np.full(10, step)], requests(5)) as batches:
+    before = set(multiprocessing.active_children())
+    with reading(lambda step: [np.full(10, step)], steps_of(5)) as batches:
+        workers = set(multiprocessing.active_children()) - before
         assert [int(tensor[0]) for (tensor,) in batches] == list(range(5))
         assert next(batches, None) is None
         assert not joined
-        batches.close()
+        assert len(workers) == 2
+        ended = [multiprocessing.connection.wait([worker.sentinel], HANG) for worker in workers]
+        assert all(ended)
+        batches.executor.close()
         assert len(joined) == 2
 
 
 @pytest.mark.parametrize("bad", [None, LATE + 2])
-def test_a_pass_may_be_finished_while_batches_travel_together(bad):
+def test_a_pass_may_be_finished_while_batches_are_under_way(bad):
     """Persistent workers have answered all that was asked, or are ended; none is waited for in vain."""
 
     def work(step):
         return [np.full(10, step), (lambda: 0) if step == bad else None]
 
-    with reading(work, requests(10_000), persistent_workers=True) as batches:
+    with reading(work, steps_of(10_000), persistent_workers=True) as batches:
         assert [int(next(batches)[0][0]) for _ in range(LATE)] == list(range(LATE))
-        batches.finish()
+        batches.executor.finish()
         assert next(batches, None) is None
+
+
+def test_persistent_workers_serve_another_pass_after_one_that_was_left():
+    dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=2, persistent_workers=True)
+    pool, idle, readers = WorkerPool(dataloader, Reader(lambda step: [step, os.getpid()])), [], []
+    try:
+        for taken in (3, 20, 0, 1):
+            executor = WorkerExecutor(pool, idle)
+            found = list(islice(Batches(executor, steps_of(20)), taken))
+            assert [number for number, _ in found] == list(range(taken))
+            readers.extend(reader for _, reader in found)
+            executor.finish()
+            assert idle.pop() is pool
+        assert len(set(readers)) == 2
+    finally:
+        pool.shut_down()
 
 
 # Settings
@@ -312,12 +364,12 @@ def test_a_pass_may_be_finished_while_batches_travel_together(bad):
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(("workers", "ahead", "steps"), [(1, 1, 7), (3, 1, 20), (5, 2, 3), (3, 4, 0), (2, 1000, 3000)])
-def test_all_requests_are_answered_once_and_in_order(workers, ahead, steps, persistent):
+def test_all_steps_are_read_once_and_in_order(workers, ahead, steps, persistent):
     def work(step):
         return [np.full([1, 10, 3000][step % 3], step)]
 
     settings = {"prefetch_factor": ahead, "persistent_workers": persistent}
-    with reading(work, requests(steps, range(500)), workers, **settings) as batches:
+    with reading(work, steps_of(steps, range(500)), workers, **settings) as batches:
         found = [int(tensor[0]) for (tensor,) in batches]
 
     assert found == list(range(steps))
@@ -331,13 +383,13 @@ def test_a_worker_holds_no_batch_that_it_has_sent():
         sent.append(weakref.ref(batch))
         return [batch]
 
-    with reading(work, requests(6), workers=1) as batches:
+    with reading(work, steps_of(6), workers=1) as batches:
         assert [int(held[0]) for (held,) in batches] == [0] * 6
 
 
-def test_many_requests_ahead_take_few_open_files():
+def test_many_steps_ahead_take_few_open_files():
     files, before = [], len(os.listdir("/proc/self/fd"))
-    with reading(lambda step: [np.zeros(LARGE)], requests(400), prefetch_factor=100) as batches:
+    with reading(lambda step: [np.zeros(LARGE)], steps_of(400), prefetch_factor=100) as batches:
         for _ in batches:
             files.append(len(os.listdir("/proc/self/fd")) - before)
 
@@ -385,7 +437,7 @@ def test_a_batch_that_this_process_cannot_read_fails_at_its_step(size, bad):
         return [np.full(size, step), BreaksWhenRead() if step == bad else None]
 
     found = []
-    with reading(work, requests(bad + 30)) as batches:
+    with reading(work, steps_of(bad + 30)) as batches:
         with pytest.raises(DataReadError, match=rf"receiving the batch failed in worker 1 .*step {bad}.*no number"):
             found.extend(int(batch[0][0]) for batch in batches)
         assert next(batches, None) is None
@@ -403,18 +455,18 @@ def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
         return [lambda: "this one"]
 
     found = []
-    with reading(work, requests(bad + 30)) as batches:
+    with reading(work, steps_of(bad + 30)) as batches:
         with pytest.raises(DataReadError, match=rf"(?s){what} failed in worker 1 .*step {bad}.*(this one|pickle)"):
             found.extend(int(tensor[0]) for (tensor,) in batches)
         assert next(batches, None) is None
     assert found == list(range(bad))
 
 
-def asked(steps, bad, indices):
-    """Requests of which that of step `bad`, and some behind it, are for other samples."""
-    for request in requests(steps):
-        behind = request.step - bad
-        yield request._replace(indices=indices) if behind >= 0 and behind % 3 == 0 else request
+def with_bad_ones(count, bad, ids):
+    """Steps of which that with number `bad`, and some behind it, have other ids."""
+    for number in range(count):
+        behind = number - bad
+        yield a_step(number, ids if behind >= 0 and behind % 3 == 0 else [0])
 
 
 @pytest.mark.parametrize(
@@ -423,9 +475,9 @@ def asked(steps, bad, indices):
 )
 @pytest.mark.parametrize("more", [[], [np.zeros(LARGE)]])
 @pytest.mark.parametrize("bad", [5, LATE])
-def test_a_request_that_cannot_reach_a_worker_fails_at_its_step(index, error, more, bad):
+def test_a_step_that_cannot_reach_a_worker_fails_in_its_turn(index, error, more, bad):
     found = []
-    with reading(lambda step: [np.full(1000, step)], asked(bad + 30, bad, [index, *more])) as batches:
+    with reading(lambda step: [np.full(1000, step)], with_bad_ones(bad + 30, bad, [index, *more])) as batches:
         with pytest.raises(DataReadError, match=rf"{error} .*step {bad}"):
             found.extend(int(tensor[0]) for (tensor,) in batches)
         assert next(batches, None) is None
@@ -438,7 +490,7 @@ def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
         raise error("this one")
 
     says = pytest.raises(DataReadError, match=rf"worker_init_fn failed in worker 0 .*{error.__name__}: this one")
-    with reading(lambda step: [np.zeros(1)], requests(3), worker_init_fn=init) as batches, says:
+    with reading(lambda step: [np.zeros(1)], steps_of(3), worker_init_fn=init) as batches, says:
         next(batches)
 
 
@@ -459,6 +511,6 @@ def test_a_batch_for_which_there_is_no_memory_fails_at_its_step(bad):
 
     found = []
     says = pytest.raises(DataReadError, match=rf"sending the batch failed in worker 1 .*step {bad}.*No space left")
-    with reading(work, requests(bad + 30), worker_init_fn=init) as batches, says:
+    with reading(work, steps_of(bad + 30), worker_init_fn=init) as batches, says:
         found.extend(int(tensor[0]) for (tensor,) in batches)
     assert found == list(range(bad))

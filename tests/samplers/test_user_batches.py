@@ -23,11 +23,15 @@ class Batches:
         return len(self.batches)
 
 
+def ids_and_padding(batch):
+    return list(batch.take(range(batch.num_rows))), batch.num_rows - batch.num_real
+
+
 def served(*batches, ranks=2, tail="pad", nominal=None):
     source = UserBatches(
         batch_sampler=Batches(*batches), num_data_ranks=ranks, tail=find_tail(tail), nominal_size=nominal
     )
-    found = [(batch.indices, batch.padding) for batch in source.epoch(0)]
+    found = [ids_and_padding(batch) for batch in source.epoch(0)]
     assert len(source) == len(found)
     return found
 
@@ -60,7 +64,7 @@ def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(sizes, ranks
     sampler = Batches(*batches, drop_last=True)
     source = UserBatches(batch_sampler=sampler, num_data_ranks=ranks, tail=find_tail("drop"), nominal_size=nominal)
 
-    assert [batch.indices for batch in source.epoch(0)] == batches
+    assert [ids_and_padding(batch)[0] for batch in source.epoch(0)] == batches
     assert len(source) == len(batches)
 
 
@@ -112,7 +116,7 @@ def test_a_sampler_without_a_length_still_serves():
 
     with pytest.raises(ArgumentTypeError, match="has no __len__"):
         len(source)
-    assert [batch.indices for batch in source.epoch(0)] == [[0, 1], [2, 3]]
+    assert [ids_and_padding(batch)[0] for batch in source.epoch(0)] == [[0, 1], [2, 3]]
 
 
 class Draws:
@@ -130,7 +134,7 @@ def test_drawing_is_the_same_whatever_the_generator_was_and_leaves_it_alone():
         source = UserBatches(batch_sampler=Draws(), num_data_ranks=2, tail=find_tail("pad"), generators=BOTH, seed=seed)
         found = []
         for batch in source.epoch(epoch):
-            found.append(batch.indices)
+            found.append(ids_and_padding(batch)[0])
             if interleave:
                 np.random.rand(3)
         if not interleave:

@@ -24,10 +24,10 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ShardReadError
 from paddle_shard.inputs.stream import recipe_of
-from paddle_shard.sources import counts, shard_index, tars, text
+from paddle_shard.sources import counts, text, webdataset
 from paddle_shard.sources.text import csv_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
 from tests.sources.http_server import serving
@@ -145,7 +145,7 @@ def counted(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(counts, "RECENT", 0.0)
     monkeypatch.setattr(text, "_count", noted(text._count))
-    monkeypatch.setattr("paddle_shard.sources.webdataset.index_shard", noted(shard_index.index_shard))
+    monkeypatch.setattr("paddle_shard.sources.webdataset.index_shard", noted(webdataset.index_shard))
     return seen
 
 
@@ -244,7 +244,7 @@ def test_ranks_that_start_together_count_once(counted, tmp_path):
 def few_places():
     """Every second sample's place is kept, and not more than four of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_index, "EVERY", 2)
+        patch.setattr(counts, "EVERY", 2)
         patch.setattr(text, "MOST", 4)
         patch.setattr("paddle_shard.sources.webdataset.MOST", 4)
         yield
@@ -305,10 +305,10 @@ def test_of_a_tar_only_headers_are_read(tmp_path, monkeypatch):
             member = tarfile.TarInfo(f"{number}.bin")
             member.size = 10 << 20
             tar.addfile(member, io.BytesIO(bytes(10 << 20)))
-    monkeypatch.setattr(tars.TarSamples, "_content", None)  # what would read contents
+    monkeypatch.setattr(webdataset.TarSamples, "_content", None)  # what would read contents
     before = _bytes_read()
 
-    entry = shard_index.index_shard(str(path))
+    entry = webdataset.index_shard(str(path))
 
     assert (entry.samples, entry.size) == (5, path.stat().st_size)
     assert _bytes_read() - before < 5 << 20

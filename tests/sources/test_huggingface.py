@@ -7,7 +7,7 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, SplitError
 from paddle_shard.sources.huggingface import huggingface_source
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 from tests.extras import needs
 from tests.sources.laws import check_laws, steps_of
 

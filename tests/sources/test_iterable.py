@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.sources.iterable import IterableSource
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 
 
 def seed_generators(seed):

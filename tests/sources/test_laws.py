@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from paddle_shard.inputs.stream import recipe_of
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 from tests.sources.laws import FILE_KINDS, TOTAL, check_laws, files, names
 
 

@@ -8,7 +8,7 @@ from paddle_shard import Stream
 from paddle_shard.cli.index_shards import main as index_command
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.stream import recipe_of
-from paddle_shard.sources.names import matched
+from paddle_shard.sources.files import matched
 from tests.sources.laws import files, names
 
 KINDS = {"csv": Stream.csv, "txt": Stream.lines, "tar": Stream.webdataset, "parquet": Stream.parquet}

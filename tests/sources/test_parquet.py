@@ -7,7 +7,7 @@ import pytest
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 from tests.extras import needs
 from tests.sources.laws import LENGTHS, TOTAL, check_laws, files, names, pieces
 

@@ -4,9 +4,9 @@ import pytest
 
 from paddle_shard import Stream
 from paddle_shard.errors import ShardReadError
-from paddle_shard.sources import remote
+from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 from tests.extras import needs
 from tests.sources.laws import TOTAL, check_laws, files, make, names, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
@@ -64,7 +64,7 @@ def test_a_process_makes_one_client_for_all_files_of_a_bucket(server, source, mo
         return await connect(self, *args, **options)
 
     monkeypatch.setattr(class_, "set_session", counted)
-    remote._kept.cache_clear()
+    files_module._kept.cache_clear()
 
     steps_of(make(source, FOLDER, 0))
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
-from paddle_shard.sources.names import shown
+from paddle_shard.sources.files import shown
 from paddle_shard.sources.shards import ShardSource
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 
 UNEQUAL = [5, 0, 1, 12, 3, 7, 0, 2]
 

@@ -6,7 +6,7 @@ import pytest
 
 from paddle_shard.errors import ArgumentError, ShardReadError
 from paddle_shard.sources.text import csv_source, lines_source
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 from tests.sources.http_server import serving
 
 

@@ -19,10 +19,10 @@ import pytest
 
 from paddle_shard.cli.index_shards import main as index_command
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, StateError
-from paddle_shard.sources import cache, files
+from paddle_shard.sources import files
 from paddle_shard.sources.webdataset import decode, webdataset_source
 from paddle_shard.stages import Map, Shuffle
-from paddle_shard.stages.opening import Opening
+from paddle_shard.stages.stage import Opening
 from tests.deadlines import HANG
 from tests.extras import needs
 from tests.sources.http_server import serving
@@ -344,7 +344,7 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
         script = (
             "import sys\n"
-            "from paddle_shard.stages.opening import Opening\n"
+            "from paddle_shard.stages.stage import Opening\n"
             "from paddle_shard.sources.webdataset import webdataset_source\n"
             "source = webdataset_source(sys.argv[1] + '/{000..009}.tar', cache_dir=sys.argv[2])\n"
             "print(sum(1 for _ in source.open(Opening(parts=(0,), num_parts=1, epoch=int(sys.argv[3])))[0]))\n"
@@ -367,7 +367,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
     def opened(file, mode, **how):
         return Full(file, mode) if how else open(file, mode)
 
-    monkeypatch.setattr(cache, "open", opened, raising=False)
+    monkeypatch.setattr(files, "open", opened, raising=False)
     with (
         serving({"001.tar": SHARDS["001.tar"]}) as server,
         pytest.raises(ShardReadError, match=rf"is full: {server.url}/001\.tar has {len(SHARDS['001.tar'])} bytes"),

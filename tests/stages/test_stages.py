@@ -16,11 +16,11 @@ from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.shards import ShardSource
-from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch, search
-from paddle_shard.stages.opening import Opening, Unreadable
-from paddle_shard.stages.packed_rows import PackedRows
-from paddle_shard.stages.repeat import in_rounds
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.stages import stage as stage_module
+from paddle_shard.stages.pack import PackedRows
+from paddle_shard.stages.stage import Opening, Stage, Unreadable
+from paddle_shard.stages.steps import in_rounds
 from tests.trials import trials
 
 chains_settings = settings(max_examples=trials(60))
@@ -228,7 +228,7 @@ ENDLESS = {
 @pytest.mark.parametrize("drops", DROPS)
 @pytest.mark.parametrize("source", ENDLESS)
 def test_dropping_all_of_an_endless_part_is_an_error_and_dropping_most_is_none(source, drops, monkeypatch):
-    monkeypatch.setattr(search, "FEWEST", 200)
+    monkeypatch.setattr(stage_module, "FEWEST", 200)
     read = []
 
     def noted(sample):

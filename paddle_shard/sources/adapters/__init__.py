@@ -1,1 +1,1 @@
-"""Loaders of other libraries as a `Foreign`, one library per file. Each library is imported where it is used."""
+"""Other libraries as an `ExternalLoader`, one library per file. Each library is imported where it is used."""

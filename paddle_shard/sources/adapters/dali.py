@@ -9,11 +9,23 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.sources.adapters.common import check_share, local_rows, needs, opened, sealed, seed_of
-from paddle_shard.sources.foreign import Foreign, Share
+from paddle_shard.sources.external import (
+    ExternalLoader,
+    ShardOptions,
+    check_share,
+    local_rows,
+    needs,
+    opened,
+    refuse_options,
+    sealed,
+    seed_of,
+)
 
 NAME = "dali"
-_OURS = ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint")
+_OURS = dict.fromkeys(
+    ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint"),
+    "it is given for each data rank and epoch",
+)
 
 
 def dali_pipeline(
@@ -22,7 +34,7 @@ def dali_pipeline(
     batch_size: int,
     fields: Sequence[str] | None = None,
     **options: Any,
-) -> Foreign:
+) -> ExternalLoader:
     """Return a pipeline that each process builds for its data rank, and that reads each sample exactly once.
 
     Each pass has its own pipeline, with a different seed for each epoch and data rank, and stops when the reader has
@@ -50,16 +62,14 @@ def dali_pipeline(
         ...     return fn.resize(fn.decoders.image(jpegs), size=(224, 224)), labels
         >>> source = dali_pipeline(images, batch_size=256, num_threads=4, device_id=None)  # doctest: +SKIP
     """
-    for name in _OURS:
-        if name in options:
-            raise ArgumentError(f"dali_pipeline: leave {name} out: it is given for each data rank and epoch.")
+    refuse_options("dali_pipeline", options, _OURS)
     with needs("dali"):
         import nvidia.dali  # noqa: F401
 
-    def build(share: Share) -> _Pass:
+    def build(share: ShardOptions) -> _Pass:
         return _Pass(build_pipeline, share, batch_size, None if fields is None else list(fields), options)
 
-    return Foreign(build, name=NAME, save=_Pass.state)
+    return ExternalLoader(build, name=NAME, save=_Pass.state)
 
 
 class _Pass:
@@ -68,7 +78,7 @@ class _Pass:
     def __init__(
         self,
         build_pipeline: Callable[..., Any],
-        share: Share,
+        share: ShardOptions,
         batch_size: int,
         fields: list[str] | None,
         options: Mapping[str, Any],
@@ -98,7 +108,15 @@ class _Pass:
             rows = min(self._rows, self._length - self._delivered)
             outputs = [self._array(output, rows) for output in self._pipeline.run()]
             self._delivered += rows
-            yield self._named(outputs)
+            if self._fields is None:
+                yield outputs
+                continue
+            if len(self._fields) != len(outputs):
+                raise ArgumentError(
+                    f"dali_pipeline: fields={self._fields} names {len(self._fields)} outputs, but the pipeline has "
+                    f"{len(outputs)}. Name each, in the order in which it returns them."
+                )
+            yield dict(zip(self._fields, outputs, strict=True))
 
     def _array(self, output: Any, rows: int) -> Any:
         """Return the first rows of an output as an array, or as a tensor on the GPU."""
@@ -116,20 +134,8 @@ class _Pass:
             if rows == self._rows:
                 return output.as_tensor()
             output = output.as_cpu()
-        array = np.from_dlpack(output.as_tensor())
-        if not self._pipeline.exec_dynamic:  # then DALI reuses its buffers
-            array = array.copy()
-        return array[:rows]
-
-    def _named(self, outputs: list[Any]) -> Any:
-        if self._fields is None:
-            return outputs
-        if len(self._fields) != len(outputs):
-            raise ArgumentError(
-                f"dali_pipeline: fields={self._fields} names {len(self._fields)} outputs, but the pipeline has "
-                f"{len(outputs)}. Name each, in the order in which it returns them."
-            )
-        return dict(zip(self._fields, outputs, strict=True))
+        array = np.from_dlpack(output.as_tensor())[:rows]
+        return array if self._pipeline.exec_dynamic else array.copy()  # else DALI writes to its buffers again
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
@@ -137,7 +143,7 @@ class _Pass:
         return sealed(NAME, delivered=self._delivered, checkpoint=checkpoint, **self._same)
 
 
-def _checked(pipeline: Any, share: Share, rows: int) -> int:
+def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
     """Check the pipeline and return how many samples its readers have for this data rank.
 
     Raises:

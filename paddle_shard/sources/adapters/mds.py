@@ -18,10 +18,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
+from paddle_shard.errors import MissingDependencyError, SplitError
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.sources.adapters.common import environment, local_rows, needs, opened, sealed, stacked
-from paddle_shard.sources.foreign import Foreign, Share
+from paddle_shard.sources.external import (
+    ExternalLoader,
+    ShardOptions,
+    environment,
+    local_rows,
+    needs,
+    opened,
+    refuse_options,
+    sealed,
+    stacked,
+)
 
 NAME = "mds"
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -47,7 +56,7 @@ def mds_stream(
     transform: Callable[[Mapping[str, Any]], Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **options: Any,
-) -> Foreign:
+) -> ExternalLoader:
     """Return a StreamingDataset that is told the data rank, and reads each sample exactly once.
 
     Each process has its own StreamingDataset, which acts as if it were the only one on its host. So no process waits
@@ -73,16 +82,14 @@ def mds_stream(
         >>> source = mds_stream(local="/data/mds", batch_size=256, shuffle=True)  # doctest: +SKIP
         >>> loader = shard_dataloader(source, mesh, shard_dims="dp")  # doctest: +SKIP
     """
-    for name, reason in _OURS.items():
-        if name in options:
-            raise ArgumentError(f"mds_stream: leave {name} out: {reason}.")
+    refuse_options("mds_stream", options, _OURS)
     import_streaming()
     settings = {"local": os.path.abspath(os.fspath(local)), "remote": remote, "shuffle": shuffle, **options}
 
-    def build(share: Share) -> _Pass:
+    def build(share: ShardOptions) -> _Pass:
         return _Pass(share, settings, batch_size, transform or dict, collate_fn or stacked)
 
-    return Foreign(build, name=NAME, save=_Pass.state)
+    return ExternalLoader(build, name=NAME, save=_Pass.state)
 
 
 class _Pass:
@@ -90,7 +97,7 @@ class _Pass:
 
     def __init__(
         self,
-        share: Share,
+        share: ShardOptions,
         settings: Mapping[str, Any],
         batch_size: int,
         transform: Callable[[Mapping[str, Any]], Any],
@@ -115,15 +122,13 @@ class _Pass:
         for sample in self._dataset:
             samples.append(self._transform(sample))
             if len(samples) == self._rows:
-                yield self._batch(samples)
+                self._delivered += len(samples)
+                yield self._collate_fn(samples)
                 samples = []
         if samples:
-            yield self._batch(samples)
+            self._delivered += len(samples)
+            yield self._collate_fn(samples)
         _close(self._number)
-
-    def _batch(self, samples: list[Any]) -> Any:
-        self._delivered += len(samples)
-        return self._collate_fn(samples)
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
@@ -133,7 +138,7 @@ class _Pass:
         return sealed(NAME, delivered=self._delivered, library=library, **self._same)
 
 
-def _open(share: Share, settings: Mapping[str, Any], rows: int) -> tuple[int, Any]:
+def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[int, Any]:
     """Open a StreamingDataset that reads a share; return its number, for `_close`, and the data set."""
     streaming = import_streaming()
     from streaming.base.batching import generate_work
@@ -201,7 +206,7 @@ def _as_often_as(wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> n
     return flat.reshape(ids.shape).T
 
 
-def _claim(local: str, share: Share) -> tuple[str, Any]:
+def _claim(local: str, share: ShardOptions) -> tuple[str, Any]:
     """Return a directory for downloads that no other process uses, and the lock on it.
 
     The library does not allow two data sets on one directory. Each process takes the first free directory of its data

@@ -11,22 +11,24 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.sources.adapters.common import (
+from paddle_shard.sources.external import (
+    ExternalLoader,
+    ShardOptions,
     build_watched,
     check_share,
+    from_json,
     local_rows,
     needs,
     opened,
     sealed,
     seed_of,
+    to_json,
 )
-from paddle_shard.sources.adapters.state_json import from_json, to_json
-from paddle_shard.sources.foreign import Foreign, Share
 
 NAME = "torchdata"
 
 
-def torchdata_loader(build: Callable[[Share], Any]) -> Foreign:
+def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     """Return a loader that `build` makes in each process: nodes, or a `StatefulDataLoader`.
 
     A run resumes exactly, by the library's own state. torch's generator is seeded for each batch that this process
@@ -52,13 +54,13 @@ def torchdata_loader(build: Callable[[Share], Any]) -> Foreign:
     """
     _import()
 
-    def build_pass(share: Share) -> _Pass:
+    def build_pass(share: ShardOptions) -> _Pass:
         return _Pass(build_watched(build, share, NAME), share)
 
-    return Foreign(build_pass, name=NAME, save=_Pass.state)
+    return ExternalLoader(build_pass, name=NAME, save=_Pass.state)
 
 
-def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> Foreign:
+def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> ExternalLoader:
     """Return a `StatefulDataLoader` over a map-style data set, which is split here. Each sample is read exactly once.
 
     A global batch holds the same samples for every number of data ranks.
@@ -86,7 +88,7 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
             "yourself, in a function that torchdata_loader is given."
         )
 
-    def build_pass(share: Share) -> _Pass:
+    def build_pass(share: ShardOptions) -> _Pass:
         import torch
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -103,7 +105,7 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
 
-    return Foreign(build_pass, name=f"{NAME} StatefulDataLoader", save=_Pass.state)
+    return ExternalLoader(build_pass, name=f"{NAME} StatefulDataLoader", save=_Pass.state)
 
 
 def _import() -> None:
@@ -115,7 +117,7 @@ def _import() -> None:
 class _Pass:
     """One pass over a share."""
 
-    def __init__(self, built: Any, share: Share, **same: Any) -> None:
+    def __init__(self, built: Any, share: ShardOptions, **same: Any) -> None:
         """Set up the pass.
 
         Args:
@@ -136,16 +138,13 @@ class _Pass:
             built = built.root
         # By default, a Loader begins again if its state is at the end.
         self._loader = Loader(built, restart_on_stop_iteration=False) if isinstance(built, BaseNode) else built
+        self._kind = type(self._loader).__name__
         self._key, self._same, self._start = derive_seed("torch", share.seed, share.epoch, share.shard), same, 0
         if share.state is not None:
             state = opened(share.state, NAME, kind=self._kind, **same)
             self._start = state["batches"]
             self._loader.load_state_dict(from_json(state["library"]))
         self._batches = self._start
-
-    @property
-    def _kind(self) -> str:
-        return type(self._loader).__name__
 
     def __iter__(self) -> Iterator[Any]:
         import torch
@@ -171,12 +170,15 @@ class _Pass:
         return sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
 
 
-def _check_ranks(loader: Any, share: Share) -> None:
+def _check_ranks(loader: Any, share: ShardOptions) -> None:
     """Check every sampler and node of a loader that has a rank.
 
     Raises:
         SplitError: One has another rank, or another number of ranks, than the share.
     """
+    from torch.utils.data import DataLoader, IterableDataset, Sampler
+    from torchdata.nodes import BaseNode, Loader
+
     todo, seen = [loader], set()
     while todo:
         found = todo.pop()
@@ -189,16 +191,8 @@ def _check_ranks(loader: Any, share: Share) -> None:
                 has = {"rank": found.rank, count_name: getattr(found, count_name)}
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
                 check_share(has, share, f"{NAME}: the {name}", fix)
-        todo += _inside(found)
-
-
-def _inside(found: Any) -> list[Any]:
-    """Return the samplers and nodes that an object of torch or torchdata holds."""
-    from torch.utils.data import DataLoader, IterableDataset, Sampler
-    from torchdata.nodes import BaseNode, Loader
-
-    if not isinstance(found, BaseNode | Loader | DataLoader | Sampler):
-        return []
-    held = list(vars(found).values())
-    held += [item for value in held if isinstance(value, dict) for item in value.values()]
-    return [value for value in held if isinstance(value, BaseNode | Loader | DataLoader | Sampler | IterableDataset)]
+        if isinstance(found, BaseNode | Loader | DataLoader | Sampler):  # look at the samplers and nodes that it holds
+            held = list(vars(found).values())
+            held += [item for value in held if isinstance(value, dict) for item in value.values()]
+            kinds = BaseNode | Loader | DataLoader | Sampler | IterableDataset
+            todo += [value for value in held if isinstance(value, kinds)]

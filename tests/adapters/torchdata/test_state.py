@@ -6,11 +6,18 @@ import pytest
 import torch
 
 from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
-from paddle_shard.sources.adapters.common import build_watched, environment, opened, sealed, stacked
-from paddle_shard.sources.adapters.state_json import from_json, to_json
-from paddle_shard.sources.foreign import Share
+from paddle_shard.sources.external import (
+    ShardOptions,
+    build_watched,
+    environment,
+    from_json,
+    opened,
+    sealed,
+    stacked,
+    to_json,
+)
 
-SHARE = Share(shard=1, num_shards=3, seed=0, epoch=0)
+SHARE = ShardOptions(shard=1, num_shards=3, seed=0, epoch=0)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +65,7 @@ def test_a_share_that_is_not_read_is_refused():
     for build in (lambda share: 0, lambda share: share.shard, lambda share: share.epoch):
         with pytest.raises(SplitError, match="each of the 3 data ranks would read all"):
             build_watched(build, SHARE, "x")
-    assert build_watched(lambda share: 0, Share(shard=0, num_shards=1, seed=0, epoch=0), "x") == 0
+    assert build_watched(lambda share: 0, ShardOptions(shard=0, num_shards=1, seed=0, epoch=0), "x") == 0
 
 
 def test_the_environment_is_put_back(monkeypatch):

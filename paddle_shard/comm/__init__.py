@@ -1,1 +1,0 @@
-"""Communication between ranks: where they meet, how they agree, and what they compare."""

@@ -1,0 +1,657 @@
+"""May this step of a pass be delivered on this rank, and so on all ranks?
+
+All ranks take part in one series of rounds, each in one background thread. A round is one `minimum` of
+`[passes opened, is any rank asking, has any rank a note]` and seven values per pass. It covers the passes that all
+ranks are known to have opened and that are not decided. The results of earlier rounds alone determine these passes, so
+the vector has the same layout on every rank, whatever its training thread does meanwhile. Passes cannot be mixed up if
+they overlap (`zip(loader, loader)`), are closed early, or are opened by one rank before the others. If the minimum says
+that a pass is decided, that a rank has a note or that one asks, all ranks do one `gather`, in which each of them learns
+which ranks failed, ended or left, what was noted, and how far each rank is.
+
+A rank enters a round when it has read some steps, when its training thread waits, or after `heartbeat` seconds. So no
+rank waits longer than that for a rank that has nothing new.
+
+Ranks that share memory also have a progress table, on which each posts how many steps it can serve. Steps that all of
+them have posted are delivered without a round. A round is then needed only to begin a pass, for notes, and to learn why
+a rank stopped posting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
+from paddle_shard.ranks.group import Group
+from paddle_shard.ranks.outlook import (
+    CLOSED,
+    END,
+    FAIL,
+    NEVER,
+    OK,
+    WIDTH,
+    Decision,
+    Outlook,
+    ProgressTable,
+    ReadHistory,
+    Terms,
+    decide,
+)
+from paddle_shard.ranks.verdict import data_differs, ended_unequally, error_of, log_wait, silence
+
+GRACE = 10.0
+"""Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
+NOTICE = 5.0
+"""Seconds for which a training thread waits for other ranks before it logs that, once per pass."""
+WINDOW, TABLE_WINDOW = 8, 2
+"""Steps to announce ahead of the one that is asked for. In rounds, one exchange over the network releases half of them.
+Ranks that see each other's progress on a table differ by less than a step, and hold fewer batches."""
+
+_SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
+"""Seconds between two reads of the progress table, for a rank that waits."""
+_LOOKS_FOR = 2e-3
+"""Seconds for which a rank only reads the table before it asks for a round."""
+_LONGEST_PAUSE = 0.02
+_LEAVE = 1.0
+_SHORTEST = 4.0
+"""Least number of seconds that a rank may take to enter a round: several heartbeats, for any timeout of a pass."""
+
+
+class Agreement:
+    """One pass over the data; all ranks deliver the same steps of it.
+
+    One thread announces, step by step, what this rank can serve. One thread (the same or another) asks before each
+    delivery. A step is delivered only when every rank has announced it, so no rank continues past a step at which
+    another ends or fails. `Coordinator.open` creates agreements.
+    """
+
+    def __init__(self, coordinator: Coordinator, number: int, terms: Terms) -> None:
+        """Start at step 0."""
+        self._coordinator, self._changed = coordinator, coordinator.changed
+        self.number, self.terms = number, terms
+        self.noticed = False
+        """True if it was logged that this rank waits for others."""
+        compared = terms.same_data and terms.ends_apart is not None
+        self.outlook = Outlook(tag=zlib.crc32(terms.label.encode()), reads_on=int(compared))
+        self._released = 0
+        """Steps that rounds have released."""
+        self._on_table = 0
+        """Steps that the progress table has released."""
+        self._compared = 0
+        """Number of released steps for which all ranks are known to have read the same data."""
+        self._confirmed = False
+        """True if all ranks refer to the same pass, so what they post belongs to it."""
+        self._held, self._rounds_to_hear = NEVER, 0
+        self._verdict: Decision | None = None
+        self._outlooks: Sequence[Outlook] = ()
+        self._waiting = self._closed = False
+        self.unsent: list[tuple[int, bytes]] = []
+        """(step, note) for each note of this rank that was not sent to the others yet."""
+        self._notes: dict[int, list[tuple[int, bytes]]] = {}
+        self._history = ReadHistory()
+        self._differing: tuple[int, list[int]] | None = None
+        """The first step at which the ranks have read different data, and each rank's digest."""
+        self._posts = True
+        """True while this rank may post its progress on the table."""
+        self.waited = 0.0
+        """Total seconds for which `deliver` has waited."""
+
+    @property
+    def window(self) -> int:
+        """Number of steps that are announced ahead of the one that is asked for."""
+        return max(TABLE_WINDOW if self.on_table else WINDOW, 1 + self.outlook.reads_on)
+
+    @property
+    def reads_on(self) -> int:
+        """Number of steps that every rank reads beyond the step that it asks for."""
+        return self.outlook.reads_on
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the ranks have agreed how the pass ends, or a rank is lost: `deliver` tells what has happened."""
+        return self._verdict is not None or self._closed or self._coordinator.is_over
+
+    def introduction_of(self, rank: int) -> bytes | None:
+        """Return what a global rank has told all others when they met; None if they have not met yet."""
+        return self._coordinator.introductions.get(rank)
+
+    def note(self, payload: bytes) -> None:
+        """Send all ranks a note about the step that is announced next; it arrives before they deliver that step.
+
+        Args:
+            payload: A short text. Each note costs all ranks an exchange, so send only what is new.
+        """
+        with self._changed:
+            self._held = min(self._held, self.outlook.step)
+            self.unsent.append((self.outlook.step, payload))
+
+    def note_read(self, digest: int) -> None:
+        """Record the digest of all that was read up to the end of the step that is announced next.
+
+        It must be the same on all ranks if the pass was opened with `same_data`. The ranks learn of a difference before
+        the first step is delivered; later, within a heartbeat or at the end.
+
+        Args:
+            digest: A number below 2**62.
+        """
+        with self._changed:
+            self._history.note(digest)
+
+    def report(self, decision: Decision) -> None:
+        """Put what the others need to know of a decision into the report; called with the lock held."""
+        if not decision.matches:
+            self.outlook.report = self.terms.label.encode()
+            return
+        # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
+        self._posts = False
+        if self.terms.same_data and self.outlook.kind != FAIL:
+            self.outlook.report = self._history.report()
+
+    def send_notes(self) -> list[tuple[int, bytes]]:
+        """Return (step, note) for the notes that were not sent yet; called with the lock held.
+
+        All ranks have received them when they take part in the round after the one that sends them.
+        """
+        found, self.unsent = self.unsent, []
+        if found:
+            self._rounds_to_hear = 2
+        return found
+
+    def hear_note(self, name: int, step: int, payload: bytes) -> None:
+        """Store a rank's note; called with the lock held."""
+        self._notes.setdefault(step, []).append((name, payload))
+
+    def take_notes(self, step: int) -> list[tuple[int, bytes]]:
+        """Return (global rank, note) of all ranks, including this one, for a delivered step; only the first call."""
+        if not self._notes:  # the notes of a step arrive before it is released
+            return []
+        with self._changed:
+            return self._notes.pop(step, [])
+
+    def announce_ok(self, steps: int = 1) -> None:
+        """Announce that the next step, or the next `steps`, can be served with real rows."""
+        self._announce(OK, steps=steps)
+
+    def announce_exhausted(self) -> None:
+        """Announce that the next step can be served, but that this rank has no real rows from that step on.
+
+        The pass ends at the first step that all ranks have announced as exhausted.
+        """
+        self._announce(OK, exhausted=True)
+
+    def announce_end(self) -> None:
+        """Announce that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
+        self._announce(END)
+
+    def announce_failure(self, report: bytes) -> None:
+        """Announce that reading the next step failed. All ranks raise the report there, or stop earlier.
+
+        Args:
+            report: What the others need in order to raise the error; cut at 64 KB.
+        """
+        self._announce(FAIL, report=report)
+
+    def wanted(self, step: int) -> int:
+        """Return how many steps should be announced before `step` is asked for.
+
+        It is one for the first step and two more for each later step, up to `step + window`; one more if ends are
+        compared. If no step may follow, it is the number of steps that are already announced.
+        """
+        if self.outlook.kind != OK or self._verdict is not None:
+            return self.outlook.step
+        return min(step + self.window, 2 * step + 1 + self.outlook.reads_on)
+
+    def deliver(self, step: int) -> bool:
+        """Return whether a step may be delivered; False if the pass has ended before it, on all ranks.
+
+        Waits only until that is known.
+
+        Args:
+            step: The step; ask for the steps in order, from 0.
+
+        Raises:
+            AgreedFailure: Reading failed; raised on all ranks at the same step.
+            UnequalEndsError: Ends differ and `ends_must_agree`; raised on all ranks at the same step.
+            PeerLostError: A rank is gone, did not respond before the timeout expired, or has left the loop early.
+        """
+        if step != self.outlook.delivered or self._closed:
+            state = "the pass is closed" if self._closed else f"{self.outlook.delivered} comes next"
+            raise ArgumentError(f"step={step} cannot be delivered: {state}. Ask for the steps in order.")
+        if not self._may_deliver(step):  # looked at without the lock: most steps are released long before
+            with self._changed:
+                self._wait(step)
+            if not self._may_deliver(step):
+                verdict, outlooks = self._verdict, self._outlooks
+                assert verdict is not None
+                unequal = self.terms.ends_must_agree and ended_unequally(verdict, outlooks)
+                if verdict.kind == END and verdict.same and not unequal:
+                    return False
+                ranks = dict(zip(self._coordinator.group.names, outlooks, strict=True))
+                raise error_of(verdict, ranks, self.number, self.terms, self._differing)
+        self.outlook.delivered += 1
+        return True
+
+    def close(self) -> None:
+        """Leave the pass. The others continue up to the steps that this rank has announced, then learn who left.
+
+        No rank is told if all ranks leave, or if the pass ended first. Returns at once.
+        """
+        with self._changed:
+            self._closed = True
+            if self.outlook.kind == OK:
+                self.outlook.kind = CLOSED
+                self._changed.notify_all()
+
+    def due(self) -> bool:
+        """Return whether this rank should tell the others about this pass now; called with the lock held."""
+        if self._verdict is not None:
+            return False
+        if self.outlook.kind != OK:
+            return True
+        if self.terms.same_data and self._compared < self._released and (self._waiting or not self.on_table):
+            return True
+        ready = self.outlook.step - max(self._released, self._on_table)
+        if self._waiting:
+            return ready > 0
+        # Half a window, so that a round is over when the other half is needed; less at the beginning of a pass.
+        return not self.on_table and ready >= min(1 + self._released, WINDOW // 2)
+
+    def advance(self, decision: Decision, outlooks: Sequence[Outlook] = ()) -> bool:
+        """Apply what all ranks have agreed on, and return whether it is news; called with the lock held."""
+        news = decision.step > self._released or decision.kind != OK
+        same_data, table = self.terms.same_data, self._table
+        released, self._released = self._released, max(decision.step, self._released)
+        # The table releases steps without a round, so use it only after the first steps were compared.
+        compared = not same_data or self.outlook.read != 0
+        self._confirmed = decision.matches and decision.same and compared
+        if same_data and decision.kind == OK:
+            if self.outlook.read:  # what was read before `released` has been compared
+                news = news or released > self._compared
+                self._compared = released
+                self._history.forget(released)
+            self.outlook.read = self._history.before(self._released) or self.outlook.read
+        self._rounds_to_hear = max(0, self._rounds_to_hear - 1)
+        if not self._rounds_to_hear:
+            self._held = min((step for step, _ in self.unsent), default=NEVER)
+        self._post()
+        if decision.kind != OK:
+            if same_data and (decision.kind == END or not decision.same):
+                self._differing = data_differs(outlooks, self.terms.ends_apart)
+                decision = replace(decision, same=decision.same and self._differing is None)
+                if table is not None:  # what any rank may have delivered, all ranks deliver
+                    self._compared = max(self._compared, table.least(self.number))
+            self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
+        return news
+
+    def _announce(self, kind: int, exhausted: bool = False, report: bytes = b"", steps: int = 1) -> None:
+        with self._changed:
+            mine = self.outlook
+            if mine.kind == CLOSED or self._verdict is not None:
+                return  # a prefetch thread may be one step behind
+            if mine.kind != OK:
+                raise ArgumentError(f"step {mine.step} was announced as the last: nothing can be announced after it.")
+            if exhausted:
+                mine.exhausted = min(mine.exhausted, mine.step)
+            elif kind == OK and mine.exhausted < NEVER:
+                raise ArgumentError(
+                    f"step {mine.step} was announced with real rows, but step {mine.exhausted} as exhausted. "
+                    "Announce every later step as exhausted, too."
+                )
+            mine.kind, mine.report = kind, report
+            mine.step += steps if kind == OK else 0
+            self._post()
+            if self.due():
+                self._changed.notify_all()
+
+    @property
+    def on_table(self) -> bool:
+        """True if the others see this rank's progress on the table, so that no round is needed for it."""
+        return self._table is not None and self._held == self.outlook.exhausted == NEVER
+
+    @property
+    def _table(self) -> ProgressTable | None:
+        """The progress table, as soon as its entries are known to belong to this pass; None before."""
+        return self._coordinator.table if self._confirmed else None
+
+    def _post(self) -> None:
+        """Post this rank's progress on the table, but not past an unsent note or past its last real row."""
+        if self._coordinator.table is not None and self._posts:
+            step = min(self.outlook.step, self.outlook.exhausted, self._held)
+            self._coordinator.table.post(self.number, step)
+
+    def _may_deliver(self, step: int) -> bool:
+        known = not self.terms.same_data or (self._verdict is not None and self._verdict.same)
+        if (self._released if known else self._compared) > step or self._on_table > step:
+            return True
+        if (table := self._table) is not None:
+            self._on_table = table.least(self.number)
+        return self._on_table > step
+
+    def _wait(self, step: int) -> None:
+        """Wait until it is known whether `step` is delivered; called with the lock held."""
+        start = time.monotonic()
+        try:
+            while not self._may_deliver(step) and self._verdict is None:
+                waited, look_again = time.monotonic() - start, None
+                if self._table is not None:
+                    look_again = min(max(waited / 64, _SHORTEST_LOOK), _LONGEST_LOOK)
+                if not self._waiting and (not self.on_table or waited > _LOOKS_FOR):
+                    self._waiting = True
+                    self._changed.notify_all()
+                self._coordinator.wait(self, step, start, look_again)
+        finally:
+            self._waiting = False
+            self.waited += time.monotonic() - start
+
+
+class AloneAgreement:
+    """The agreement of a rank that is alone. It never waits, and nothing has to be announced ahead.
+
+    It has the methods of `Agreement` that a pass calls.
+    """
+
+    on_table = False
+    window = reads_on = 0
+
+    def __init__(self) -> None:
+        """Start at step 0."""
+        self._announced, self._failed = 0, False
+        self._open = True
+        self._notes: dict[int, bytes] = {}
+
+    def wanted(self, step: int) -> int:
+        """Return how many steps should be announced before `step` is asked for: that step, if there is one."""
+        return step + 1 if self._open else self._announced
+
+    def deliver(self, step: int) -> bool:
+        """Return whether a step may be delivered.
+
+        Raises:
+            AgreedFailure: Reading it failed.
+        """
+        if step < self._announced:
+            return True
+        if self._failed:
+            failure = AgreedFailure(f"Reading step {step} failed.")
+            failure.step = step
+            raise failure
+        return False
+
+    def announce_ok(self, steps: int = 1) -> None:
+        """Announce that the next step, or the next `steps`, can be served."""
+        if self._open:
+            self._announced += steps
+
+    def announce_end(self) -> None:
+        """Announce that the next step cannot be served."""
+        self._open = False
+
+    announce_exhausted = announce_end  # without real rows the pass ends, as there is nobody to keep in step with
+
+    def announce_failure(self, report: bytes) -> None:
+        """Announce that reading the next step failed."""
+        self._failed, self._open = self._failed or self._open, False
+
+    def note(self, payload: bytes) -> None:
+        """Store a note about the step that is announced next."""
+        self._notes[self._announced] = payload
+
+    def take_notes(self, step: int) -> list[tuple[int, bytes]]:
+        """Return (rank, note) of a step; a rank that is alone has the number 0."""
+        found = self._notes.pop(step, None)
+        return [] if found is None else [(0, found)]
+
+    def note_read(self, digest: int) -> None:
+        """Do nothing: there is no other rank to compare with."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+class Coordinator:
+    """Owns the group, and the background thread that takes part in the rounds."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        timeout: float = 1800.0,
+        end_process: Callable[[], None],
+        join_table: Callable[[Group], ProgressTable | None] = lambda group: None,
+        introduction: bytes = b"",
+    ) -> None:
+        """Set up the coordinator; its thread starts with the first pass.
+
+        Args:
+            group: Group of all ranks; nothing else may use it from here on.
+            timeout: Default timeout of a pass: seconds for which a rank may be silent while another waits for it.
+            end_process: Called if a rank is lost, a pass has `exit_when_lost`, and its training thread has not learned
+                of the loss within `GRACE` seconds: it may be stuck in a collective.
+            join_table: Returns a progress table, if the ranks can have one; called once on each rank, in the
+                background.
+            introduction: What this rank tells all others when they first meet.
+
+        Raises:
+            ArgumentError: If `timeout` is not positive.
+        """
+        if not timeout > 0:
+            raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
+        self.group, self.timeout, self._end_process = group, timeout, end_process
+        self.heartbeat = min(1.0, timeout / 8)
+        self.changed = threading.Condition()
+        self._passes: dict[int, Agreement] = {}  # opened on this rank, not decided
+        self._common: list[int] = []  # opened on all ranks, not decided: the layout of the next round
+        self._opened = self._opened_by_all = 0
+        self._asking = False
+        self._answer: list[dict[int, Outlook]] | None = None
+        self._lost: PeerLostError | None = None
+        self._heard = False
+        """True if the training thread has learned that a rank is lost."""
+        self._closed = False
+        self._join_table = join_table
+        self.table: ProgressTable | None = None
+        self._introduction = introduction
+        self.introductions: dict[int, bytes] = {}
+        """Global rank -> its introduction; empty until the ranks have met."""
+        self._thread: threading.Thread | None = None
+
+    def open(self, terms: Terms) -> Agreement:
+        """Start a pass and return at once; all ranks open their passes in the same order.
+
+        Raises:
+            ArgumentError: If the coordinator is closed.
+        """
+        with self.changed:
+            if self._closed:
+                raise ArgumentError("this coordinator is closed: create a new one with a new group.")
+            if terms.timeout is None:
+                terms = replace(terms, timeout=self.timeout)
+            agreement = self._passes[self._opened] = Agreement(self, self._opened, terms)
+            self._opened += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="paddle_shard-agree", daemon=True)
+                self._thread.start()
+                atexit.register(self._take_leave)
+            self.changed.notify_all()
+        return agreement
+
+    def close(self) -> None:
+        """Leave the group and end the thread. Ranks that still need this one learn that it is gone."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        atexit.unregister(self._take_leave)
+        self.group.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def _take_leave(self) -> None:
+        """When the process ends, give the thread a moment to tell the others which passes were left."""
+        deadline = time.monotonic() + _LEAVE
+        with self.changed:
+            while self._lost is None and any(p.outlook.kind == CLOSED for p in self._passes.values()):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self.changed.wait(left)
+
+    def wait(self, agreement: Agreement, step: int, start: float, look_again: float | None = None) -> None:
+        """Wait for news of a pass; called with the lock held.
+
+        Args:
+            agreement: The agreement of the pass.
+            step: The step that is asked for.
+            start: When the wait began.
+            look_again: Most seconds to wait; None: until there is news.
+
+        Raises:
+            PeerLostError: The timeout has expired since `start`, or the group has lost a rank.
+        """
+        if self._lost is not None:
+            self._heard = True
+            self.changed.notify_all()
+            raise PeerLostError.of(str(self._lost), self._lost.ranks, self._lost.timeout) from self._lost
+        if self._closed:
+            raise ArgumentError(f"step {step} cannot be agreed on: the coordinator was closed.")
+        timeout, waited = agreement.terms.timeout or self.timeout, time.monotonic() - start
+        # Ask who is late twice: first to log it, and when the timeout expires to raise it.
+        told = timeout if agreement.noticed else min(NOTICE, timeout)
+        over, grace = waited - told, 2 * self.heartbeat + 1.0  # grace: time for the others to answer
+        if over >= 0 and not self._asking:
+            self._asking, self._answer = True, None
+            self.changed.notify_all()
+        if over >= grace or (over >= 0 and self._answer is not None):
+            behind = self._behind(agreement, step)
+            self._asking = False
+            if told < timeout:
+                agreement.noticed = True
+                log_wait(self._name, agreement.terms, step, waited, behind)
+            elif over >= grace or behind:
+                raise silence(agreement.terms, step, behind)
+            return  # no rank is late: the next round releases the step, or the next answer differs
+        longest = -over if over < 0 else max(grace - over, 0.001)
+        self.changed.wait(longest if look_again is None else min(longest, look_again))
+
+    def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:
+        """Return the global ranks that keep `step` from being agreed on, and how far each is."""
+        number = agreement.number
+        behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not reached any loop yet")
+        for name, said in zip(self.group.names, self._answer or (), strict=False):
+            if number not in said:
+                behind[name] = "has not started this loop"
+            elif said[number].kind == OK and said[number].step <= step:
+                behind[name] = f"has read up to step {agreement.terms.first_step + said[number].step}"
+        return behind
+
+    @property
+    def is_over(self) -> bool:
+        """True if a rank is lost or this one has left: nothing will be agreed on any more."""
+        return self._closed or self._lost is not None
+
+    @property
+    def _name(self) -> int:
+        return self.group.names[self.group.rank]
+
+    def _run(self) -> None:
+        pause = 0.0
+        try:
+            self.table = self._join_table(self.group)
+            self.introductions = dict(zip(self.group.names, self.group.gather(self._introduction), strict=True))
+            while True:
+                with self.changed:
+                    if pause:  # this rank has sent all it knows, and now waits for the others
+                        self.changed.wait(pause)
+                    deadline = time.monotonic() + self.heartbeat
+                    while not (self._closed or self._due()) and (left := deadline - time.monotonic()) > 0:
+                        self.changed.wait(left)
+                    if self._closed:
+                        return
+                pause = 0.0 if self._round() else min(max(2 * pause, 0.001), _LONGEST_PAUSE)
+        except Exception as error:
+            lost = error if isinstance(error, PeerLostError) else PeerLostError.of(f"Agreement failed: {error!r}", [])
+            with self.changed:
+                self._lost = lost
+                self.changed.notify_all()
+            self.group.close()  # so that no rank waits for this one in the next round
+            self._tell(lost)
+
+    def _due(self) -> bool:
+        return (
+            self._opened > self._opened_by_all
+            or (self._asking and self._answer is None)
+            or any(self._passes[number].due() for number in self._common)
+        )
+
+    def _tell(self, lost: PeerLostError) -> None:
+        """Log who is lost, since the training thread may be unable to; end the process if a pass requires it."""
+        with self.changed:
+            in_use = [a.terms for a in self._passes.values() if a.outlook.kind != CLOSED]
+            if self._closed or not in_use:
+                return
+            exits = any(terms.exit_when_lost for terms in in_use)
+            then = f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
+            logging.getLogger("paddle_shard").error("global rank %s: %s%s", self._name, lost, then)
+            deadline = time.monotonic() + GRACE
+            while exits and not (self._heard or self._closed) and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
+            exits = exits and not self._heard and not self._closed
+        if exits:
+            self._end_process()
+
+    def _round(self) -> bool:
+        """Exchange what the ranks know; return whether there is news."""
+        with self.changed:
+            noted = any(self._passes[number].unsent for number in self._common)
+            in_use = [a.terms.timeout or self.timeout for a in self._passes.values() if a.outlook.kind != CLOSED]
+            self.group.timeout = max(min(in_use, default=self.timeout), _SHORTEST)
+            vector = [self._opened, -int(self._asking and self._answer is None), -int(noted)]
+            for number in self._common:
+                vector += self._passes[number].outlook.vector()
+        opened, asking, noting, *least = self.group.minimum(vector)
+        decisions = {n: decide(least[WIDTH * i : WIDTH * (i + 1)]) for i, n in enumerate(self._common)}
+        decided = [number for number, decision in decisions.items() if decision.kind != OK]
+        heard: list[dict[int, Outlook]] = []
+        if asking or noting or decided:  # the minima are the same on all ranks, so all of them gather or none does
+            heard = self._gather({number: decisions[number] for number in decided})
+        with self.changed:
+            news = opened > self._opened_by_all
+            for number, decision in decisions.items():
+                outlooks = [said[number] for said in heard] if number in decided else ()
+                news = self._passes[number].advance(decision, outlooks) or news
+            if asking:
+                self._answer = heard
+            for number in decided:
+                del self._passes[number]
+            self._common = [n for n in self._common if n not in decided] + [*range(self._opened_by_all, opened)]
+            self._opened_by_all = opened
+            self.changed.notify_all()
+        return news
+
+    def _gather(self, decided: dict[int, Decision]) -> list[dict[int, Outlook]]:
+        """Tell the others how far this rank is in each pass, and its notes; return each rank's outlook on each pass.
+
+        The notes include those of all steps that this round may release.
+        """
+        with self.changed:
+            for number, decision in decided.items():
+                self._passes[number].report(decision)
+            told = [(number, agreement.outlook.told()) for number, agreement in self._passes.items()]
+            notes = [
+                (number, step, payload.decode("latin-1"))
+                for number in self._common
+                for step, payload in self._passes[number].send_notes()
+            ]
+        said = self.group.gather(json.dumps([told, notes]).encode())
+        found = []
+        for name, (outlooks, their_notes) in zip(self.group.names, map(json.loads, said), strict=True):
+            found.append({number: Outlook.heard(one) for number, one in outlooks})
+            with self.changed:
+                for number, step, payload in their_notes:
+                    self._passes[number].hear_note(name, step, payload.encode("latin-1"))
+        return found

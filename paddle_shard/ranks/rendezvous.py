@@ -1,0 +1,193 @@
+"""Where do the ranks of a group find each other, and how does a forked child not keep their connections open?
+
+They meet at the store of `paddle.distributed` if that is initialized. Paddle's own auto-parallel examples never call
+`init_parallel_env`, and its global store cannot be used without it: rank 0 would wait in it, holding the interpreter,
+until every rank of the job has connected (3.3.1). In that case, the first rank of the group makes its own store, at the
+endpoint that the launcher has given it. That port is free: `paddle.distributed` listens at the master's address only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle.distributed as dist
+from paddle.framework import core
+
+from paddle_shard.errors import ArgumentError, PeerLostError
+from paddle_shard.plan.handlers import raise_if_a_handlers
+
+_PAUSE = 0.02
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_making = threading.RLock()
+"""Held while a socket is made and recorded, and while this process is forked."""
+
+
+def noted(make: Callable[[], socket.socket]) -> socket.socket:
+    """Return a socket that a forked child closes: a worker that held one would hide the death of its rank.
+
+    Args:
+        make: Makes the socket; it must not block.
+    """
+    with _making:
+        made = make()
+        _sockets.add(made)
+    return made
+
+
+def _leave_sockets_to_the_parent() -> None:
+    for found in list(_sockets):
+        with contextlib.suppress(OSError):
+            found.close()
+    _making.release()
+
+
+os.register_at_fork(
+    before=_making.acquire, after_in_parent=_making.release, after_in_child=_leave_sockets_to_the_parent
+)
+
+
+def connected(host: str, port: int, timeout: float) -> socket.socket:
+    """Return a connection, as `socket.create_connection` does, that a forked child closes."""
+    failure: OSError = ConnectionError("the host has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        peer = noted(functools.partial(socket.socket, family, kind, protocol))
+        peer.settimeout(timeout)
+        try:
+            peer.connect(address)
+            return peer
+        except OSError as error:
+            raise_if_a_handlers(error)
+            peer.close()
+            failure = error
+    raise failure
+
+
+def num_ranks() -> int:
+    """Return the number of ranks of the job, whether `paddle.distributed` is initialized or not.
+
+    Ranks that are simulated in one process are not a job: there is no other process to meet.
+    """
+    launched = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1) > 1
+    return int(dist.get_world_size()) if launched or dist.is_initialized() else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """The address of a store, and the rank that owns it."""
+
+    host: str
+    port: int
+    owner: int
+    """Global rank of the process that has the store, or will have it."""
+    early: bool
+    """True if that process may not have made the store yet, so others wait for it."""
+
+    def store(self, size: int, timeout: float, wanted: Callable[[], bool] = lambda: True) -> Any:
+        """Return a new client of the store for this thread: a wait on a client blocks every other use of it.
+
+        Args:
+            size: Number of ranks of the job.
+            timeout: Seconds to wait for the owner if `early`.
+            wanted: Returns False when the store is no longer needed.
+
+        Raises:
+            PeerLostError: The owner cannot be reached.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:  # first by a plain connection: Paddle's client would try for longer than its timeout (3.3.1)
+                connected(self.host, self.port, timeout).close()
+                break
+            except OSError as error:
+                raise_if_a_handlers(error)
+                if self.early and wanted() and time.monotonic() < deadline:
+                    time.sleep(_PAUSE)
+                    continue
+                whose = f"global rank {self.owner}, which" if self.early else "Global rank 0, whose process"
+                what = "should have the store for these ranks" if self.early else "has the store of paddle.distributed"
+                raise PeerLostError.of(
+                    f"{whose} {what}, cannot be reached at {self.host}:{self.port} ({error}). Look for the reason in "
+                    "its own log, or check if its loader has agree=False.",
+                    [self.owner],
+                ) from error
+        return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
+
+
+def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
+    """Return where some ranks meet; the first of them makes the store if Paddle has none.
+
+    Args:
+        ranks: Global ranks, ascending, including that of this process.
+
+    Raises:
+        ArgumentError: The environment does not tell where, or the store cannot be made.
+    """
+    if dist.is_initialized():
+        host, port = _address_of_paddles_store()
+        return Rendezvous(host=host, port=port, owner=0, early=False)
+    endpoints = [end for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if end]
+    if "PADDLE_MASTER" not in os.environ or len(endpoints) != dist.get_world_size():
+        raise ArgumentError(
+            "the ranks of a loader agree on its steps. They meet at the store of paddle.distributed, which is not "
+            "initialized. Call paddle.distributed.init_parallel_env() on every rank before the first loop, or start "
+            "the ranks with python -m paddle.distributed.launch, or give agree=False."
+        )
+    host, port = _address(endpoints[ranks[0]], "PADDLE_TRAINER_ENDPOINTS")
+    if dist.get_rank() == ranks[0]:
+        try:
+            _make_store(port)
+        except Exception as error:
+            raise_if_a_handlers(error)
+            raise ArgumentError(
+                f"the ranks of a loader cannot meet at {host}:{port}, this rank's endpoint from the launcher: {error}. "
+                "Call paddle.distributed.init_parallel_env() on every rank before the first loop."
+            ) from error
+    return Rendezvous(host=host, port=port, owner=ranks[0], early=True)
+
+
+def hosts_of_ranks() -> list[str] | None:
+    """Return the host of each global rank, as the launcher has named it; None if it has not."""
+    hosts = [end.rpartition(":")[0] for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
+    return hosts if len(hosts) == dist.get_world_size() and all(hosts) else None
+
+
+@functools.cache
+def _make_store(port: int) -> Any:
+    """Make a store at a port. It lives as long as this process; its forked children use it, too."""
+    return core.TCPStore("127.0.0.1", port, True, 1, 30)
+
+
+def _address_of_paddles_store() -> tuple[str, int]:
+    """Return the address of the store of `paddle.distributed`, which `init_parallel_env` has made.
+
+    It is PADDLE_MASTER, which the launcher sets. If that is not set, it is the first of PADDLE_TRAINER_ENDPOINTS, which
+    `paddle.distributed.spawn` sets. Paddle reads MASTER_ADDR and MASTER_PORT too, but not for its store (3.3.1).
+    """
+    named = "PADDLE_MASTER"
+    found = os.environ.get(named)
+    if found is None:
+        named = "PADDLE_TRAINER_ENDPOINTS"
+        found = os.environ.get(named, "").split(",")[0]
+    return _address(found, named)
+
+
+def _address(found: str, named: str) -> tuple[str, int]:
+    host, _, port = found.rpartition(":")
+    if not host or not port.isdecimal() or int(port) == 0:
+        raise ArgumentError(
+            f"the ranks of a loader meet at the store of paddle.distributed, but {named} gives its address as "
+            f"{found!r}, which is not host:port. Start the ranks with paddle.distributed.launch or "
+            "paddle.distributed.spawn, or set PADDLE_MASTER=host:port, the same on every rank, before "
+            "init_parallel_env()."
+        )
+    return host.strip("[]"), int(port)

@@ -1,0 +1,289 @@
+"""How do all ranks exchange a few numbers in the background, and learn within milliseconds which rank died?
+
+Rank 0 of the group listens, the others connect to it, and each call is one message up and one down. It does not use
+gloo: Paddle's gloo groups give up after 30 s, which cannot be changed (3.3.1), and then close every connection. A rank
+whose interpreter is held for longer (by a compiler or a debugger) would end a healthy job. Gloo's errors name a
+neighbour and not the dead rank, its groups need `GLOO_SOCKET_IFNAME` across hosts, and they are never freed. Here, the
+kernel reports a dead process on any host, and this module sets every deadline. CUDA and NCCL are not involved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import paddle.distributed as dist
+
+from paddle_shard.errors import PeerLostError
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.ranks.group import FINE, LOST, MergingGroup, TwoLevelGroup, loss, told_loss
+from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
+
+_HEAD = struct.Struct("<Ic")
+_HELLO = struct.Struct("<16sI")
+_POLL, _GRACE = 0.02, 2.0
+
+MAX_STAR = 64
+"""Most ranks that one rank talks to if they are on several hosts."""
+
+
+class StarGroup(MergingGroup):
+    """A `Group` over TCP. Construction sends nothing: the first call connects."""
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[int],
+        connect_store: Callable[[Callable[[], bool]], Any],
+        host: str,
+        key: str,
+        timeout: float,
+    ) -> None:
+        """Store who takes part; `group_of` creates groups.
+
+        Args:
+            rank: Position of this process in the group.
+            names: Global rank of each position.
+            connect_store: Returns a store (`set`, `get`, `add`) that all ranks share and that no other thread uses.
+                It is called in the thread of the first call, with a function that says if this group is still open.
+            host: Host on which the first rank of the group can be reached.
+            key: Key of this group in the store. It is the same on all ranks, and each rank uses it equally often:
+                their forked children may meet with it, too.
+            timeout: Seconds to wait for the others in one call; may be changed between calls.
+        """
+        self.rank, self.names = rank, tuple(names)
+        self._connect_store, self._host, self._key, self.timeout = connect_store, host, key, timeout
+        self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
+        self._connected = self._closed = False
+
+    def absent(self) -> list[int]:
+        """Return the global ranks that are known not to have connected yet."""
+        if self._connected:
+            return []
+        return [
+            self.names[position]
+            for position in (range(1, self.size) if self.rank == 0 else (0,))
+            if position not in self._peers
+        ]
+
+    def close(self) -> None:
+        """Leave the group; a call that waits in another thread ends with PeerLostError."""
+        self._closed = True
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+    def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        if self.size == 1:
+            return merge([payload])
+        deadline = time.monotonic() + self.timeout
+        if not self._connected:
+            (self._listen if self.rank == 0 else self._join)(deadline)
+            self._connected = True
+        if self.rank:
+            return self._ask(payload, deadline)
+        parts = {0: payload}
+        for position, peer in self._ready(self._peers, deadline):
+            try:
+                parts[position] = _receive(peer, deadline)[1]
+            except OSError as error:
+                raise_if_a_handlers(error)
+                raise self._lose({position}, "has ended or was killed") from None
+        result = merge([parts[position] for position in range(self.size)])
+        for position, peer in self._peers.items():
+            try:
+                _send(peer, FINE, result, deadline)
+            except OSError as error:
+                raise_if_a_handlers(error)
+                raise self._lose({position}, "has ended or was killed") from None
+        return result
+
+    def _ask(self, payload: bytes, deadline: float) -> bytes:
+        """Send a message to rank 0 and return its answer; rank 0 gets extra time to report who is missing."""
+        root = self._peers[0]
+        try:
+            with contextlib.suppress(ConnectionError):  # what rank 0 sent before it left can still be read
+                _send(root, FINE, payload, deadline)
+            kind, answer = _receive(root, deadline + _GRACE)
+        except TimeoutError as error:
+            raise_if_a_handlers(error)
+            raise self._error({0}, f"did not respond for {self.timeout:g} s", self.timeout) from None
+        except OSError as error:
+            raise_if_a_handlers(error)
+            raise self._error({0}, "has ended or was killed") from None
+        if kind == LOST:
+            raise loss(answer)
+        return answer
+
+    def _ready(self, peers: dict[int, socket.socket], deadline: float) -> Iterable[tuple[int, socket.socket]]:
+        """Yield each connection once, when it has something to read."""
+        waiting = {peer: position for position, peer in peers.items()}
+        poll = select.poll()  # not select: file descriptors above 1023 are common in a training process
+        by_number = {peer.fileno(): peer for peer in waiting}
+        for number in by_number:
+            poll.register(number, select.POLLIN)
+        while waiting:
+            found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not found:
+                late = set(waiting.values())
+                raise self._lose(late, f"did not respond for {self.timeout:g} s", self.timeout)
+            for number, _ in found:
+                poll.unregister(number)
+                peer = by_number[number]
+                yield waiting.pop(peer), peer
+
+    def _lose(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
+        """Tell all other ranks who is lost, and return the error to raise here."""
+        error = self._error(positions, what, timeout)
+        for position, peer in self._peers.items():
+            if position not in positions:
+                with contextlib.suppress(OSError):
+                    _send(peer, LOST, told_loss(error), time.monotonic() + _GRACE)
+        return error
+
+    def _error(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
+        if self._closed:
+            return PeerLostError.of("This rank has left the group.", [self.names[self.rank]])
+        ranks = [self.names[position] for position in sorted(positions)]
+        named = f"Global rank {ranks[0]}" if len(ranks) == 1 else f"Each of the global ranks {ranks}"
+        return PeerLostError.of(f"{named} {what}; its own log may say why.", ranks, timeout)
+
+    def _listen(self, deadline: float) -> None:
+        """Let the others connect to this rank."""
+        token, missing = secrets.token_bytes(16), set(range(1, self.size))
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        dual = family == socket.AF_INET6
+        with noted(
+            lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size)
+        ) as server:
+            server.setblocking(False)
+            poll = select.poll()
+            poll.register(server, select.POLLIN)
+            store = self._connect_store(self._is_open)
+            key = self._key_of(store)
+            store.set(f"{key}/address", f"{server.getsockname()[1]} {token.hex()}")
+            store.add(f"{key}/there", 1)
+            while missing and not self._closed:
+                try:
+                    if not poll.poll(10_000 * _POLL):  # not longer, so that this loop sees if the group was closed
+                        raise TimeoutError
+                    peer = noted(lambda: server.accept()[0])
+                    said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
+                except TimeoutError as error:
+                    raise_if_a_handlers(error)
+                    if time.monotonic() >= deadline:
+                        raise self._lose(missing, f"did not connect within {self.timeout:g} s", self.timeout) from None
+                except OSError as error:
+                    raise_if_a_handlers(error)
+                    continue  # not a rank of this group; it disconnected
+                else:
+                    if said == token and position in missing:
+                        missing.remove(position)
+                        self._adopt(position, peer)
+                    else:
+                        peer.close()
+
+    def _join(self, deadline: float) -> None:
+        """Connect to rank 0 of the group."""
+        try:
+            store = self._connect_store(self._is_open)
+            key = self._key_of(store)
+            # `wait` and `get` would block forever if a rank never comes; adding 0 reads the value and returns.
+            while not store.add(f"{key}/there", 0):
+                if self._closed or time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_POLL)
+            port, token = store.get(f"{key}/address").decode().split()
+            peer = connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
+            peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
+        except PeerLostError:
+            raise
+        except TimeoutError as error:
+            raise_if_a_handlers(error)
+            raise self._error({0}, f"did not connect within {self.timeout:g} s", self.timeout) from None
+        except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
+            raise_if_a_handlers(error)
+            raise self._error({0}, f"cannot be reached at {self._host} ({error})") from error
+        self._adopt(0, peer)
+
+    def _is_open(self) -> bool:
+        return not self._closed
+
+    def _key_of(self, store: Any) -> str:
+        """Return the key of this rendezvous: the n-th rendezvous of this rank is the n-th of the others."""
+        return f"{self._key}/{store.add(f'{self._key}/of {self.rank}', 1)}"
+
+    def _adopt(self, position: int, peer: socket.socket) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._peers[position] = peer
+        if self._closed:
+            self.close()
+
+
+def group_of(
+    ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None
+) -> StarGroup | TwoLevelGroup:
+    """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
+
+    With more than `MAX_STAR` ranks on several hosts, it has two levels: the ranks of a host, and the first rank of each
+    host.
+
+    Args:
+        ranks: Global ranks, ascending, including that of this process; at least two.
+        key: A name that is the same on all of them and is used once in a job.
+        timeout: Seconds to wait for the others in one call.
+        hosts: Host of each global rank; None: taken from the launcher's environment.
+
+    Raises:
+        ArgumentError: The environment does not tell where the ranks meet.
+    """
+    size, me = dist.get_world_size(), dist.get_rank()
+    rendezvous = rendezvous_of(ranks)
+    if hosts is None:
+        hosts = hosts_of_ranks() or [rendezvous.host] * size
+
+    def connect_store(wanted: Callable[[], bool]) -> Any:
+        return rendezvous.store(size, timeout, wanted)
+
+    def star(members: Sequence[int], name: str) -> StarGroup:
+        # The store's host is known to be reachable; for other hosts, use the launcher's names.
+        where = rendezvous.host if members[0] == rendezvous.owner else hosts[members[0]]
+        return StarGroup(members.index(me), members, connect_store, where, f"paddle_shard/agree/{key}/{name}", timeout)
+
+    together: dict[str, list[int]] = {}
+    for rank in ranks:
+        together.setdefault(hosts[rank], []).append(rank)
+    if len(ranks) <= MAX_STAR or len(together) == 1:
+        return star(ranks, "all")
+    mine = together[hosts[me]]
+    across = star([members[0] for members in together.values()], "across") if me == mine[0] else None
+    return TwoLevelGroup(star(mine, f"on {hosts[me]}"), across, rank=ranks.index(me), names=ranks)
+
+
+def _send(peer: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:
+    peer.settimeout(max(deadline - time.monotonic(), _POLL))
+    peer.sendall(_HEAD.pack(len(payload), kind) + payload)
+
+
+def _receive(peer: socket.socket, deadline: float) -> tuple[bytes, bytes]:
+    length, kind = _HEAD.unpack(_exactly(peer, _HEAD.size, deadline))
+    return kind, _exactly(peer, length, deadline)
+
+
+def _exactly(peer: socket.socket, length: int, deadline: float) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        peer.settimeout(max(deadline - time.monotonic(), _POLL))
+        got = peer.recv(length - len(parts))
+        if not got:
+            raise ConnectionResetError("the other side has left")
+        parts += got
+    return bytes(parts)

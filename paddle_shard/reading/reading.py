@@ -1,0 +1,287 @@
+"""How are the steps of a pass read with the settings of the user's DataLoader, which stays unchanged?"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle.io
+
+from paddle_shard.errors import BatchStructureError
+from paddle_shard.plan.partition import Rows
+from paddle_shard.reading.batch import Batch
+from paddle_shard.reading.chunk import Even, as_they_are
+from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.dispatch import Dispatcher
+from paddle_shard.reading.executor import Executor, InlineExecutor, Mixed, Tensors, WorkerExecutor, Wrapper
+from paddle_shard.reading.local_batch import arrays_of
+from paddle_shard.reading.parcel import ToTensors
+from paddle_shard.reading.reader import HowToRead, IdReader, Reader
+from paddle_shard.reading.sharing import Publishing, Sender, Sharing, Subscribing
+from paddle_shard.reading.workers import WorkerPool
+from paddle_shard.samplers.randomness import Generator
+from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.stages.cut import RoundRobin
+from paddle_shard.stages.stage import Stage
+
+_END = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReading:
+    """How a stream is read."""
+
+    stage: Stage
+    """The stage that opens the parts."""
+    num_workers: int
+    """Number of worker processes; at most as many as parts."""
+    places: Sequence[Rows]
+    """For each part of a step, the places of its rows in the batch."""
+    even: Even = as_they_are
+    """Pads the rows of several parts to one length."""
+
+
+class Reading:
+    """The settings of a user's DataLoader, used to read steps instead of its own sampler's batches."""
+
+    def __init__(
+        self,
+        dataloader: paddle.io.DataLoader,
+        how: HowToRead,
+        copied: ToTensors,
+        zero_copy: ToTensors,
+        worker_timeout: float,
+        stream: StreamReading | None = None,
+    ) -> None:
+        """Copy the settings; the given object is never changed.
+
+        Args:
+            dataloader: The user's DataLoader, perhaps of a subclass.
+            how: What a reader of data with an index must know.
+            copied: Converts arrays to tensors on the loader's place.
+            zero_copy: The same for arrays that only the batch holds, perhaps without a copy.
+            worker_timeout: Seconds after which a worker that has not answered counts as hung.
+            stream: How it is read, if the data is a stream.
+        """
+        self._generators: Sequence[Generator] = how.generators
+        self._copied, self._zero_copy, self._worker_timeout, self._stream = copied, zero_copy, worker_timeout, stream
+        self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how)
+        self._idle: list[WorkerPool] = []
+        has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
+        self._iterates_itself = has_iter and stream is None
+        cls = paddle.io.DataLoader if stream is not None else _reading_class(type(dataloader))
+        self.dataloader = shallow_copy(dataloader, cls)
+        """A shallow copy of the user's DataLoader, of a class that reads steps."""
+        self.dataloader._iterator = None
+        self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
+        self.num_workers = dataloader.num_workers if stream is None else stream.num_workers
+        dispatch = None if stream is None else (one for one in stream.stage.line() if isinstance(one, RoundRobin))
+        self._dispatch = None if dispatch is None else next(dispatch, None)
+
+    def start(self, more: Callable[[], bool], sharing: Sharing = None, mixed: dict[str, Any] | None = None) -> Executor:
+        """Start a new pass; any number may be open at once.
+
+        Args:
+            more: Submits the next step; returns False if there is none.
+            sharing: How reading is shared with other ranks; None: it is not.
+            mixed: The arguments of `Mixed`, if rows are mixed.
+        """
+        if isinstance(sharing, Sender):
+            core: Executor = Publishing(self._core(), sharing)
+        elif sharing is not None:
+            core = Subscribing(sharing, None if self._stream is not None else self._core)
+        else:
+            core = self._core()
+        if mixed is not None:
+            core = Mixed(core, **mixed)
+        core = Tensors(core, self._copied, self._zero_copy)
+        return UserIterated(core, self.dataloader, more) if self._iterates_itself else core
+
+    def _core(self) -> Executor:
+        stream = self._stream
+        places = None if stream is None or len(stream.places) == 1 else stream.places
+        dispatcher = None if self._dispatch is None else Dispatcher(self._dispatch.read, self._generators)
+        if not self.num_workers:
+            return InlineExecutor(self._reader(), places, self.even, dispatcher)
+        pool = self._idle.pop() if self._idle else self._new_pool()
+        return WorkerExecutor(pool, self._idle, places, self.even, dispatcher)
+
+    def inline(self) -> Executor:
+        """Return an executor that reads in this process, whatever the settings, and makes tensors."""
+        return Tensors(InlineExecutor(self._reader()), self._copied, self._zero_copy)
+
+    @property
+    def even(self) -> Even:
+        """Pads the rows of several batches to one length, if lengths may differ."""
+        return as_they_are if self._stream is None else self._stream.even
+
+    def _reader(self) -> Reader:
+        if self._stream is None:
+            return self._id_reader
+        given = self.dataloader
+        return ChunkReader(self._stream.stage, given.dataset, given.collate_fn, self._generators)
+
+    def _new_pool(self) -> WorkerPool:
+        reads_all = self._stream is not None and isinstance(self._stream.stage.source, IterableSource)
+        timeout = self._worker_timeout
+        return WorkerPool(
+            self.dataloader, self._reader(), self.num_workers, worker_timeout=timeout, reads_all=reads_all
+        )
+
+    def close(self) -> None:
+        """End persistent workers that wait for another pass."""
+        while self._idle:
+            self._idle.pop().shut_down()
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # else the interpreter has ended the workers already
+            self.close()
+
+
+class _ReadsSteps(paddle.io.DataLoader):
+    """A DataLoader that yields the batches of a pass.
+
+    It is a base class between `paddle.io.DataLoader` and the user's subclass. So the subclass's `__iter__` still calls
+    `super().__iter__()` and sees ordinary batches.
+    """
+
+    _start_pass: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start_pass()
+
+
+class UserIterated(Wrapper):
+    """Batches that go through the `__iter__` of the user's DataLoader subclass, which may change them and read ahead.
+
+    It must yield one batch for each that it takes, in the same order.
+    """
+
+    def __init__(self, inner: Executor, dataloader: Any, more: Callable[[], bool]) -> None:
+        """Wrap an executor.
+
+        Args:
+            inner: The executor, whose batches hold tensors.
+            dataloader: The loader's copy of the user's DataLoader.
+            more: Submits the next step; returns False if there is none.
+        """
+        super().__init__(inner)
+        self._name = name = f"{type(dataloader).__name__}.__iter__"
+        self._taken = taken = deque[Batch]()  # batches that the user's code has taken and not yielded yet
+        waiting = self._waiting = [0]  # steps that were submitted and whose batches were not taken by the user's code
+        begun: list[bool] = []
+
+        def batches() -> Iterator[Any]:  # does not refer to self, so that dropping the pass ends its workers at once
+            if begun:
+                raise BatchStructureError(
+                    f"{name} goes through its batches more than once; a sharded pass can read them once only."
+                )
+            begun.append(True)
+            while waiting[0] or more():
+                try:
+                    found = inner.take()
+                except StopIteration:  # the pass is being closed
+                    return
+                waiting[0] -= 1
+                taken.append(found)
+                yield found.value
+
+        # Each pass has its own copy, so that passes that are open at once stay apart.
+        mine = shallow_copy(dataloader, type(dataloader))
+        mine._start_pass = batches
+        self._batches = iter(mine)
+
+    def submit(self, step: Any) -> None:
+        """See `Executor`."""
+        self._waiting[0] += 1
+        self._inner.submit(step)
+
+    @property
+    def runs_free(self) -> bool:
+        """False: the user's code belongs to the thread that iterates."""
+        return False
+
+    def take(self, *, beside: bool = False) -> Batch:
+        """See `Executor`.
+
+        Raises:
+            BatchStructureError: The user's `__iter__` adds, drops or reorders batches.
+        """
+        value = next(self._batches, _END)
+        if value is _END:
+            raise self._ended_early()
+        if not self._taken:
+            raise BatchStructureError(
+                f"{self._name} yields more batches than it was asked for: it must call super().__iter__() once, "
+                "and yield one batch for each of that."
+            )
+        if len(self._taken) > 1:
+            self._check_turn(value)
+        found = self._taken.popleft()
+        found.value = value
+        return found
+
+    def _check_turn(self, batch: Any) -> None:
+        """Refuse a batch that is not the next of those that were taken. It is recognized by its tensors."""
+        own = {id(leaf) for leaf in arrays_of(batch)}
+        shared = [sum(id(leaf) in own for leaf in arrays_of(other.value)) for other in self._taken]
+        if max(shared) == 0 or shared.count(max(shared)) > 1:
+            raise BatchStructureError(
+                f"{self._name} has taken {len(shared)} batches of super().__iter__(), and it cannot be told which of "
+                "them it yields. Yield what is made of each batch before the next is taken. What drops, joins or "
+                "reorders batches belongs into a batch_sampler."
+            )
+        if shared[0] < max(shared):
+            raise BatchStructureError(
+                f"{self._name} drops or reorders batches: it yields another than the next of super().__iter__(), "
+                f"{shared.index(max(shared))} behind it. Which batches there are, and their order, belongs into a "
+                "batch_sampler."
+            )
+
+    def _ended_early(self) -> BatchStructureError:
+        return BatchStructureError(
+            f"{self._name} ends before super().__iter__() does, and drops the batches that are left. For shorter "
+            "epochs give a sampler, or leave the loop with break."
+        )
+
+    def ready(self) -> bool:
+        """See `Executor`."""
+        return bool(self._taken) or self._inner.ready()
+
+    def end(self) -> None:
+        """See `Executor`.
+
+        Raises:
+            BatchStructureError: The user's `__iter__` does not end with its batches.
+        """
+        if next(self._batches, _END) is not _END or self._taken:
+            raise BatchStructureError(
+                f"{self._name} yields more batches than it was asked for, or drops some: it must call "
+                "super().__iter__() once, and yield one batch for each of that."
+            )
+        self._inner.end()
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._batches = iter(())
+        self._taken.clear()
+        self._inner.close()
+
+
+def _reading_class(cls: type) -> type:
+    if cls is paddle.io.DataLoader:
+        return _ReadsSteps
+    return type(cls)(cls.__name__, (cls, _ReadsSteps), {"__module__": cls.__module__})
+
+
+def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:
+    """Return a DataLoader of another class with the same attributes.
+
+    `copy.copy` looks for methods on an empty instance, on which the `__getattr__` of a subclass may fail.
+    """
+    other: Any = object.__new__(cls)
+    vars(other).update(vars(dataloader))
+    return other
