@@ -75,11 +75,12 @@ class Channel:
                 continue
             if kind == _INLINE:
                 return unpickled(*read(self._small[_HEAD.size :], num_pieces), count, failed)
-            if self._theirs is None:
+            theirs = self._theirs  # another thread may close this end
+            if theirs is None:
                 error = OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v")
                 return [failed(error)] * count
-            room = len(self._theirs) // self._num_slots
-            return unpickled(*read(self._theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
+            room = len(theirs) // self._num_slots
+            return unpickled(*read(theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
 
     def send(self, *messages: Any, slot: int | None = None) -> None:
         """Send messages, which are received together.
@@ -110,10 +111,12 @@ class Channel:
         self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and let go of the memory: an error that was caught may keep this object for a while."""
         self._connection.close()
-        if self._ours is not None:
-            self._ours.close()
+        self._theirs = None
+        ours, self._ours = self._ours, None
+        if ours is not None:
+            ours.close()
 
     def _slot(self, number: int, size: int) -> memoryview:
         """Return shared memory for a payload. If there is too little, new memory is made and sent to the other side."""

@@ -372,8 +372,19 @@ class One:
         pass
 
 
+MADE = []
+
+
+@pytest.fixture(autouse=True)
+def no_coordinator_left():
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
 def agreement_of_one(prefetch):
-    return Coordinator(One(), timeout=HANG, end_process=lambda: None).open(Terms(ends_must_agree=True, name="test"))
+    MADE.append(Coordinator(One(), timeout=HANG, end_process=lambda: None))
+    return MADE[-1].open(Terms(ends_must_agree=True, name="test"))
 
 
 class Enough(Exception):
