@@ -226,7 +226,6 @@ PUBLIC = {  # what users call with keywords, each of which has a default
 }
 TO_BE_CUT = {  # still larger; a function that has been cut has to be taken from this list
     "inputs/stream_source.py:read_stream",
-    "loader/loader.py:ShardDataloader.__init__",
 }
 
 

@@ -80,8 +80,9 @@ def _notes(setup: PassSetup, *, alone: bool) -> StepNotes | None:
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
     stream = setup.source.stream
+    facts = {**setup.facts, "changes of the order": setup.run.history.to_json()}
     terms = Terms(
-        label=described({**setup.facts, "epoch": start.epoch, "step": start.steps}),
+        label=described({**facts, "epoch": start.epoch, "step": start.steps}),
         name=f"{type(setup.dataloader.dataset).__name__}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,

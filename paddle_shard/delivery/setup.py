@@ -29,8 +29,6 @@ class PassSetup:
     source: Source
     dataloader: paddle.io.DataLoader
     """The user's DataLoader, which is only read and never changed."""
-    name: str
-    """Description of the loader, for `repr`."""
     placer: BatchPlacer
     own_layout: FieldLayout
     """Layout of the field whose rows this rank reads."""

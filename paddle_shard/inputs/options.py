@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,10 +81,6 @@ class LoaderOptions:
     def padding(self) -> PadTo | None:
         """Return what rows are padded to; None if they are not padded."""
         return PadTo.of(self.pad_to, self.pad_values)
-
-    def of(self, dataloader: Any, *, split: bool) -> LoaderOptions:
-        """Return the options for a DataLoader that was made from the given one."""
-        return replace(self, dataloader=dataloader, is_dataset_splitted=split)
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""

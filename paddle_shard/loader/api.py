@@ -141,7 +141,33 @@ def shard_dataloader(
         >>> for inputs, labels in loader:  # doctest: +SKIP
         ...     loss = model(inputs, labels)
     """
-    return ShardDataloader(LoaderOptions(**locals()))  # the arguments, each by its name
+    options = LoaderOptions(
+        dataloader=dataloader,
+        meshes=meshes,
+        input_keys=input_keys,
+        shard_dims=shard_dims,
+        is_dataset_splitted=is_dataset_splitted,
+        dense_tensor_idx=dense_tensor_idx,
+        shuffle=shuffle,
+        seed=seed,
+        tail=tail,
+        batch_size=batch_size,
+        balance=balance,
+        num_batches=num_batches,
+        num_parts=num_parts,
+        placements=placements,
+        pad_to=pad_to,
+        pad_values=pad_values,
+        seed_paddle=seed_paddle,
+        agree=agree,
+        verify=verify,
+        replicas=replicas,
+        timeout=timeout,
+        prefetch=prefetch,
+        on_error=on_error,
+        on_lost=on_lost,
+    )
+    return ShardDataloader(options)
 
 
 class PaddlePatch:

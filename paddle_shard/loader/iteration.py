@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ from paddle_shard.errors import (
     PaddleShardError,
     UnequalEndsError,
 )
+from paddle_shard.inputs.source import Source
 from paddle_shard.loader.uneven import say_if_uneven
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
 
@@ -34,14 +37,15 @@ class ShardIterator:
         start: The position in the epoch at which the pass began.
     """
 
-    def __init__(self, setup: PassSetup, begun: StepPass | None = None) -> None:
+    def __init__(self, setup: PassSetup, loader: str, begun: StepPass | None = None) -> None:
         """Start the pass.
 
         Args:
             setup: Of the loader whose epoch it is.
+            loader: Its `repr`.
             begun: A pass from the present position, whose first batch was looked at; None: a new one.
         """
-        self._setup = setup
+        self._setup, self._loader = setup, loader
         self.start = start = setup.run.start()
         self.epoch = start.epoch
         self._progress = setup.run.begin(start)
@@ -63,7 +67,7 @@ class ShardIterator:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._setup.name})"
+        return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._loader})"
 
     def __iter__(self) -> ShardIterator:
         return self
@@ -138,6 +142,27 @@ class ShardIterator:
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_pass") and not ending():  # workers and threads are ended when the process begins to end
             self.close()
+
+
+def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:
+    """Warn if the last batch of an epoch has another size, on which a static program fails."""
+    if source.batch_size is None or source.split or plan is None:
+        return
+    rows = plan.num_rows(step=plan.num_steps - 1)
+    sizes = sorted({size for _, size in plan.segments})
+    if len(sizes) > 1:
+        warnings.warn(
+            f"batches have {' and '.join(map(str, sizes))} rows in this epoch: a static program is compiled for one "
+            "size and fails on another. Compile it again when the size changes, or train dynamically.",
+            stacklevel=4,
+        )
+    elif rows != plan.batch_size:
+        warnings.warn(
+            f"the last batch of an epoch has {rows} rows and the others {plan.batch_size}: a static program is "
+            "compiled for one size and fails on another. Give shard_dataloader tail='fill' (rows are marked in "
+            ".valid) or tail='drop'.",
+            stacklevel=4,
+        )
 
 
 def describe(first_batch: Callable[[], Any]) -> Any:

@@ -1,60 +1,57 @@
-"""What does the user hold?"""
+"""What does the user hold, and what do trainers see as its `batch_sampler`?"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
-import paddle.distributed as dist
+import numpy as np
+import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
 from paddle_shard.delivery.begin import begin
-from paddle_shard.delivery.replicas import replicas_of
-from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.setup import PassSetup
-from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import DataReadError
-from paddle_shard.inputs.generators import generators
-from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
-from paddle_shard.inputs.source import read_source
-from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
-from paddle_shard.loader.compat import asked_by_to_static, in_auto_dp_mode, mend_process_mesh
-from paddle_shard.loader.description import shown, warn_if_batches_differ
-from paddle_shard.loader.facts import check_agree, check_ranks, facts_of, ranks_of
-from paddle_shard.loader.iteration import ShardIterator, describe
-from paddle_shard.loader.run_methods import RunMethods
-from paddle_shard.loader.sampler_view import ShardBatchSampler
-from paddle_shard.place.assignment import assignment
-from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.place.placer import BatchPlacer
+from paddle_shard.inputs.options import LoaderOptions
+from paddle_shard.loader.assembly import setup_of
+from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
+from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
+from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
+from paddle_shard.plan.mixture import Drawn
+from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.position.run import Run
-from paddle_shard.ranks.batch_check import BatchCheck, checked_verify
-from paddle_shard.reading.chunk import NO_STAND_IN, as_they_are
-from paddle_shard.reading.reader import HowToRead
-from paddle_shard.reading.reading import Reading, StreamReading
+from paddle_shard.reading.chunk import NO_STAND_IN
 
 
-class _OwnNext:
-    """The one attribute that `loader()` has for itself."""
+@dataclass
+class _Shared:
+    """What a loader and all that its calls return have in common, and change."""
 
-    __slots__ = ("_next_of",)
-    _next_of: ShardIterator | None
+    setup: PassSetup
+    described: tuple[LoaderState, StepPass] | None = None
+    """A position, and a pass from there whose first batch was looked at: it cannot perhaps be read again."""
 
 
-class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
+class ShardDataloader(PaddleShardDataloader):
     """Batches of a DataLoader as distributed tensors. Make one with `shard_dataloader`.
 
     `iter(loader)` makes a new, independent `ShardIterator` over the current epoch. When an iterator reaches its end,
     the loader moves to the next epoch. `loader()` works, too, and `next(loader())` takes a first batch.
 
     Attributes:
+        given: What `shard_dataloader` was given: a DataLoader, a stream, or batches.
+        dataset: The data set of the DataLoader.
         batch_size: Number of samples that a data rank reads in a step, before gradient accumulation; None if batches
             differ in size. With a schedule of sizes, that at the start of the run.
         batch_sampler: This rank's batches of indices, with `set_epoch`.
         seed: Seed of the order and of the random numbers of samples.
         timeout: Seconds for which another rank may be silent.
+        is_dataset_splitted: True if each data rank reads rows of its own.
         stats: Counts of what was delivered to this rank, and where the time went; see `LoaderStats`.
     """
 
@@ -62,146 +59,69 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
         """See `shard_dataloader`."""
         # Paddle's constructor is not called: it is what this class puts right.
         mend_process_mesh()
-        meshes, shard_dims, placements = options.meshes, options.shard_dims, options.placements
-        self._input_keys, self.dense_tensor_idx = options.input_keys, options.dense_tensor_idx
-        self._meshes, self._shard_dims, self._original = meshes, shard_dims, options.dataloader
-        auto_dp = in_auto_dp_mode()
-        assigned = assignment(
-            meshes, self._input_keys, shard_dims, placements, dist.get_rank(), replicated_in_name=auto_dp
-        )
-        self._placer = BatchPlacer(assigned, options.dense_tensor_idx)
-        layouts = self._placer.layouts
-        self._pad_to = options.padding()
-        check_ranks(layouts)
-        here = [layout for layout in layouts if layout.on_mesh] or layouts
-        self._own_layout = own = max(here, key=lambda layout: layout.num_data_ranks)
-        split = bool(options.is_dataset_splitted)
-        stream = as_stream_loader(options.dataloader, split=split)
-        self._options = options = options.of(options.dataloader if stream is None else stream, split=split)
-        dataloader = options.dataloader
-        if stream is None:
-            check_no_stream_options(options)
-            self._source = read_source(options, layouts)
-        else:
-            self._source = read_stream(options, layouts, own)
-        check_agree(options, self._source, layouts)
-        self.seed, self.timeout = options.seed, options.timeout
-        dispatched = self._source.stream is not None and self._source.stream.dispatched
-        self._prefetch, self._if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
-        members, me = ranks_of(layouts), dist.get_rank()
-        self._agreeing_ranks = members if options.agree and me in members else (me,)
-        self._replicas = replicas_of(options, self._source, layouts, self._agreeing_ranks)
-        self._facts = facts_of(self._source, layouts, dataloader.dataset, options.compared())
-        """Settings that must be the same on all ranks."""
-        self._given = dataloader
-        self._run = Run(self._source, own, members, self.timeout)
-        compared = hasattr(self._source.custom_sampler, "nranks") or auto_dp
-        self._batch_check: BatchCheck | None = None
-        verify = checked_verify(options.verify)
-        self._verify = verify or 0
-        if verify is not None and not self._source.split:
-            self._batch_check = BatchCheck(None, getattr(dataloader.dataset, "sample_name", None))
-        elif verify is not None and not compared and own.on_mesh and own.num_data_ranks > 1:
-            self._batch_check = BatchCheck((own.layout, own.data_axes))
-        make = TensorMaker(dataloader.places[0])
-        self._rows = LoaderRows(self._source, self._placer, own)
-        self._next_of = None
-        self.stats = LoaderStats(self._replicas.__str__)
-        self._described: tuple[LoaderState, StepPass] | None = None
-        """A position, and a pass from there whose first batch was looked at: it cannot perhaps be read again."""
-        drawn = generators(with_paddle=options.seed_paddle)
-        worker_timeout = 0.9 * self.timeout  # less than the other ranks', so that they are told what it is
-        how = HowToRead(
-            generators=drawn,
-            seed=self.seed,
-            skip_errors=options.skip_errors,
-            items_are_batches=self._source.item_is_batch,
-            several=own.num_data_ranks > 1 and self._pad_to is None,
-            split=self._source.split,
-        )
-        setup, even = self._source.stream, as_they_are if self._pad_to is None else self._pad_to.even
-        read = None
-        if setup is not None:
-            read = StreamReading(stage=setup.stage, num_workers=setup.num_workers, places=setup.places(), even=even)
-        self._reading = Reading(dataloader, how, make.copied, make.zero_copy, worker_timeout, read)
-        self._dataloader = self._reading.dataloader
-        size = self._source.batch_size
+        setup = setup_of(options)
+        source = setup.source
+        self._shared, self._run = _Shared(setup), setup.run
+        self._next_of: ShardIterator | None = None
+        self.given, self.dataset, self.stats = options.dataloader, setup.dataloader.dataset, setup.stats
+        self.seed, self.timeout, self.is_dataset_splitted = options.seed, options.timeout, source.split
+        self.dense_tensor_idx = options.dense_tensor_idx
         self.batch_size = None
-        if size is not None:
-            ranks = 1 if self._source.split else self._own_layout.num_data_ranks
-            self.batch_size = size // self._source.accumulation // ranks
-        self.batch_sampler = ShardBatchSampler(dataloader, self._source, own, self._rows, self._run, self.batch_size)
+        if source.batch_size is not None:
+            ranks = 1 if source.split else setup.own_layout.num_data_ranks
+            self.batch_size = source.batch_size // source.accumulation // ranks
+        self.batch_sampler = ShardBatchSampler(setup, self.batch_size)
+        self._dataloader = setup.reading.dataloader
         self._dataloader.batch_sampler = self.batch_sampler
 
     @property
-    def dataset(self) -> Any:
-        """The data set of the given DataLoader."""
-        return self._given.dataset
+    def _input_keys(self) -> Any:
+        """The keys to deliver in passes that begin from now on. Trainers assign them."""
+        return self._shared.setup.input_keys
 
-    @property
-    def is_dataset_splitted(self) -> bool:
-        """True if each data rank reads rows of its own."""
-        return self._source.split
-
-    def reads(self, dataloader: Any) -> bool:
-        """Return True if the loader was made from this DataLoader.
-
-        Args:
-            dataloader: Any object.
-        """
-        return self._original is dataloader
+    @_input_keys.setter
+    def _input_keys(self, keys: Any) -> None:
+        self._shared.setup = replace(self._shared.setup, input_keys=keys)
 
     def __repr__(self) -> str:
-        name, who_reads = type(self).__name__, str(self._replicas)
-        return shown(name, self.dataset, self._source, self.plan, self._own_layout, self.seed, self.epoch, who_reads)
+        source, own, plan = self._shared.setup.source, self._shared.setup.own_layout, self.plan
+        order = "sequential" if source.custom_sampler is None else type(source.custom_sampler).__name__
+        if source.stream is not None and source.stream.batches.plan is not None:
+            order = f"stream in {source.stream.batches.plan.num_parts} parts"
+        if source.custom_sampler is None and plan is not None and plan.ordering.shuffles:
+            order = f"shuffled with seed {self.seed}"
+        return (
+            f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
+            f"tail {source.tail!r}, split over {[own.layout.axes[axis] for axis in own.data_axes]} = "
+            f"{own.num_data_ranks} data ranks of the mesh "
+            f"{dict(zip(own.layout.axes, own.layout.shape, strict=True))}, epoch {self.epoch}"
+            + (f", {self.stats.who_reads})" if self.stats.who_reads else ")")
+        )
 
     def __len__(self) -> int:
         return self._run.num_batches()
 
     def __iter__(self) -> ShardIterator:
-        described, self._described = self._described, None
+        described, self._shared.described = self._shared.described, None
         if described is not None and described[0] == self._run.start():
-            return ShardIterator(self._setup(), described[1])
+            return ShardIterator(self._shared.setup, repr(self), described[1])
         if described is not None:
             described[1].close()
-        return ShardIterator(self._setup())
-
-    def _setup(self) -> PassSetup:
-        return PassSetup(
-            options=self._options,
-            source=self._source,
-            dataloader=self._given,
-            name=repr(self),
-            placer=self._placer,
-            own_layout=self._own_layout,
-            rows=self._rows,
-            reading=self._reading,
-            run=self._run,
-            stats=self.stats,
-            input_keys=self._input_keys,
-            pad_to=self._pad_to,
-            agreeing_ranks=self._agreeing_ranks,
-            facts=self._facts | {"changes of the order": self._run.history.to_json()},
-            batch_check=self._batch_check,
-            replicas=self._replicas,
-            verify=self._verify,
-            prefetch=self._prefetch,
-            if_worth_it=self._if_worth_it,
-        )
+        return ShardIterator(self._shared.setup, repr(self))
 
     def _first_batch(self) -> Any:
         """Return the first batch of the current epoch without delivering it."""
-        if self._described is None or self._described[0] != self._run.start():
-            if self._described is not None:
-                self._described[1].close()
-            start = self._run.start()
-            self._described = start, begin(self._setup(), start)
-        described = self._described[1]
+        shared, start = self._shared, self._run.start()
+        if shared.described is None or shared.described[0] != start:
+            if shared.described is not None:
+                shared.described[1].close()
+            shared.described = start, begin(shared.setup, start)
+        described = shared.described[1]
         try:
             found = described.peek()
         except BaseException as error:
             if not isinstance(error, Exception) or raised_by_a_handler(error):  # who knows what was read
-                self._described = None
+                shared.described = None
                 described.close()
             raise
         if found is None:
@@ -214,14 +134,14 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
         Trainers call the loader once, enumerate the result every epoch, and ask it for what they would ask the loader;
         `dist.to_static` takes one `next` of it.
         """
-        other = object.__new__(type(self))
-        other.__dict__, other._next_of = self.__dict__, None
+        other = copy(self)
+        other._next_of = None
         return other
 
     def __next__(self) -> Any:
         """Return the next batch of a pass that continues from `next` to `next`; after its end or a load, of another."""
         if asked_by_to_static():
-            warn_if_batches_differ(self._source, self.plan)
+            warn_if_batches_differ(self._shared.setup.source, self.plan)
             return describe(self._first_batch)
         if self._next_of is not None and self._next_of.outdated:
             self._next_of.close()
@@ -236,6 +156,200 @@ class ShardDataloader(_OwnNext, RunMethods, PaddleShardDataloader):
 
     def close(self) -> None:
         """End persistent workers; open iterators keep theirs."""
-        if self._described is not None:
-            self._described[1].close()
-        self._reading.close()
+        if self._shared.described is not None:
+            self._shared.described[1].close()
+        self._shared.setup.reading.close()
+
+    @property
+    def plan(self) -> ShardPlan | None:
+        """The order of the run, without the data; None if a sampler of your own decides it."""
+        return self._run.plan
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iterator will serve."""
+        return self._run.epoch
+
+    def set_epoch(self, epoch: int, **others: Any) -> None:
+        """Choose the epoch of the iterators that are made from now on.
+
+        Args:
+            epoch: 0 or more. The order is a function of the epoch and the seed.
+            others: Further arguments for the `set_epoch` of a sampler of your own.
+        """
+        self._run.set_epoch(epoch, others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the run: a small dict for JSON, `paddle.save` or a checkpoint.
+
+        It counts the batches that the newest iterator has delivered, not those that were prefetched. It is local: no
+        rank waits for another. After the last batch of an epoch it is the end of that epoch; after the
+        `StopIteration` it is the beginning of the next. Save it beside the model, and give it to `load_state_dict` of
+        a loader on any mesh, with any number of workers and any batch size.
+        """
+        return self._run.state().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
+        """Resume from a saved position: iterators of its epoch begin with the next sample.
+
+        The position is used until one of them reaches its end. Later iterators over the same epoch serve all of it.
+        Iterators that were made before the load no longer move the run.
+
+        Args:
+            state: A result of `state_dict`, of this run or another.
+            override: Names of fields of the state's fingerprint that may differ from this loader's.
+
+        Raises:
+            StateError: The state is damaged, of another version, or of a run with another order.
+        """
+        self._run.resume_from(state, override)
+
+    def where(self, *, sample: int | tuple[str, int], epoch: int | None = None) -> Where | list[Where] | None:
+        """Return where a sample is delivered; see `ShardPlan.where`.
+
+        Of a `Mixture`, a sample may be delivered several times in an epoch, or not at all: it is a list then.
+
+        Args:
+            sample: Index of the sample in the data set; of a `Mixture`, (name of the source, index in it).
+            epoch: The epoch; None: the current one.
+        """
+        return self._run.where(sample, epoch)
+
+    def set_weights(self, weights: Mapping[str, float]) -> int:
+        """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
+
+        The call is collective: every rank calls it, at the same step, with the same weights. Steps that were
+        prefetched keep the old weights; a schedule of the `Mixture` ends here. The switch is part of the saved state,
+        so a resumed or replayed run makes it at the same sample.
+
+        Args:
+            weights: Name -> a number >= 0, for every source; see `Mixture`.
+
+        Returns:
+            The sample of the run from which the weights hold.
+
+        Raises:
+            ArgumentError: The data set is no `Mixture`, the weights do not fit it, or the ranks gave others; on every
+                rank.
+
+        Examples:
+            >>> loader.set_weights({"web": 0.5, "code": 0.5})  # doctest: +SKIP
+            1024
+        """
+        return self._run.set_weights(weights)
+
+    def sources(self) -> Mapping[str, Drawn]:
+        """Return what the run has drawn of each source of a `Mixture`, up to the last batch that was delivered.
+
+        Samples that you leave out (`skip`), and those that the tail of an earlier epoch dropped, keep their place in
+        the mixture, so they count as drawn. `certificate().sources` counts what an epoch delivers.
+
+        Returns:
+            Name -> what was drawn, with the attributes `drawn`, `share`, `weight` and `epochs`, over all ranks and
+            epochs of the run; no rank waits for another.
+
+        Raises:
+            ArgumentError: The data set is no `Mixture`.
+        """
+        return self._run.sources()
+
+    def skip(self, *, steps: Iterable[int] = (), samples: Iterable[Any] = (), epoch: int | None = None) -> None:
+        """Leave out steps or samples: they are never read. It holds for iterators that are made afterwards.
+
+        A step that is left out is passed over. A sample that is left out is a row that is not `valid`, and holds the
+        data of another sample; a batch of which nothing is left is passed over. What is left out is in the saved state,
+        also for other meshes and batch sizes, and in the certificate as "skipped by the user". It cannot be taken back
+        in this loader; `load_state_dict` adds what the state leaves out. Every rank must leave out the same.
+
+        Args:
+            steps: Steps of the epoch, as the loader would make them now: not those that were delivered.
+            samples: Indices in the data set, in every epoch; of a `Mixture`, (name of the source, index in it).
+            epoch: The epoch of the steps; None: the current one.
+
+        Raises:
+            ArgumentError: There is no such step or sample, a step was delivered, an iterator is open, or the data is a
+                stream or split already.
+
+        Examples:
+            >>> loader.load_state_dict(state)  # doctest: +SKIP
+            >>> loader.skip(steps=range(1200, 1230))  # doctest: +SKIP
+        """
+        self._run.skip(steps, samples, epoch)
+
+    def certificate(self) -> Certificate:
+        """Return a proof of which samples the run has delivered in the epoch of its last batch.
+
+        Right after a load, that is the epoch of the loaded state. `set_epoch` does not change it until a batch of the
+        new epoch is delivered. In the middle of an epoch, the certificate lists what is still missing.
+
+        The call is collective: every rank calls it, at the same step. It counts every batch of the epoch that any
+        iterator of this loader has delivered since the loader was made or has loaded a state, and what that state
+        says of the epoch: samples that were delivered before the stop, also on another mesh or with another batch
+        size. An epoch that was left and begun again, two iterators over it at once, or a `next(iter(loader))` to see a
+        batch have delivered samples twice, so the certificate is not exact. Call it before each `state_dict` that
+        other ranks may load, so that the state knows what all ranks have delivered.
+
+        With a sampler of your own, it proves that each sample was delivered as often as the sampler drew it, to one
+        data rank each time, up to the end of the sampler, and that all ranks drew alike. It cannot know what the
+        sampler should have drawn, nor what the tail dropped.
+
+        Raises:
+            ArgumentError: Of streams, of data sets of whole batches, and where a sampler of your own splits the data,
+                samples have no number that all ranks know.
+        """
+        return self._run.certificate()
+
+
+class ShardBatchSampler(paddle.io.DistributedBatchSampler):
+    """This rank's batches of indices, as Paddle's own loader shows them to trainers.
+
+    `batch_size`, `nranks` and `local_rank` are a data rank's; `set_epoch` is the loader's; other attributes
+    are those of the sampler that the loader was given.
+    """
+
+    def __init__(self, setup: PassSetup, batch_size: int | None) -> None:
+        # Not Paddle's: its constructor would look for a rank of its own.
+        source, own = setup.source, setup.own_layout
+        self._source, self._rows, self._run = source, setup.rows, setup.run
+        self._given = setup.dataloader.batch_sampler
+        self.dataset = setup.dataloader.dataset
+        self.nranks = own.num_data_ranks
+        self.local_rank = own.data_rank if own.on_mesh else 0
+        self.batch_size = batch_size
+        self.drop_last = source.tail.drops
+        self.shuffle = bool(getattr(self._given, "shuffle", False))
+        self._acc_steps = source.accumulation
+
+    @property
+    def epoch(self) -> int:
+        """The loader's epoch."""
+        return self._run.epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a data rank, as Paddle counts them."""
+        return math.ceil(len(self.dataset) / self.nranks)
+
+    @property
+    def total_size(self) -> int:
+        """Samples of all data ranks, as Paddle counts them."""
+        return self.num_samples * self.nranks
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches = copy(self._source.batches)  # looking is not requesting: `set_weights` goes by what was requested
+        for step in batches.steps(LoaderState(epoch=self.epoch), self._rows.to_read, self._run.skips):
+            yield step.ids.tolist() if isinstance(step.ids, np.ndarray) else list(step.ids)
+
+    def __len__(self) -> int:
+        return self._run.num_batches()
+
+    def set_epoch(self, epoch: int = 0, **others: Any) -> None:
+        """Set the loader's epoch; further arguments go to the `set_epoch` of the sampler that was given."""
+        if asked_by_to_static():
+            return  # describing the inputs has not moved the order
+        self._run.set_epoch(epoch, others)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_given" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._given, name)

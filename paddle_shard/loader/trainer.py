@@ -107,7 +107,7 @@ class TrainerCallback:
         """Return the loader of the trainer's own DataLoader, of which a static model's trainer makes two."""
         if isinstance(given, ShardDataloader):
             return given
-        found = [loader for loader in self._loaders if given is None or loader.reads(given)]
+        found = [loader for loader in self._loaders if given is None or loader.given is given]
         if not found:
             raise ArgumentError(
                 "TrainerCallback has not seen the loader that the trainer trains on. Give its `add` to the patch, "

@@ -1,0 +1,193 @@
+"""How does a loader come together from what the user gives, and does the job have the ranks that it names?"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import paddle.distributed as dist
+
+from paddle_shard.delivery.replicas import replicas_of
+from paddle_shard.delivery.rows import LoaderRows
+from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.delivery.stats import LoaderStats
+from paddle_shard.errors import ArgumentError
+from paddle_shard.inputs.generators import generators
+from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
+from paddle_shard.inputs.source import Source, read_source
+from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
+from paddle_shard.loader.compat import in_auto_dp_mode
+from paddle_shard.place.assignment import assignment
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.lengths import PadTo
+from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.place.placer import BatchPlacer
+from paddle_shard.position.run import Run
+from paddle_shard.ranks.batch_check import BatchCheck, checked_verify
+from paddle_shard.ranks.rendezvous import num_ranks
+from paddle_shard.reading.chunk import as_they_are
+from paddle_shard.reading.reader import HowToRead
+from paddle_shard.reading.reading import Reading, StreamReading
+from paddle_shard.version import VERSION
+
+_SHOWN_RANKS = 32
+
+
+def setup_of(options: LoaderOptions) -> PassSetup:
+    """Return what the passes of a loader need. Nothing is sent to other ranks.
+
+    Raises:
+        ArgumentError: An argument cannot be honoured.
+    """
+    auto_dp, me, pad_to = in_auto_dp_mode(), dist.get_rank(), options.padding()
+    assigned = assignment(
+        options.meshes, options.input_keys, options.shard_dims, options.placements, me, replicated_in_name=auto_dp
+    )
+    placer = BatchPlacer(assigned, options.dense_tensor_idx)
+    layouts = placer.layouts
+    check_ranks(layouts)
+    here = [layout for layout in layouts if layout.on_mesh] or layouts
+    own = max(here, key=lambda layout: layout.num_data_ranks)
+    split = bool(options.is_dataset_splitted)
+    stream = as_stream_loader(options.dataloader, split=split)
+    options = replace(options, dataloader=options.dataloader if stream is None else stream, is_dataset_splitted=split)
+    dataloader = options.dataloader
+    if stream is None:
+        check_no_stream_options(options)
+        source = read_source(options, layouts)
+    else:
+        source = read_stream(options, layouts, own)
+    check_agree(options, source, layouts)
+    dispatched = source.stream is not None and source.stream.dispatched
+    prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
+    # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
+    members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
+    members = members if num_ranks() > 1 else (me,)
+    agreeing = members if options.agree and me in members else (me,)
+    replicas = replicas_of(options, source, layouts, agreeing)
+    batch_check: BatchCheck | None = None
+    verify = checked_verify(options.verify)
+    # A sampler that says which part it reads was held against the mesh, and in auto-DP mode Paddle has split the data.
+    known_to_differ = hasattr(source.custom_sampler, "nranks") or auto_dp
+    if verify is not None and not source.split:
+        batch_check = BatchCheck(None, getattr(dataloader.dataset, "sample_name", None))
+    elif verify is not None and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
+        batch_check = BatchCheck((own.layout, own.data_axes))
+    return PassSetup(
+        options=options,
+        source=source,
+        dataloader=dataloader,
+        placer=placer,
+        own_layout=own,
+        rows=LoaderRows(source, placer, own),
+        reading=_reading(options, source, own, pad_to),
+        run=Run(source, own, members, options.timeout),
+        stats=LoaderStats(replicas.__str__),
+        input_keys=options.input_keys,
+        pad_to=pad_to,
+        agreeing_ranks=agreeing,
+        facts=_facts(options, source, layouts),
+        batch_check=batch_check,
+        replicas=replicas,
+        verify=verify or 0,
+        prefetch=prefetch,
+        if_worth_it=if_worth_it,
+    )
+
+
+def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None) -> Reading:
+    """Return how steps are read, here or in workers."""
+    how = HowToRead(
+        generators=generators(with_paddle=options.seed_paddle),
+        seed=options.seed,
+        skip_errors=options.skip_errors,
+        items_are_batches=source.item_is_batch,
+        several=own.num_data_ranks > 1 and pad_to is None,
+        split=source.split,
+    )
+    stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
+    if stream is not None:
+        read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
+    make = TensorMaker(options.dataloader.places[0])
+    # Workers have less time than the other ranks, so that these are told what it is.
+    return Reading(options.dataloader, how, make.copied, make.zero_copy, 0.9 * options.timeout, read)
+
+
+def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> dict[str, Any]:
+    """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
+    facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
+    facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
+    facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
+    if source.costs is not None:
+        facts["balance"] = source.costs.fact()
+    if not source.split:  # else each data rank has an order of its own
+        facts |= source.batches.fingerprint()
+    return facts
+
+
+def _shown(layouts: Sequence[FieldLayout]) -> str:
+    found = []
+    for layout in layouts:
+        mesh, ids = layout.layout, layout.layout.process_ids
+        ranks = str(list(ids))
+        if len(ids) > _SHOWN_RANKS:
+            ranks = f"{len(ids)} ranks from {ids[0]} to {ids[-1]} (sum {zlib.crc32(ranks.encode()):08x})"
+        axes = dict(zip(mesh.axes, mesh.shape, strict=True))
+        split = {mesh.axes[axis]: dim for axis, dim in layout.dims}
+        found.append(f"{axes} of {ranks}, dims split {split}")
+    return " and ".join(dict.fromkeys(found))
+
+
+def check_ranks(layouts: Sequence[FieldLayout]) -> None:
+    """Check that the job has the ranks that the meshes name; warn where a single process stands for all.
+
+    Raises:
+        ArgumentError: It has others only; nobody would read their rows.
+    """
+    count = num_ranks()
+    wanted = sorted({rank for layout in layouts for rank in layout.layout.process_ids})
+    if count > 1 and wanted[-1] >= count:
+        raise ArgumentError(
+            f"meshes names the global rank {wanted[-1]}, but this job has {count} ranks, 0 to {count - 1}: "
+            f"the rows of the others would be lost. Start {wanted[-1] + 1} processes (python -m "
+            f"paddle.distributed.launch --nproc_per_node {wanted[-1] + 1} script.py), or make the mesh of {count}."
+        )
+    data_ranks = max(layout.num_data_ranks for layout in layouts)
+    if count == 1 and data_ranks > 1:
+        here = next((layout.data_rank for layout in layouts if layout.on_mesh), None)
+        part = "no rows" if here is None else f"1/{data_ranks} of the rows, those of data rank {here}"
+        logging.getLogger("paddle_shard").warning(
+            "the mesh has the ranks %s, but this is the only process of its job, and reads %s. Fine for a look at a "
+            "program; to train, start all ranks: python -m paddle.distributed.launch --nproc_per_node %d script.py",
+            wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}",
+            part,
+            wanted[-1] + 1,
+        )
+
+
+def check_agree(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> None:
+    """Refuse `agree=False`, and ranks that take no part in the agreement, where ranks must agree.
+
+    Raises:
+        ArgumentError: This loader cannot be had without the agreement of all ranks.
+    """
+    if options.pad_to is not None and num_ranks() > 1 and all(not layout.on_mesh for layout in layouts):
+        raise ArgumentError(
+            f"pad_to={options.pad_to!r}: global rank {dist.get_rank()} is on none of the meshes, so nobody tells it "
+            "how long the rows are. Make this loader on the ranks of the meshes only."
+        )
+    if options.agree:
+        return
+    if source.stream is not None and not source.batches.knows_length:
+        raise ArgumentError(
+            "agree=False: nobody knows when this stream ends, so its ranks must agree on it. Give num_batches=, or a "
+            "source that is counted."
+        )
+    if options.pad_to is not None and max(layout.num_data_ranks for layout in layouts) > 1:
+        raise ArgumentError(
+            f"pad_to={options.pad_to!r} needs the ranks to agree: how long the longest row of a step is, they tell "
+            "each other. Leave agree at True, or pad to a fixed length in the collate_fn."
+        )
