@@ -71,7 +71,7 @@ def open_pass(peer, work, rows, workers, mesh, rank, num_ranks):
     if peer == BATCHED:
         return iter(sharded(paddle_shard.ArrayDataset(rows.rows), work.batch_size, workers, mesh))
     if peer in (PADDLE, BARE):
-        plan = sharded(rows, work.batch_size, 0, mesh, agree=False).plan
+        plan = sharded(rows, work.batch_size, 0, mesh).plan
         given = batch_sampler(plan, rank, min(work.passed + work.steps + READ_AHEAD, plan.num_steps))
         if peer == BARE:
             place, dataset = paddle.CPUPlace(), paddle_shard.ArrayDataset(rows.rows)

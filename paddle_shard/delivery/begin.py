@@ -61,6 +61,8 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             num_steps=num_steps,
             notes=_notes(setup, alone=alone),
             compares=compares,
+            # A loop that changes the data between its steps asks for this.
+            ahead=setup.reading.num_workers > 0 or setup.options.prefetch != 0,
         )
     except BaseException:  # also a signal handler's
         executor.close()

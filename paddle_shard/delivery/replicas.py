@@ -89,17 +89,12 @@ def replicas_of(
         ranks: Global ranks that agree on the steps.
 
     Raises:
-        ArgumentError: replicas="leader", but the ranks do not agree on steps, or it is not known who shares a host.
+        ArgumentError: replicas="leader", but it is not known who shares a host.
     """
     if options.replicas == "each":
         return Replicas(None)
     hosts, asked = hosts_of_ranks(), options.replicas == "leader"
-    if asked and not options.agree:
-        raise ArgumentError(
-            "replicas='leader' needs the ranks to agree on steps: it is what keeps the leader from running away from "
-            "the ranks that it reads for. Leave agree at True, or replicas at 'each'."
-        )
-    if len(ranks) == 1 or not options.agree:
+    if len(ranks) == 1:
         return Replicas(None)
     if hosts is None:
         if asked:

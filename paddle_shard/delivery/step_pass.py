@@ -83,6 +83,7 @@ class StepPass:
         num_steps: int | None = None,
         notes: StepNotes | None = None,
         compares: bool = False,
+        ahead: bool = True,
     ) -> None:
         """Start the pass.
 
@@ -94,11 +95,14 @@ class StepPass:
             num_steps: Steps of the pass; None: the end shows when it comes.
             notes: What the ranks tell each other about each step; None: nothing.
             compares: True if the ranks compare digests of what they have read or drawn.
+            ahead: False if a step is read when it is asked for, and not before.
         """
         self._feed, self._executor, self._agreement = feed, feed.executor, agreement
         self._alone = isinstance(agreement, AloneAgreement)
         self._place, self._readiness, self._num_steps = place, readiness, num_steps
         self._notes, self._compares, self._process = notes, compares and not self._alone, os.getpid()
+        # One step more than is needed, so that the ranks agree on it while the model computes.
+        self._reads_on = 0 if self._alone else max(int(ahead), agreement.reads_on)
         self._peeked: tuple[Batch | None, Exception | None] | None = None
         self._ready: deque[Batch | None] = deque()
         """Batches that can be delivered."""
@@ -124,8 +128,7 @@ class StepPass:
                 "makes one of its own: iter(loader)."
             )
         step, agreement = self._delivered, self._agreement
-        # One step more than is needed, so that the ranks agree on it while the model computes.
-        least = step + (0 if self._alone else max(1, agreement.reads_on))
+        least = step + self._reads_on
         while not self._over and self._announced < agreement.wanted(step):
             if self._announced > least and not self._executor.ready():
                 break

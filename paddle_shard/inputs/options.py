@@ -46,7 +46,6 @@ class LoaderOptions:
     pad_to: str | int | Sequence[int] | None
     pad_values: Mapping[Any, float] | None
     seed_paddle: bool
-    agree: bool
     verify: str | int | None
     replicas: str
     timeout: float
@@ -61,9 +60,8 @@ class LoaderOptions:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed must be an int, got {self.seed!r}.")
-        for name in ("seed_paddle", "agree"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.seed_paddle, bool | np.bool_):
+            raise ArgumentError(f"seed_paddle must be True or False, got {self.seed_paddle!r}.")
         timeout = self.timeout
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")

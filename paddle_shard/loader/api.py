@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
 
 import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
 
-from paddle_shard.errors import ArgumentError, PaddleShardError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.compat import mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.say_once import say_once
 
+_REMOVED = {
+    "agree": "The ranks of the meshes always agree on steps. For a loop on one rank alone, give a mesh of that rank: "
+    "ProcessMesh([rank]). If nothing may be read ahead, use prefetch=0 and no workers.",
+}
+"""Arguments that there were -> what to do instead."""
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _refuses_others(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function say what to do instead of an argument that it has not, or not any more."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                way_out = f"Did you mean {close[0]}=?" if close else f"It has {', '.join(known)}."
+                raise ArgumentTypeError(f"{function.__name__} has no argument {name}=. {_REMOVED.get(name, way_out)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_refuses_others
 def shard_dataloader(
     dataloader: Any,
     meshes: Any,
@@ -39,7 +67,6 @@ def shard_dataloader(
     pad_to: str | int | Sequence[int] | None = None,
     pad_values: Mapping[Any, float] | None = None,
     seed_paddle: bool = False,
-    agree: bool = True,
     verify: str | int | None = "first",
     replicas: str = "each",
     timeout: float = 1800.0,
@@ -105,9 +132,6 @@ def shard_dataloader(
             end of its rows, such as `{"input_ids": 0, "labels": -100}`.
         seed_paddle: If True, Paddle's random generator is seeded before each sample, too, for data sets and transforms
             that draw from it. This takes about 6 us a sample.
-        agree: If True, all ranks fail at the same step when a read fails on one, and a lost rank is named. All ranks of
-            the meshes must then iterate alike: a rank that iterates alone waits for the others, up to `timeout`. A
-            stream whose end is not known needs it. The agreement runs ahead, in the background.
         verify: Ranks compare digests of what they have read: those that read the same samples must have got the same
             bytes, and data that is split already must differ between data ranks. If not, it is an error on all ranks
             that names the step, the ranks, the fields and the samples. "first": the first batch of each pass. An int k:
@@ -116,12 +140,15 @@ def shard_dataloader(
             reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
             others through memory that they share. The others start no workers, and what the data set keeps in memory
             is there once. "auto": "leader", unless reading the first batches costs less than handing them on.
-        timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it.
-        prefetch: Number of batches that a thread of its own keeps ready while the model computes. 0: no thread. None:
-            two batches, if reading one takes 1 ms or more, the DataLoader has `use_buffer_reader`, and there are no
-            workers (which prefetch anyway) or batches go to a device. Without workers, a thread reads a data set only
-            if it draws nothing from numpy's and Python's global generators, and never a stream. If anything draws
-            while it reads, the thread of the training loop reads from there on, which is said in one line.
+        timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it. All ranks of
+            the meshes iterate alike, and end or fail at the same step: they agree on it ahead, in the background. For a
+            loop on one rank alone, give a mesh of that rank.
+        prefetch: Number of batches that a thread of its own keeps ready while the model computes. 0: no thread, and
+            without workers each batch is read when it is asked for. None: two batches, if reading one takes 1 ms or
+            more, the DataLoader has `use_buffer_reader`, and there are no workers (which prefetch anyway) or batches go
+            to a device. Without workers, a thread reads a data set only if it draws nothing from numpy's and Python's
+            global generators, and never a stream. If anything draws while it reads, the thread of the training loop
+            reads from there on, which is said in one line.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": a sample that raises
             while it is read, mapped or collated becomes an invalid row (see the iterator's `valid`) that holds another
             sample's data; it is logged and counted in `stats`. Rows that differ in shape or fields are an error, which
@@ -135,6 +162,7 @@ def shard_dataloader(
 
     Raises:
         ArgumentError: An argument cannot be honoured; raised on every rank, before any batch.
+        ArgumentTypeError: There is no such argument, or not any more.
 
     Examples:
         >>> loader = shard_dataloader(DataLoader(data, batch_size=64), mesh, shard_dims="dp")  # doctest: +SKIP
@@ -159,7 +187,6 @@ def shard_dataloader(
         pad_to=pad_to,
         pad_values=pad_values,
         seed_paddle=seed_paddle,
-        agree=agree,
         verify=verify,
         replicas=replicas,
         timeout=timeout,
@@ -252,8 +279,9 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     if getattr(original, "__name__", "") == "shard_dataloader_of_paddle_shard":
         raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
     own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    if set(options) - own:
-        raise ArgumentError(f"patch_paddle: unknown options {sorted(set(options) - own)}; there are {sorted(own)}.")
+    if unknown := sorted(set(options) - own):
+        gone = " ".join(f"{name}: {_REMOVED[name]}" for name in unknown if name in _REMOVED)
+        raise ArgumentError(f"patch_paddle: unknown options {unknown}; {gone or f'there are {sorted(own)}.'}")
     missed = sorted(
         name
         for name, module in list(sys.modules.items())

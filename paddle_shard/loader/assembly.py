@@ -60,13 +60,17 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         source = read_source(options, layouts)
     else:
         source = read_stream(options, layouts, own)
-    check_agree(options, source, layouts)
     dispatched = source.stream is not None and source.stream.dispatched
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
     # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
     members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
     members = members if num_ranks() > 1 else (me,)
-    agreeing = members if options.agree and me in members else (me,)
+    agreeing = members if me in members else (me,)
+    if pad_to is not None and agreeing != members:
+        raise ArgumentError(
+            f"pad_to={options.pad_to!r}: global rank {me} is on none of the meshes, so nobody tells it "
+            "how long the rows are. Make this loader on the ranks of the meshes only."
+        )
     replicas = replicas_of(options, source, layouts, agreeing)
     batch_check: BatchCheck | None = None
     verify = checked_verify(options.verify)
@@ -165,29 +169,4 @@ def check_ranks(layouts: Sequence[FieldLayout]) -> None:
             wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}",
             part,
             wanted[-1] + 1,
-        )
-
-
-def check_agree(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> None:
-    """Refuse `agree=False`, and ranks that take no part in the agreement, where ranks must agree.
-
-    Raises:
-        ArgumentError: This loader cannot be had without the agreement of all ranks.
-    """
-    if options.pad_to is not None and num_ranks() > 1 and all(not layout.on_mesh for layout in layouts):
-        raise ArgumentError(
-            f"pad_to={options.pad_to!r}: global rank {dist.get_rank()} is on none of the meshes, so nobody tells it "
-            "how long the rows are. Make this loader on the ranks of the meshes only."
-        )
-    if options.agree:
-        return
-    if source.stream is not None and not source.batches.knows_length:
-        raise ArgumentError(
-            "agree=False: nobody knows when this stream ends, so its ranks must agree on it. Give num_batches=, or a "
-            "source that is counted."
-        )
-    if options.pad_to is not None and max(layout.num_data_ranks for layout in layouts) > 1:
-        raise ArgumentError(
-            f"pad_to={options.pad_to!r} needs the ranks to agree: how long the longest row of a step is, they tell "
-            "each other. Leave agree at True, or pad to a fixed length in the collate_fn."
         )

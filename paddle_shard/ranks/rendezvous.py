@@ -117,7 +117,7 @@ class Rendezvous:
                 what = "should have the store for these ranks" if self.early else "has the store of paddle.distributed"
                 raise PeerLostError.of(
                     f"{whose} {what}, cannot be reached at {self.host}:{self.port} ({error}). Look for the reason in "
-                    "its own log, or check if its loader has agree=False.",
+                    "its own log.",
                     [self.owner],
                 ) from error
         return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
@@ -140,7 +140,7 @@ def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
         raise ArgumentError(
             "the ranks of a loader agree on its steps. They meet at the store of paddle.distributed, which is not "
             "initialized. Call paddle.distributed.init_parallel_env() on every rank before the first loop, or start "
-            "the ranks with python -m paddle.distributed.launch, or give agree=False."
+            "the ranks with python -m paddle.distributed.launch."
         )
     host, port = _address(endpoints[ranks[0]], "PADDLE_TRAINER_ENDPOINTS")
     if dist.get_rank() == ranks[0]:

@@ -199,14 +199,15 @@ def log_wait(rank: int, terms: Terms, step: int, waited: float, behind: Mapping[
     logging.getLogger("paddle_shard").warning(
         "global rank %s has waited %.0f s for the other ranks at step %d of %s: %s. All ranks of a loader's meshes "
         "must iterate over it in the same way, so that they end or fail at the same step. If an iterator is open on "
-        "one rank only, close() it. This rank keeps waiting, up to timeout=%g s. For a loop on this rank alone, use "
-        "shard_dataloader(..., agree=False).",
+        "one rank only, close() it. This rank keeps waiting, up to timeout=%g s. For a loop on this rank alone, "
+        "make a loader on a mesh of this rank, ProcessMesh([%s]).",
         rank,
         waited,
         terms.first_step + step,
         terms.name,
         "; ".join(f"global rank {one} {text}" for one, text in behind.items()),
         terms.timeout,
+        rank,
     )
 
 
@@ -216,7 +217,7 @@ def silence(terms: Terms, step: int, behind: Mapping[int, str]) -> PeerLostError
     return PeerLostError.of(
         f"Waited {terms.timeout:g} s for the other ranks to reach step {terms.first_step + step} of "
         f"{terms.name}: {listed or 'no rank answers'}. If a step may take longer than that (evaluation, "
-        "saving), use a longer timeout; for a loop on this rank alone, use agree=False.",
+        "saving), use a longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
         behind,
         terms.timeout,
     )

@@ -297,11 +297,6 @@ def test_a_one_shot_generator_loses_no_batch_to_its_description():
     assert [labels._local_value().numpy()[0] for _, labels in loader] == [0, 1, 2]
 
 
-def test_a_stream_of_unknown_end_is_not_read_on_several_ranks_that_cannot_talk():
-    with pytest.raises(ArgumentError, match="agree=False: nobody knows when this stream ends"):
-        sharded(Stream.of(lambda: iter(range(8))), agree=False)
-
-
 def test_statistics_count_what_was_delivered():
     loader = sharded(Stream.of(np.arange(20, dtype="float32")))
     real_rows(loader)

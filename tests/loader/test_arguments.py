@@ -25,6 +25,19 @@ def test_arguments_are_checked_at_construction(options, text):
         sharded(DataLoader(Made(), batch_size=4), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"agree": False}, r"no argument agree=.*give a mesh of that rank: ProcessMesh\(\[rank\]\)"),
+        ({"tails": "drop"}, "no argument tails=. Did you mean tail="),
+        ({"xyz": 1}, "no argument xyz=. It has dataloader, meshes, "),
+    ],
+)
+def test_an_argument_that_is_not_there_is_refused_with_what_to_do(options, text):
+    with pytest.raises(TypeError, match=text):
+        sharded(DataLoader(Made(), batch_size=4), **options)
+
+
 def test_patching_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
     monkeypatch.setitem(sys.modules, "blocked", None)
     original = dist.shard_dataloader

@@ -276,7 +276,7 @@ def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_read
         ranks = 1
     if ranks > 1:  # ranks that are simulated cannot agree on an end
         wanted = [batch for batch in wanted if None not in batch]
-        end = {"num_batches": len(wanted), "agree": False}
+        end = {"num_batches": len(wanted)}
 
     def stream():
         found = Stream.of(range(length)).sharding_filter()
@@ -383,7 +383,7 @@ def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(stream, lengt
     def rank(ranks):
         given = paddle.io.DataLoader(STREAMS[stream](bad_in(bad), length, tmp_path), batch_size=8)
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
-        options = {"num_batches": times * length // 8, "agree": False} if ranks > 1 else {}
+        options = {"num_batches": times * length // 8} if ranks > 1 else {}
         loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", num_parts=8, **options)
         batches, found = iter(loader), []
         for batch in batches:
@@ -499,7 +499,7 @@ def test_a_sample_that_does_not_fit_to_the_others_is_an_error_that_names_it(data
     def rank():
         given = paddle.io.DataLoader(dataset, batch_size=8)
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
-        return list(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", agree=False))
+        return list(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip"))
 
     reads = odd % 8 // (8 // ranks)  # the rank whose row it is
     with pytest.raises(DataReadError, match=f"(sample {odd} does not fit|sample {odd + 1} does not fit)"):

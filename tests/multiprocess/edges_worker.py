@@ -286,6 +286,24 @@ def different_data():
     return found
 
 
+class Noted(Numbers):
+    """Notes which samples are read."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def nothing_ahead():
+    """How many samples were read when each step has come."""
+    data = Noted(32)
+    return [len(data.read) for _ in sharded(data, prefetch=0)]
+
+
 def alone():
     """Rank 0 takes a batch before the others, which join when it has said that it waits."""
     agreements.NOTICE = 0.5

@@ -238,7 +238,6 @@ def refused():
         )
 
     cases = {
-        "no agreement": lambda: sharded(given(Samples()), agree=False),
         "wrong word": lambda: sharded(given(Samples()), replicas="one"),
         "not sent": lambda: sharded(given(Samples(), collate_fn=with_a_function)),
         "another choice": lambda: sharded(given(Samples()), replicas="each" if RANK == 2 else "leader"),

@@ -51,9 +51,13 @@ class Indexed(paddle.io.Dataset):
         return index
 
 
-def shard(stream, workers, **options):
+def sharded(stream, workers, mesh, **options):
     loader = paddle.io.DataLoader(stream, batch_size=8, num_workers=workers)
-    return paddle_shard.shard_dataloader(loader, MESH, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", **options)
+
+
+def shard(stream, workers, **options):
+    return sharded(stream, workers, MESH, **options)
 
 
 def outcome(loader):
@@ -87,7 +91,9 @@ for workers in (0, 2):
     found[f"num_batches {workers}"] = outcome(shard(uneven, workers, num_batches=11))
     # Sample 8 * 5 + 7 is in the last rank's rows of step 5.
     found[f"indexed {workers}"] = outcome(shard(Indexed(47, None), workers))
-    found[f"indexed, no agreement {workers}"] = outcome(shard(Indexed(47, None), workers, agree=False))
+    # A loop on this rank alone, before the others come to it.
+    alone = sharded(Indexed(47, None), workers, dist.ProcessMesh([RANK], dim_names=["dp"]))
+    found[f"indexed, alone {workers}"] = outcome(alone) if RANK == SIZE - 1 else None
 for tail in ("pad", "drop", "repeat"):
     found[f"own {tail}"] = local(own_batches, tail=tail)
 try:

@@ -28,6 +28,7 @@ CASES = {
         "alone",
         "forked",
         "resumed_apart",
+        "nothing_ahead",
     ],
     3: ["on_the_mesh_only", "on_no_mesh"],
 }
@@ -165,9 +166,13 @@ def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they
 
     assert "global rank 1 has not" in said
     assert "at step 0 of Numbers, epoch 0" in said
-    assert "agree=False" in said
+    assert "ProcessMesh([0])" in said
     assert silent == ""
     assert [a + b for a, b in zip(steps, others, strict=True)] == [list(range(4 * k, 4 * k + 4)) for k in range(4)]
+
+
+def test_a_loop_that_changes_its_data_has_nothing_read_ahead(of_ranks):
+    assert of_ranks(2, "nothing_ahead") == [[2, 4, 6, 8, 10, 12, 14, 16]] * 2
 
 
 def test_forked_children_of_ranks_that_have_met_meet_themselves(of_ranks):

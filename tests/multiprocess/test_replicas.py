@@ -90,7 +90,6 @@ def test_auto_reads_on_each_rank_what_costs_less_than_handing_on(run_once):
 
 
 TOLD = {
-    "no agreement": ("ArgumentError", "needs the ranks to agree on steps"),
     "wrong word": ("ArgumentError", "replicas must be 'each' or 'leader' or 'auto', got 'one'"),
     "not sent": ("DataReadError", "replicas='each' reads on each"),
     "another choice": ("ArgumentError", "replicas: "),

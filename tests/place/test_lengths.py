@@ -84,12 +84,6 @@ def test_what_cannot_be_is_refused_with_what_can(options, text):
         sharded(**options)
 
 
-def test_ranks_that_do_not_agree_cannot_know_the_longest():
-    with pytest.raises(ArgumentError, match="pad_to='longest' needs the ranks to agree"):
-        sharded(DP2, agree=False, pad_to="longest", pad_values={0: 0})
-    sharded(ONE, agree=False, pad_to="longest", pad_values={0: 0})
-
-
 def test_a_value_for_a_field_that_is_not_there_is_refused():
     with pytest.raises(BatchStructureError, match=r"pad_values names \[1, 'x'\], but the fields .* are \[0\]"):
         next(iter(sharded(pad_to=8, pad_values={0: 0, 1: 0, "x": 0})))
