@@ -43,8 +43,7 @@ class LoaderOptions:
     num_batches: int | None
     num_parts: int | None
     placements: Any
-    pad_to: str | int | Sequence[int] | None
-    pad_values: Mapping[Any, float] | None
+    pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None
     seed_paddle: bool
     verify: str | int | None
     replicas: str
@@ -78,7 +77,7 @@ class LoaderOptions:
 
     def padding(self) -> PadTo | None:
         """Return what rows are padded to; None if they are not padded."""
-        return PadTo.of(self.pad_to, self.pad_values)
+        return PadTo.of(self.pad_to)
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
@@ -87,8 +86,8 @@ class LoaderOptions:
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()
         if padding is not None:  # in one form, however the user wrote it
-            found["pad_to"] = list(padding.sizes) or LONGEST
-            found["pad_values"] = {str(key): float(value) for key, value in sorted(padding.values.items(), key=str)}
+            fields = sorted(padding.fields.items(), key=str)
+            found["pad_to"] = {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
         return found
 
 

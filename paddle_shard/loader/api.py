@@ -24,6 +24,7 @@ from paddle_shard.say_once import say_once
 _REMOVED = {
     "agree": "The ranks of the meshes always agree on steps. For a loop on one rank alone, give a mesh of that rank: "
     "ProcessMesh([rank]). If nothing may be read ahead, use prefetch=0 and no workers.",
+    "pad_values": "pad_to= says both: pad_to={field: (length, value)}, such as {'input_ids': ('longest', 0)}.",
 }
 """Arguments that there were -> what to do instead."""
 
@@ -64,8 +65,7 @@ def shard_dataloader(
     num_batches: int | None = None,
     num_parts: int | None = None,
     placements: Any = None,
-    pad_to: str | int | Sequence[int] | None = None,
-    pad_values: Mapping[Any, float] | None = None,
+    pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
     seed_paddle: bool = False,
     verify: str | int | None = "first",
     replicas: str = "each",
@@ -124,12 +124,12 @@ def shard_dataloader(
             `{"input_ids": {"dp": 0, "sep": 1}}`. `Balanced(dim=1)` splits for causal attention. "as read" is for a
             field whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` made
             of its own samples, and all must have the same number of rows.
-        pad_to: For a `collate_fn` that pads to the longest row that it is given, which differs from rank to rank.
-            "longest": rows are padded further, to the longest of the global batch, in each dim but the first. A list
-            of lengths, such as [128, 256, 512]: dim 1 is padded to the smallest that holds the longest row. Ranks tell
-            each other their lengths ahead, with the agreement on the step. None: rows that differ are an error.
-        pad_values: For each field to be padded, by key or position (0 for a bare tensor): the number that follows the
-            end of its rows, such as `{"input_ids": 0, "labels": -100}`.
+        pad_to: For a `collate_fn` that pads to the longest row that it is given, which differs from rank to rank. For
+            each field to be padded further, by key or position (0 for a bare tensor): (length, number behind the end of
+            its rows), such as `{"input_ids": ("longest", 0), "labels": ("longest", -100)}`. "longest": to the longest
+            of the global batch, in each dim but the first. A list of lengths, such as [128, 256, 512]: dim 1 to the
+            smallest that holds the longest row. Ranks tell each other their lengths ahead, with the agreement on the
+            step. None: rows that differ are an error.
         seed_paddle: If True, Paddle's random generator is seeded before each sample, too, for data sets and transforms
             that draw from it. This takes about 6 us a sample.
         verify: Ranks compare digests of what they have read: those that read the same samples must have got the same
@@ -185,7 +185,6 @@ def shard_dataloader(
         num_parts=num_parts,
         placements=placements,
         pad_to=pad_to,
-        pad_values=pad_values,
         seed_paddle=seed_paddle,
         verify=verify,
         replicas=replicas,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -22,6 +22,15 @@ Row = Sequence[Any]
 """(kind, *shape of a row)."""
 
 
+class Pad(NamedTuple):
+    """How the rows of a field are padded."""
+
+    sizes: tuple[int, ...]
+    """Allowed sizes of dim 1, ascending; empty: each dim except the first is padded to its longest size."""
+    value: float
+    """The number behind the ends of its rows."""
+
+
 @dataclass(frozen=True)
 class Unplaced:
     """This rank's rows of a tensor, kept until it is known how long the other ranks' rows are."""
@@ -33,8 +42,8 @@ class Unplaced:
     """(rows that were read, rows of the global batch), if the tensor's mesh does not include this process."""
     own_rows: bool
     """True if its rows are not the samples. Then all ranks must have the same number of rows."""
-    fill: float | None
-    """Number that its rows are padded with; None: its rows must have the same length."""
+    pad: Pad | None
+    """How its rows are padded; None: they must have the same length."""
 
     @property
     def row(self) -> Row:
@@ -53,51 +62,59 @@ class Unplaced:
 class PadTo:
     """Pads rows to the longest row of the global batch, or to the smallest of given sizes that holds this row."""
 
-    sizes: tuple[int, ...]
-    """Allowed sizes of dim 1, ascending; empty: each dim except the first is padded to its longest size."""
-    values: Mapping[Any, float]
-    """A field's key or position -> the number that its rows are padded with."""
+    fields: Mapping[Any, Pad]
+    """A field's key or position -> how its rows are padded."""
 
     @classmethod
-    def of(cls, pad_to: Any, pad_values: Any) -> PadTo | None:
-        """Read the arguments of `shard_dataloader`.
+    def of(cls, pad_to: Any) -> PadTo | None:
+        """Read the argument of `shard_dataloader`.
 
         Raises:
-            ArgumentError: The value of an argument is not allowed.
+            ArgumentError: It is not allowed.
         """
         if pad_to is None:
-            if pad_values is not None:
-                raise ArgumentError("pad_values says what rows are padded with; give pad_to, too: how far.")
             return None
-        sizes = [pad_to] if isinstance(pad_to, int | np.integer) else pad_to
-        sizes = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
-        fine = sizes == LONGEST or (
-            isinstance(sizes, list | tuple)
-            and len(sizes) > 0
-            and all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in sizes)
-        )
-        if not fine:
+        if (
+            not isinstance(pad_to, Mapping)
+            or not pad_to
+            or any(not isinstance(one, tuple) or len(one) != 2 for one in pad_to.values())
+        ):
             raise ArgumentError(
-                f"pad_to must be 'longest', or the lengths that rows may have, such as [128, 256, 512], got {pad_to!r}."
+                "pad_to must say of each field whose rows differ in length, by key or position, to which length they "
+                "are padded and with which number, such as {'input_ids': ('longest', 0), 'labels': ('longest', -100)}, "
+                f"or {{0: ([128, 256, 512], -100)}}; got {pad_to!r}."
             )
-        if not isinstance(pad_values, Mapping) or not pad_values or not all(map(_is_number, pad_values.values())):
-            raise ArgumentError(
-                f"pad_to={pad_to!r} needs pad_values: for each field whose rows differ in length, by key or position, "
-                "the number behind their ends, such as {'input_ids': 0, 'labels': -100}; "
-                f"got {pad_values!r}."
+        fields = {}
+        for key, (length, value) in pad_to.items():
+            sizes = [length] if isinstance(length, int | np.integer) else length
+            sizes = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
+            fine = sizes == LONGEST or (
+                isinstance(sizes, list | tuple)
+                and len(sizes) > 0
+                and all(
+                    isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in sizes
+                )
             )
-        return cls(() if sizes == LONGEST else tuple(sorted({int(size) for size in sizes})), dict(pad_values))
+            if not fine:
+                raise ArgumentError(
+                    f"pad_to: rows of field {key!r} are padded to 'longest', or to the lengths that they may have, "
+                    f"such as [128, 256, 512]; got {length!r}."
+                )
+            if not _is_number(value):
+                raise ArgumentError(f"pad_to: the number behind the rows of field {key!r} must be one, got {value!r}.")
+            fields[key] = Pad(() if sizes == LONGEST else tuple(sorted({int(size) for size in sizes})), value)
+        return cls(fields)
 
     def check(self, fields: Sequence[Any]) -> None:
-        """Refuse pad values for fields that the batch does not have.
+        """Refuse fields that the batch does not have.
 
         Raises:
-            BatchStructureError: There is such a pad value.
+            BatchStructureError: There is such a field.
         """
-        unknown = [key for key in self.values if key not in fields]
+        unknown = [key for key in self.fields if key not in fields]
         if unknown:
             raise BatchStructureError(
-                f"pad_values names {unknown}, but the fields that are delivered are {list(fields)} (input_keys chooses "
+                f"pad_to names {unknown}, but the fields that are delivered are {list(fields)} (input_keys chooses "
                 "them, if it is given)."
             )
 
@@ -119,7 +136,7 @@ class PadTo:
 
         def placed(leaf: Unplaced) -> Any:
             rows = {rank: tuple(of_rank.get(leaf.path, ())) for rank, of_rank in said.items()}
-            local = self._padded(leaf.local, self._common(leaf, rows), leaf.fill or 0)
+            local = self._padded(leaf.local, self._common(leaf, rows), leaf.pad.value if leaf.pad else 0)
             return replace(leaf, local=local).placed()
 
         return mapped(batch, lambda leaf: placed(leaf) if isinstance(leaf, Unplaced) else leaf)
@@ -129,9 +146,9 @@ class PadTo:
 
         Batches that differ in structure or dtype are returned as they are: joining them reports the difference.
         """
-        return self._even(list(batches), self.values.get)
+        return self._even(list(batches), self.fields.get)
 
-    def _even(self, values: list[Any], fill_of: Callable[[Any], float | None]) -> list[Any]:
+    def _even(self, values: list[Any], pad_of: Callable[[Any], Pad | None]) -> list[Any]:
         first = values[0]
         children: dict[Any, list[Any]] = {}
         if isinstance(first, Mapping) and all(isinstance(v, Mapping) and set(v) == set(first) for v in values):
@@ -139,31 +156,32 @@ class PadTo:
         elif _holds_more(first) and all(_holds_more(value) and len(value) == len(first) for value in values):
             children = dict(enumerate(map(list, zip(*values, strict=True))))
         if children:
-            columns = {key: self._even(column, partial(_same, fill_of(key))) for key, column in children.items()}
+            columns = {key: self._even(column, partial(_same, pad_of(key))) for key, column in children.items()}
             rows = [{key: column[n] for key, column in columns.items()} for n in range(len(values))]
             return [rebuild(first, row if isinstance(first, Mapping) else list(row.values())) for row in rows]
-        fill = fill_of(0)
+        pad = pad_of(0)
         kinds = {(value.dtype, len(value.shape)) if hasattr(value, "shape") else None for value in values}
-        if fill is None or len(kinds) > 1 or None in kinds:
+        if pad is None or len(kinds) > 1 or None in kinds:
             return values  # joining them reports what does not fit
         row = tuple(max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True))
-        return [self._padded(value, row, fill) for value in values]
+        return [self._padded(value, row, pad.value) for value in values]
 
     def _common(self, leaf: Unplaced, rows: Mapping[int, Row]) -> tuple[int, ...]:
         """Return the shape of a row that is large enough for all ranks' rows of a leaf."""
         known = list(rows.values())
         kinds = {(row[0], len(row)) if row else None for row in known}
-        if len(kinds) > 1 or (leaf.fill is None and len(set(known)) > 1):
-            why = "" if len(kinds) > 1 else "; pad_values has nothing for it, so its rows must be of one shape"
+        if len(kinds) > 1 or (leaf.pad is None and len(set(known)) > 1):
+            why = "" if len(kinds) > 1 else "; pad_to does not name it, so its rows must be of one shape"
             raise _differ(leaf.path, rows, why)
         _check_replicas(leaf, rows)
         row = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
-        if self.sizes and leaf.fill is not None and row:
-            size = next((size for size in self.sizes if size >= row[0]), None)
+        if leaf.pad is not None and leaf.pad.sizes and row:
+            size = next((size for size in leaf.pad.sizes if size >= row[0]), None)
             if size is None:
                 raise BatchStructureError(
-                    f"the longest row of field {leaf.path or 'batch'} has {row[0]}, and the largest size in pad_to is "
-                    f"{self.sizes[-1]}. Cut longer samples in the data set or the collate_fn, or give a larger size."
+                    f"the longest row of field {leaf.path or 'batch'} has {row[0]}, and the largest size in pad_to "
+                    f"is {leaf.pad.sizes[-1]}. Cut long samples in the data set or the "
+                    "collate_fn, or give a larger size."
                 )
             row[0] = size
         return tuple(row)
@@ -219,14 +237,12 @@ def _check_replicas(leaf: Unplaced, rows: Mapping[int, Row]) -> None:
 
 
 @lru_cache(maxsize=256)
-def check_fill(fill: float | None, dtype: Any, path: str) -> None:
+def check_fill(fill: float, dtype: Any, path: str) -> None:
     """Refuse a pad value that tensors of a dtype cannot hold.
 
     Raises:
         BatchStructureError: The tensors would hold another number.
     """
-    if fill is None:
-        return
     kind = str(dtype).rsplit(".", 1)[-1]
     number = float(fill)
     if kind == "bool":
@@ -239,7 +255,7 @@ def check_fill(fill: float | None, dtype: Any, path: str) -> None:
         fits = not math.isfinite(number) or abs(number) <= largest
     if not fits:
         raise BatchStructureError(
-            f"pad_values: tensors of dtype {kind}, as field {path or 'batch'} has them, cannot hold {fill!r}. Give a "
+            f"pad_to: tensors of dtype {kind}, as field {path or 'batch'} has them, cannot hold {fill!r}. Give a "
             "number that they can hold, or make the field of another dtype in the collate_fn."
         )
 
@@ -247,8 +263,8 @@ def check_fill(fill: float | None, dtype: Any, path: str) -> None:
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": 1.7976931348623157e308}
 
 
-def _same(fill: float | None, _: Any) -> float | None:
-    return fill
+def _same(pad: Pad | None, _: Any) -> Pad | None:
+    return pad
 
 
 def _holds_more(value: Any) -> bool:

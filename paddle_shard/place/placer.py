@@ -151,19 +151,19 @@ class BatchPlacer:
 class _Placing:
     """Places one field of a batch."""
 
-    __slots__ = ("_fill", "_local", "_padded", "_rows", "_waits", "apart")
+    __slots__ = ("_local", "_pad", "_padded", "_rows", "_waits", "apart")
 
     def __init__(self, rows: BatchRows, pad_to: PadTo | None, key: Any) -> None:
         self._rows, self._waits = rows, pad_to is not None
-        self._fill = None if pad_to is None else pad_to.values.get(key)
+        self._pad = None if pad_to is None else pad_to.fields.get(key)
         self._local = self._padded = False
         self.apart: list[tuple[Any, ...]] = []
 
     def check_padded(self, path: str) -> None:
-        """Refuse a pad value for a field whose tensors all stay local."""
-        if self._fill is not None and self._local and not self._padded:
+        """Refuse to pad a field whose tensors all stay local."""
+        if self._pad is not None and self._local and not self._padded:
             raise BatchStructureError(
-                f"pad_values has a value for field {path}, but dense_tensor_idx leaves it local, and what is local is "
+                f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
                 "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
             )
 
@@ -216,8 +216,9 @@ class _Placing:
         self._padded = True
         elsewhere = None if layout.on_mesh else (len(rows.read), rows.num_rows)
         if self._waits and value.shape:
-            check_fill(self._fill, value.dtype, path)
-            return Unplaced(value, layout, path, elsewhere, own_rows, self._fill)
+            if self._pad is not None:
+                check_fill(self._pad.value, value.dtype, path)
+            return Unplaced(value, layout, path, elsewhere, own_rows, self._pad)
         if elsewhere is not None:
             return place_elsewhere(value, *elsewhere, layout, path)
         return place(split_sequence(value, layout, path), layout)

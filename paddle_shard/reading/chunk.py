@@ -176,8 +176,8 @@ def _check_alike(found: Sequence[Any], what: str, path: str) -> None:
         raise ValueError(
             f"the rows that different workers collated do not fit together{f' at field {path}' if path else ''}: "
             f"they differ in {what}: {', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that "
-            "do not depend on their neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= and "
-            "pad_values= for this field."
+            "do not depend on their neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= for "
+            "this field."
         )
 
 

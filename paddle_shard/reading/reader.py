@@ -261,7 +261,7 @@ class IdReader:
 
 
 RAGGED = (
-    "Give shard_dataloader pad_to='longest' and pad_values={field: value}: rows are padded to the longest of all "
+    "Give shard_dataloader pad_to={field: ('longest', value)}: rows are padded to the longest of all "
     "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
     ".batch(B).map(collate_fn) of a Stream, or items that are batches."
 )

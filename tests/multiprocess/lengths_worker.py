@@ -31,6 +31,9 @@ class Stream(paddle.io.IterableDataset):
 
 def loader_of(case):
     options = dict(CASES[case])
+    if "pad_to" in options:
+        length = options["pad_to"]
+        options["pad_to"] = {key: (length, value) for key, value in options.pop("pad_values").items()}
     data = Stream() if options.pop("stream", False) else Documents()
     shape, names = options.pop("mesh")
     mesh = dist.ProcessMesh(np.arange(SIZE).reshape(shape).tolist(), dim_names=list(names))
@@ -97,7 +100,7 @@ def static():
 
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
     given = paddle.io.DataLoader(Documents(), batch_size=4, collate_fn=collate, drop_last=True)
-    loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", pad_to=16, pad_values={0: 0.005})
+    loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", pad_to={0: (16, 0.005)})
     model = Mean(mesh)
     optimizer = paddle.optimizer.SGD(1e-3, parameters=model.parameters())
     losses = []

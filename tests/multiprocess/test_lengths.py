@@ -14,14 +14,14 @@ pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
 REFUSED = {
     "too long": (2, ["the longest row of field ['ids'] has 11", "the largest size in pad_to is 8"]),
-    "no value": (0, ["field ['labels']", "pad_values has nothing for it", "global rank 0: int64[3]"]),
-    "no such field": (0, ["pad_values names ['id']", "delivered are ['ids', 'labels', 'mask', 'weights']"]),
+    "no value": (0, ["field ['labels']", "pad_to does not name it", "global rank 0: int64[3]"]),
+    "no such field": (0, ["pad_to names ['id']", "delivered are ['ids', 'labels', 'mask', 'weights']"]),
     "no number": (0, ["dtype int64, as field ['ids'] has them, cannot hold 0.5"]),
-    "local": (0, ["pad_values has a value for field ['ids'], but dense_tensor_idx leaves it local"]),
+    "local": (0, ["pad_to names field ['ids'], but dense_tensor_idx leaves it local"]),
     "none on a rank": (2, ["the rows of field ['weights'] differ between ranks", "global rank 1: it has none"]),
     "texts on a rank": (2, ["the rows of field ['weights'] differ between ranks", "global rank 1: it has none"]),
     "replicas differ": (0, ["field ['ids'] differ between ranks, which share a data rank"]),
-    "not padded": (0, ["pad_to='longest'", "pad_values=", ".batch(B).map(collate_fn)"]),
+    "not padded": (0, ["pad_to={field: ('longest', value)}", ".batch(B).map(collate_fn)"]),
 }
 """Case -> (steps that are delivered before it is refused, what the error says)."""
 

@@ -1,4 +1,4 @@
-"""What `pad_to` and `pad_values` may be, and what becomes of a batch in one process."""
+"""What `pad_to` may be, and what becomes of a batch in one process."""
 
 import numpy as np
 import paddle
@@ -34,9 +34,9 @@ def sharded(mesh=ONE, dataset=None, **options):
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 
-@pytest.mark.parametrize(("pad_to", "widths"), [("longest", [3, 5, 4]), ([8, 4], [4, 8, 4]), (6, [6, 6, 6])])
-def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(pad_to, widths):
-    batches = [batch._local_value().numpy() for batch in sharded(pad_to=pad_to, pad_values={0: -7})]
+@pytest.mark.parametrize(("length", "widths"), [("longest", [3, 5, 4]), ([8, 4], [4, 8, 4]), (6, [6, 6, 6])])
+def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(length, widths):
+    batches = [batch._local_value().numpy() for batch in sharded(pad_to={0: (length, -7)})]
 
     assert [batch.shape for batch in batches] == [(2, width) for width in widths]
     for number, row in enumerate(row for batch in batches for row in batch.tolist()):
@@ -46,7 +46,7 @@ def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(pad_to, widths)
 
 
 def test_a_first_batch_to_look_at_is_padded_too():
-    loader = sharded(pad_to=[8], pad_values={0: -7})
+    loader = sharded(pad_to={0: ([8], -7)})
 
     assert next(loader()).shape == [2, 8]
     assert [batch.shape for batch in loader] == [[2, 8]] * 3
@@ -59,7 +59,7 @@ def test_workers_and_a_local_shuffle_of_a_stream_join_rows_of_different_lengths(
 
     for stream in (Stream(Given()), Stream(Given()).local_shuffle(2)):
         given = paddle.io.DataLoader(stream, batch_size=4, collate_fn=stacked, num_workers=2)
-        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", pad_to="longest", pad_values={0: -7})
+        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", pad_to={0: ("longest", -7)})
         rows = [row for batch in loader for row in batch._local_value().numpy().tolist()]
         found = sorted((row[0], sum(value == row[0] for value in row)) for row in rows)
         assert found == [(n + 1, 1 + n % 5) for n in range(24)]
@@ -67,33 +67,34 @@ def test_workers_and_a_local_shuffle_of_a_stream_join_rows_of_different_lengths(
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("pad_to", "text"),
     [
-        ({"pad_to": "most", "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
-        ({"pad_to": [], "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
-        ({"pad_to": [8, 0], "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
-        ({"pad_to": [8, 1.5], "pad_values": {0: 0}}, "pad_to must be 'longest', or the lengths"),
-        ({"pad_to": "longest"}, "pad_to='longest' needs pad_values"),
-        ({"pad_to": "longest", "pad_values": 0}, "needs pad_values.*got 0"),
-        ({"pad_to": "longest", "pad_values": {"ids": "pad"}}, "needs pad_values.*got {'ids': 'pad'}"),
-        ({"pad_values": {0: 0}}, "give pad_to, too"),
+        ({0: ("most", 0)}, "field 0 are padded to 'longest', or to the lengths .* got 'most'"),
+        ({0: ([], 0)}, "padded to 'longest', or to the lengths"),
+        ({0: ([8, 0], 0)}, "padded to 'longest', or to the lengths"),
+        ({0: ([8, 1.5], 0)}, "padded to 'longest', or to the lengths"),
+        ("longest", "pad_to must say of each field .* got 'longest'"),
+        ([8, 16], r"pad_to must say of each field .* got \[8, 16\]"),
+        ({}, "pad_to must say of each field"),
+        ({0: "longest"}, "to which length they are padded and with which number.* got {0: 'longest'}"),
+        ({"ids": ("longest", "pad")}, "the number behind the rows of field 'ids' must be one, got 'pad'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(options, text):
+def test_what_cannot_be_is_refused_with_what_can(pad_to, text):
     with pytest.raises(ArgumentError, match=text):
-        sharded(**options)
+        sharded(pad_to=pad_to)
 
 
 def test_a_value_for_a_field_that_is_not_there_is_refused():
-    with pytest.raises(BatchStructureError, match=r"pad_values names \[1, 'x'\], but the fields .* are \[0\]"):
-        next(iter(sharded(pad_to=8, pad_values={0: 0, 1: 0, "x": 0})))
+    with pytest.raises(BatchStructureError, match=r"pad_to names \[1, 'x'\], but the fields .* are \[0\]"):
+        next(iter(sharded(pad_to={0: (8, 0), 1: (8, 0), "x": (8, 0)})))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"])
 def test_tensors_of_any_dtype_are_evened(dtype):
     short, long = paddle.ones([2, 3]).astype(dtype), paddle.ones([1, 5, 1])[:, :, 0].astype(dtype)
 
-    found = PadTo.of("longest", {"x": 0}).even([{"x": [short]}, {"x": [long]}])
+    found = PadTo.of({"x": ("longest", 0)}).even([{"x": [short]}, {"x": [long]}])
 
     assert [batch["x"][0].shape for batch in found] == [[2, 5], [1, 5]]
     assert found[0]["x"][0].dtype == short.dtype
@@ -126,18 +127,18 @@ def test_a_value_that_the_field_holds_is_taken(dtype, fill):
 
 @pytest.mark.parametrize("value", [10**400, "0", None, [0]])
 def test_what_is_no_number_is_refused(value):
-    with pytest.raises(ArgumentError, match="needs pad_values: for each field"):
-        sharded(pad_to="longest", pad_values={0: value})
+    with pytest.raises(ArgumentError, match="the number behind the rows of field 0 must be one"):
+        sharded(pad_to={0: ("longest", value)})
 
 
 def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypatch):
     monkeypatch.setattr("paddle_shard.loader.assembly.num_ranks", lambda: 3)
     with simulated_rank(2, 3), pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"):
-        sharded(DP2, pad_to="longest", pad_values={0: 0})
+        sharded(DP2, pad_to={0: ("longest", 0)})
 
 
 def test_sizes_may_be_an_array():
-    assert [batch.shape[1] for batch in sharded(pad_to=np.array([8, 4]), pad_values={0: -7})] == [4, 8, 4]
+    assert [batch.shape[1] for batch in sharded(pad_to={0: (np.array([8, 4]), -7)})] == [4, 8, 4]
 
 
 class OneOdd(paddle.io.IterableDataset):
@@ -161,9 +162,7 @@ def at_least_1d(samples):
 def test_a_sample_that_cannot_be_collated_is_skipped_where_lengths_vary(workers):
     data = OneOdd()
     given = paddle.io.DataLoader(data, batch_size=4, collate_fn=at_least_1d, num_workers=workers)
-    loader = paddle_shard.shard_dataloader(
-        given, ONE, shard_dims="dp", on_error="skip", pad_to="longest", pad_values={0: 0}
-    )
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", pad_to={0: ("longest", 0)})
     batches, real = iter(loader), []
     for batch in batches:
         real += batch._local_value().numpy()[batches.valid._local_value().numpy()][:, 0].tolist()
