@@ -112,7 +112,7 @@ def price(here):
     import paddle
 
     import paddle_shard
-    from paddle_shard.inputs.generators import generators
+    from paddle_shard.inputs.generators import generators_of
     from paddle_shard.plan.step import Step
     from paddle_shard.reading.reader import HowToRead, IdReader
 
@@ -123,7 +123,7 @@ def price(here):
             loader = sharded(dataset, work.batch_size, 0, here.mesh, **here.only(prefetch=0))
             steps = work.steps + work.passed
             lists = [loader.plan.indices(epoch=0, step=s, data_rank=here.rank).tolist() for s in range(steps)]
-            how = HowToRead(generators=generators(with_paddle=False), several=here.num_ranks > 1)
+            how = HowToRead(generators=generators_of(None, stream=True), several=here.num_ranks > 1)
             place, reader = paddle.CPUPlace(), IdReader(dataset, None, how)
 
             def bare(indices, dataset=dataset, kind=kind, place=place):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import paddle.io
 
 from paddle_shard.errors import ArgumentError
@@ -44,7 +43,6 @@ class LoaderOptions:
     num_parts: int | None
     placements: Any
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None
-    seed_paddle: bool
     verify: str | int | None
     replicas: str
     timeout: float
@@ -59,8 +57,6 @@ class LoaderOptions:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed must be an int, got {self.seed!r}.")
-        if not isinstance(self.seed_paddle, bool | np.bool_):
-            raise ArgumentError(f"seed_paddle must be True or False, got {self.seed_paddle!r}.")
         timeout = self.timeout
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
@@ -81,7 +77,7 @@ class LoaderOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ["seed", "seed_paddle", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "num_parts"]
+        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "num_parts"]
         names += ["verify", "replicas"]
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()

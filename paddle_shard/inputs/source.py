@@ -13,7 +13,7 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.costs import SampleCosts, costs_of
-from paddle_shard.inputs.generators import generators
+from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.batch_sizes import BatchSizes
@@ -25,6 +25,7 @@ from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.step import Deal
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import PlanBatches, UserBatches
+from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.sources.packed import Packed
@@ -265,7 +266,7 @@ def _custom(
         num_steps=num_steps,
         accumulation=1 if split else accumulation,
         seed=seed,
-        generators=generators(with_paddle=True),
+        generators=(NumpyGenerator(), PythonGenerator(), PaddleGenerator()),
         takes_epoch=isinstance(sampler, paddle.io.DistributedBatchSampler),
         consecutive=type(sampler) is paddle.io.BatchSampler,
         dataset=dataset,

@@ -24,6 +24,8 @@ from paddle_shard.say_once import say_once
 _REMOVED = {
     "agree": "The ranks of the meshes always agree on steps. For a loop on one rank alone, give a mesh of that rank: "
     "ProcessMesh([rank]). If nothing may be read ahead, use prefetch=0 and no workers.",
+    "seed_paddle": "Data with an index that draws from Paddle's generator on the CPU is found out. A stream, or a data "
+    "set that draws on a device, says so itself: dataset.seed_paddle = True.",
     "pad_values": "pad_to= says both: pad_to={field: (length, value)}, such as {'input_ids': ('longest', 0)}.",
 }
 """Arguments that there were -> what to do instead."""
@@ -66,7 +68,6 @@ def shard_dataloader(
     num_parts: int | None = None,
     placements: Any = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
-    seed_paddle: bool = False,
     verify: str | int | None = "first",
     replicas: str = "each",
     timeout: float = 1800.0,
@@ -101,7 +102,9 @@ def shard_dataloader(
             sample: each block is opened by one data rank. The block size is the data set's `block_size` if it has
             one, or else that of `Blocks()`; `Blocks(size=, window=)` sets it here. "paddle": the order of Paddle's
             `DistributedBatchSampler`, for runs that migrate.
-        seed: Seed of the order and of the random numbers of samples.
+        seed: Seed of the order, and of the random numbers that samples draw from numpy's, Python's and Paddle's
+            generators. A stream that draws from Paddle's, or a data set that draws on a device, has an attribute
+            `seed_paddle = True`.
         tail: What to do if the data does not fill the last global batch. "pad": pad it up to the padding unit with the
             first samples of the same epoch, marked in the iterator's `valid`. "fill": pad it to a full batch. "drop":
             do not serve it. "error": refuse. None: "drop" if the DataLoader has `drop_last`, or else "pad". A batch
@@ -130,8 +133,6 @@ def shard_dataloader(
             of the global batch, in each dim but the first. A list of lengths, such as [128, 256, 512]: dim 1 to the
             smallest that holds the longest row. Ranks tell each other their lengths ahead, with the agreement on the
             step. None: rows that differ are an error.
-        seed_paddle: If True, Paddle's random generator is seeded before each sample, too, for data sets and transforms
-            that draw from it. This takes about 6 us a sample.
         verify: Ranks compare digests of what they have read: those that read the same samples must have got the same
             bytes, and data that is split already must differ between data ranks. If not, it is an error on all ranks
             that names the step, the ranks, the fields and the samples. "first": the first batch of each pass. An int k:
@@ -146,9 +147,9 @@ def shard_dataloader(
         prefetch: Number of batches that a thread of its own keeps ready while the model computes. 0: no thread, and
             without workers each batch is read when it is asked for. None: two batches, if reading one takes 1 ms or
             more, the DataLoader has `use_buffer_reader`, and there are no workers (which prefetch anyway) or batches go
-            to a device. Without workers, a thread reads a data set only if it draws nothing from numpy's and Python's
-            global generators, and never a stream. If anything draws while it reads, the thread of the training loop
-            reads from there on, which is said in one line.
+            to a device. Without workers, a thread reads a data set only if it draws nothing from numpy's, Python's and
+            Paddle's global generators, and never a stream. If anything draws while it reads, the thread of the training
+            loop reads from there on, which is said in one line.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": a sample that raises
             while it is read, mapped or collated becomes an invalid row (see the iterator's `valid`) that holds another
             sample's data; it is logged and counted in `stats`. Rows that differ in shape or fields are an error, which
@@ -185,7 +186,6 @@ def shard_dataloader(
         num_parts=num_parts,
         placements=placements,
         pad_to=pad_to,
-        seed_paddle=seed_paddle,
         verify=verify,
         replicas=replicas,
         timeout=timeout,

@@ -15,7 +15,7 @@ from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
-from paddle_shard.inputs.generators import generators
+from paddle_shard.inputs.generators import generators_of
 from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
@@ -105,7 +105,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
 def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None) -> Reading:
     """Return how steps are read, here or in workers."""
     how = HowToRead(
-        generators=generators(with_paddle=options.seed_paddle),
+        generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
         seed=options.seed,
         skip_errors=options.skip_errors,
         items_are_batches=source.item_is_batch,
@@ -124,6 +124,7 @@ def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
+    facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
     if source.costs is not None:
         facts["balance"] = source.costs.fact()

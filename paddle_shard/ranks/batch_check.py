@@ -79,8 +79,8 @@ class BatchCheck:
             f"step {one['step']}: global ranks {leader} and {rank} have read the same samples, but their data differ "
             f"in {', '.join(fields) or 'their fields'}{where}{more}. Ranks that share rows must have the same bytes: "
             "give all of them the same version of the data, and draw random numbers from numpy's, Python's or "
-            "(seed_paddle=True) Paddle's global generators, which are seeded for each sample. verify=None leaves this "
-            "check out."
+            "Paddle's global generators, which are seeded for each sample (Paddle's of a stream, and of a device, with "
+            "dataset.seed_paddle = True). verify=None leaves this check out."
         )
 
     def _compare_split(self, said: Mapping[int, Mapping[str, Any]]) -> None:

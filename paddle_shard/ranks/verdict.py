@@ -79,8 +79,8 @@ def difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDa
     return DifferentDataError(
         f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
         "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use the "
-        "same seed on all ranks for every random generator in it: its own generators, or Paddle's (seed_paddle=True); "
-        "and, with balance=, the same costs. "
+        "same seed on all ranks for every random generator in it: its own generators, or Paddle's "
+        "(dataset.seed_paddle = True); and, with balance=, the same costs. "
         "The global generators of numpy and Python are already seeded. If each rank has its own data, set "
         "is_dataset_splitted=True."
     )

@@ -30,6 +30,7 @@ def test_arguments_are_checked_at_construction(options, text):
     [
         ({"agree": False}, r"no argument agree=.*give a mesh of that rank: ProcessMesh\(\[rank\]\)"),
         ({"pad_values": {0: 0}}, "no argument pad_values=.*pad_to={field: "),
+        ({"seed_paddle": True}, r"no argument seed_paddle=.*dataset.seed_paddle = True"),
         ({"tails": "drop"}, "no argument tails=. Did you mean tail="),
         ({"xyz": 1}, "no argument xyz=. It has dataloader, meshes, "),
     ],

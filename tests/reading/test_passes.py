@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import DataReadError
-from paddle_shard.inputs.generators import generators
+from paddle_shard.inputs.generators import generators_of
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import AloneAgreement
@@ -56,7 +56,7 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
                 raise RuntimeError("the sampler's")
             yield step_of(number, [3 * number, 3 * number + 1, 3 * number + 2])
 
-    how, maker = HowToRead(generators=generators(with_paddle=False), seed=7, skip_errors=skip), TensorMaker(PLACE)
+    how, maker = HowToRead(generators=generators_of(None, stream=True), seed=7, skip_errors=skip), TensorMaker(PLACE)
     reader, feed = IdReader(dataset, collate_fn, how), Feed(steps())
     feed.executor = Tensors(InlineExecutor(reader), maker.copied, maker.zero_copy)
     if ahead:
@@ -119,7 +119,7 @@ def test_a_batch_does_not_depend_on_those_that_were_read_before_it(draws_from, f
     """So that a run that is resumed goes on with the same bytes, though its reader has not seen the first samples."""
 
     def come(first):
-        how = HowToRead(generators=generators(with_paddle=False), seed=7)
+        how = HowToRead(generators=generators_of(None, stream=True), seed=7)
         executor = InlineExecutor(IdReader(Rows(draws_from, 10**6), None, how))
         for number in range(first, STEPS):
             executor.submit(step_of(number, [3 * number, 3 * number + 1, 3 * number + 2]))

@@ -1,0 +1,90 @@
+"""What samples draw from Paddle's generator is the same whoever reads them."""
+
+import numpy as np
+import paddle
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.inputs.generators import PaddleGenerator
+from tests.helpers import ONE
+
+
+def noise():
+    return paddle.rand([2]).numpy()
+
+
+class Noisy(paddle.io.Dataset):
+    """Samples of noise, from some number on; before it, of zeros."""
+
+    def __init__(self, first=0):
+        self.first = first
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return noise() if index >= self.first else np.zeros(2, "float32")
+
+
+def rows(data, workers=0, passed=0, **options):
+    paddle.seed(workers + 17)  # whatever the user has drawn before
+    given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+    before = paddle.get_rng_state()
+    found = []
+    for step, batch in enumerate(loader):
+        if passed and step + 1 == passed:
+            state = loader.state_dict()
+            found, loader = [], paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+            loader.load_state_dict(state)
+            return [row for batch in loader for row in batch._local_value().numpy().tolist()]
+        found += batch._local_value().numpy().tolist()
+    paddle.set_rng_state(before)
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 3, 4, 21])
+def test_data_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(first):
+    straight = rows(Noisy(first), prefetch=0)
+
+    assert straight[:first] == [[0.0, 0.0]] * first
+    assert len({tuple(row) for row in straight[first:]}) == 24 - first
+    for workers in (0, 1, 2):
+        assert rows(Noisy(first), workers) == straight
+    assert rows(Noisy(first), passed=2) == straight[8:]
+    assert rows(Noisy(first), seed=1, prefetch=0)[first:] != straight[first:]
+
+
+def test_a_stream_is_seeded_if_it_says_that_it_draws():
+    def noisy():
+        stream = Stream.of(range(24)).map(lambda _: noise())
+        stream.seed_paddle = True
+        return stream.shuffle(4)  # a stream that is made of it says so, too
+
+    straight = rows(noisy())
+    assert len({tuple(row) for row in straight}) == 24
+    assert rows(noisy(), 2) == straight
+
+
+def test_the_users_state_is_left_alone():
+    paddle.seed(3)
+    expected = noise().tolist()
+    paddle.seed(3)
+    given = paddle.io.DataLoader(Noisy(), batch_size=4)
+    list(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp"))
+    assert noise().tolist() == expected
+
+
+def test_states_are_equal_only_if_nothing_was_drawn_between():
+    one = PaddleGenerator()
+    paddle.seed(5)
+    first, again = one.get_state(), one.get_state()
+    assert first == again
+    drawn = noise().tolist()
+    assert one.get_state() != first
+    one.set_state(first)
+    assert one.get_state() == first
+    assert noise().tolist() == drawn
+    told = PaddleGenerator(watched=False)
+    assert told.get_state() != told.get_state()
