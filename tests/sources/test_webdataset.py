@@ -364,8 +364,8 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(data)
 
-    def opened(file, mode, **how):
-        return Full(file, mode) if how else open(file, mode)
+    def opened(file, mode, buffering=-1):
+        return open(file, mode, buffering) if buffering else Full(file, mode)
 
     monkeypatch.setattr(files, "open", opened, raising=False)
     with (
