@@ -82,11 +82,11 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         length = len(dataset)
-        order = (
-            np.random.default_rng(external.seed_of(share, "order", bits=63)).permutation(length) if shuffle else None
-        )
+        order = np.arange(length)
+        if shuffle:
+            order = np.random.default_rng(external.seed_of(share, "order", bits=63)).permutation(length)
         # The data ranks take samples in turns, so their shares differ by at most one sample.
-        mine = (np.arange(length) if order is None else order)[share.shard :: share.num_shards]
+        mine = order[share.shard :: share.num_shards]
         loader = StatefulDataLoader(
             dataset,
             batch_size=external.local_rows(batch_size, share),
