@@ -291,7 +291,7 @@ def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp
 
 def test_a_part_reads_few_samples_before_its_first(kind, tmp_path):
     [path] = write(tmp_path, kind, [20_000])
-    entry = recipe_of(KINDS[kind][1](path)).stage._read._entries[path]
+    entry = recipe_of(KINDS[kind][1](path)).stage._read.keywords["entries"][path]
 
     assert len(entry.starts) <= 128
     assert max(entry.before(skip)[1] for skip in range(20_000)) < 20_000 / 64
