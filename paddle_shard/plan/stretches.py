@@ -37,11 +37,6 @@ class Stretches:
         object.__setattr__(self, "_firsts", tuple(starts))
 
     @property
-    def last(self) -> tuple[int, int, int]:
-        """(first step, first position, batch size) of the last stretch."""
-        return self._steps[-1], *self.segments[-1]
-
-    @property
     def rest(self) -> int:
         """Positions that are left for a short last batch."""
         first, size = self.segments[-1]

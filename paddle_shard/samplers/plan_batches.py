@@ -9,8 +9,9 @@ from typing import Any
 from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.state import History, LoaderState, switched
+from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch
+from paddle_shard.plan.weights import Segment
 from paddle_shard.samplers.batches import IndexBatches
 
 
@@ -85,7 +86,11 @@ class PlanBatches(IndexBatches):
         """Return the stretches of an epoch that resumes from a saved position, perhaps with another batch size."""
         if self._sizes is None or resumed.ended:
             return resumed.continued(plan.batch_size)
-        origin = self._history.first_sample(self.plan.num_samples, resumed.epoch)
+        length = self.plan.num_samples
+        if self._history.lengths:
+            origin = sum(self._history.length(length, epoch) for epoch in range(resumed.epoch))
+        else:
+            origin = resumed.epoch * length
         (_, size), *later = self._sizes.segments(origin=origin, at=resumed.samples, end=plan.num_positions)
         return (*resumed.continued(size), *later)
 
@@ -137,4 +142,6 @@ class PlanBatches(IndexBatches):
         """
         mixing = self._changed.ordering
         assert isinstance(mixing, Mixing)
-        self.history = replace(self.history, segments=switched(mixing, at, parts))
+        past = [segment for segment in mixing.segments if segment.first < at]
+        lengths = mixing.segments[mixing.segment_at(at)].lengths
+        self.history = replace(self.history, segments=(*past, Segment(at, parts, lengths)))
