@@ -281,21 +281,17 @@ class Permutations:
         self._sizes[:, start : start + count] = np.array([network_sizes(length) for length in lengths.tolist()]).T
         for length in np.unique(lengths[lengths <= TABLE_MAX]).tolist():
             rows = np.flatnonzero(lengths == length)
-            self._draw_tables(start + rows, keys[rows], length)
+            tables = draw_tables(keys[rows], length).astype(np.int16)
+            end = self._entries + tables.size
+            if end > len(self._tables):
+                grown = np.empty(max(end, 2 * len(self._tables)), np.int16)
+                grown[: self._entries] = self._tables[: self._entries]
+                self._tables = grown
+            self._tables[self._entries : end] = tables.reshape(-1)
+            self._table_at[start + rows] = self._entries + np.arange(len(rows)) * length
+            self._entries = end
         self._slot[sources], self._epoch[sources] = start + np.arange(count), epochs
         self._count += count
-
-    def _draw_tables(self, slots: Indices, keys: Words, length: int) -> None:
-        """Draw the tables of some epochs of one length, as `Permutation` draws one."""
-        tables = draw_tables(keys, length).astype(np.int16)
-        end = self._entries + tables.size
-        if end > len(self._tables):
-            grown = np.empty(max(end, 2 * len(self._tables)), np.int16)
-            grown[: self._entries] = self._tables[: self._entries]
-            self._tables = grown
-        self._tables[self._entries : end] = tables.reshape(-1)
-        self._table_at[slots] = self._entries + np.arange(len(slots)) * length
-        self._entries = end
 
     def _walk(self, slots: Indices, lengths: Indices, places: Indices) -> Indices:
         """Return the images of some places in the networks of their slots."""

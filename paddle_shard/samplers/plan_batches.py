@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch
+from paddle_shard.plan.stretches import BatchSizes
 from paddle_shard.plan.weights import Segment
 from paddle_shard.samplers.batches import IndexBatches
 
