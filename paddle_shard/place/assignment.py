@@ -43,41 +43,27 @@ class Assignment:
         Raises:
             BatchStructureError: The fields do not match the meshes.
         """
+        wanted: Sequence[Any] = range(len(batch))
+        what, kind = f"is a list of {len(batch)} fields", "field"
         if isinstance(batch, Mapping):
-            pairs = self._by_key(batch, self.keys if keys is None else tuple(keys))
-        else:
-            pairs = self._by_position(batch)
-        unknown = [key for key in self.overrides if key not in dict(pairs)]
+            keys = self.keys if keys is None else tuple(keys)
+            wanted = tuple(batch) if keys is None else keys
+            missing = [key for key in wanted if key not in batch]
+            if missing:
+                raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
+            what, kind = f"has {len(wanted)} keys {list(wanted)}", "key"
+        entries = self.entries * len(wanted) if len(self.entries) == 1 else self.entries
+        if len(wanted) != len(entries):
+            raise BatchStructureError(
+                f"the batch {what}, but meshes has {len(entries)} entries: give one mesh per {kind}, or one for all."
+            )
+        unknown = [key for key in self.overrides if key not in wanted]
         if unknown:
             raise BatchStructureError(
                 f"placements names {unknown}, which the batch does not have, or input_keys leaves out; there are "
-                f"{[k for k, _ in pairs]}."
+                f"{list(wanted)}."
             )
-        return [(key, self.overrides.get(key, entry)) for key, entry in pairs]
-
-    def _by_key(self, batch: Mapping[Any, Any], keys: tuple[Any, ...] | None) -> list[tuple[Any, Entry]]:
-        wanted = tuple(batch) if keys is None else keys
-        missing = [key for key in wanted if key not in batch]
-        if missing:
-            raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
-        if len(self.entries) == 1:
-            return [(key, self.entries[0]) for key in wanted]
-        if len(wanted) != len(self.entries):
-            raise BatchStructureError(
-                f"the batch has {len(wanted)} keys {list(wanted)}, but meshes has {len(self.entries)} "
-                "entries: give one mesh per key, or one for all."
-            )
-        return list(zip(wanted, self.entries, strict=True))
-
-    def _by_position(self, batch: Sequence[Any]) -> list[tuple[Any, Entry]]:
-        if len(self.entries) == 1:
-            return [(i, self.entries[0]) for i in range(len(batch))]
-        if len(batch) != len(self.entries):
-            raise BatchStructureError(
-                f"the batch is a list of {len(batch)} fields, but meshes has {len(self.entries)} entries: "
-                "give one mesh per field, or one for all."
-            )
-        return list(enumerate(self.entries))
+        return [(key, self.overrides.get(key, entry)) for key, entry in zip(wanted, entries, strict=True)]
 
 
 def assignment(
@@ -110,7 +96,12 @@ def assignment(
     entries: list[Entry] = []
     for number, (mesh, dims) in enumerate(zip(given, axes, strict=True)):
         if isinstance(mesh, list | tuple):
-            each = _axes_by_item(dims, len(mesh), number)
+            each = dims if isinstance(dims, list) else [dims] * len(mesh)
+            if len(each) != len(mesh):
+                raise ArgumentError(
+                    f"shard_dims[{number}] {dims!r} has {len(each)} entries and meshes[{number}] has {len(mesh)}: "
+                    "give one per mesh, or one for all."
+                )
             entries.append([field_layout(m, d, **common) for m, d in zip(mesh, each, strict=True)])
         elif isinstance(dims, list) and len(given) > 1:
             entries.append([field_layout(mesh, d, **common) for d in dims])
@@ -157,17 +148,6 @@ def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:
             "give one per mesh, or one for all."
         )
     return list(shard_dims)
-
-
-def _axes_by_item(dims: Any, num_items: int, number: int) -> list[Any]:
-    if not isinstance(dims, list):
-        return [dims] * num_items
-    if len(dims) != num_items:
-        raise ArgumentError(
-            f"shard_dims[{number}] {dims!r} has {len(dims)} entries and meshes[{number}] has {num_items}: "
-            "give one per mesh, or one for all."
-        )
-    return dims
 
 
 def _placement_items(placements: Any) -> list[tuple[Any, Any]]:

@@ -97,15 +97,6 @@ class FieldLayout:
         return tuple(splits)
 
 
-def mesh_layout(mesh: Any) -> MeshLayout:
-    """Return the layout of a `ProcessMesh`."""
-    if not isinstance(mesh, dist.ProcessMesh):
-        raise ArgumentTypeError(
-            f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}."
-        )
-    return MeshLayout(shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids))
-
-
 def field_layout(
     mesh: Any,
     axes: Axes | Mapping[str | int, Any],
@@ -128,10 +119,21 @@ def field_layout(
         ArgumentError: A tensor dim is not valid, or is split both plainly and `Balanced`.
         ArgumentTypeError: `mesh` is not a `ProcessMesh`.
     """
-    layout = mesh_layout(mesh)
+    if not isinstance(mesh, dist.ProcessMesh):
+        raise ArgumentTypeError(
+            f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}."
+        )
+    layout = MeshLayout(shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids))
     if isinstance(axes, Mapping):
         named = {axis: dim for axis, dim in axes.items() if dim is not None}
-        indices = {layout.axis_indices(axis)[0]: _checked_dim(axis, dim) for axis, dim in named.items()}
+        for axis, dim in named.items():
+            least, number = (1, dim.dim) if isinstance(dim, Balanced) else (0, dim)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ArgumentError(
+                    f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
+                    f"got {dim!r}."
+                )
+        indices = {layout.axis_indices(axis)[0]: dim for axis, dim in named.items()}
         if len(indices) != len(named):
             raise AxisError(f"placements names an axis twice: {dict(axes)}. Name each axis once.")
         dims = tuple(sorted(indices.items(), key=lambda item: item[0]))
@@ -147,14 +149,4 @@ def field_layout(
         global_rank=global_rank,
         replicated_in_name=replicated_in_name,
         own_rows=own_rows,
-    )
-
-
-def _checked_dim(axis: str | int, dim: Any) -> int | Balanced:
-    if isinstance(dim, Balanced) and dim.dim >= 1:
-        return dim
-    if isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0:
-        return dim
-    raise ArgumentError(
-        f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, got {dim!r}."
     )

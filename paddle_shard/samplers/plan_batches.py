@@ -1,4 +1,4 @@
-"""How does a `ShardPlan` become the batches of an epoch?"""
+"""What are the batches of an epoch of data with an index, and how does a `ShardPlan` become them?"""
 
 from __future__ import annotations
 
@@ -8,11 +8,45 @@ from typing import Any
 
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch
+from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
 from paddle_shard.plan.stretches import BatchSizes
 from paddle_shard.plan.weights import Segment
-from paddle_shard.samplers.batches import IndexBatches
+
+
+class IndexBatches:
+    """All global batches of any epoch, and what a rank reads of them."""
+
+    deal: Deal | None
+    """How rows are dealt to the data ranks by cost; None: they stay in their order."""
+
+    @property
+    def knows_length(self) -> bool:
+        """True if `len` costs nothing."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, the same on every rank."""
+        raise NotImplementedError
+
+    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
+        """Iterate over the global batches of an epoch, independently of any other iteration.
+
+        Args:
+            epoch: The epoch.
+            resumed: A position in this epoch to begin at.
+        """
+        raise NotImplementedError
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the order depends on: JSON-able, without the batch size."""
+        raise NotImplementedError
+
+    def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, *, compared: bool = False) -> Iterator[Step]:
+        """Yield the steps of one rank from a position on; see `rank_steps`."""
+        batches = self.epoch(start.epoch, start)
+        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=self.deal, compared=compared)
 
 
 def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
