@@ -24,7 +24,7 @@ from paddle_shard.loader.facts import check_agree, check_ranks, facts_of, ranks_
 from paddle_shard.loader.iteration import ShardIterator, describe
 from paddle_shard.loader.run_methods import RunMethods
 from paddle_shard.loader.sampler_view import ShardBatchSampler
-from paddle_shard.place.assignment import assignment
+from paddle_shard.place.field import assignment
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.plan.handlers import raised_by_a_handler
