@@ -60,6 +60,7 @@ setup(
         ],
     },
     classifiers=[
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",

@@ -6,6 +6,7 @@ can be built and tested on a machine without Paddle.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from paddle_shard import errors
@@ -53,6 +54,9 @@ _LAZY = {
 }
 """Public name -> its module; most of these modules import paddle."""
 
+_ANY_SYSTEM = {"ArrayDataset", "Mixture", "Packed"}
+"""Names beside the plan that work on other systems than Linux."""
+
 _RENAMED = {"Foreign": "ExternalLoader", "Share": "ShardOptions"}
 """Earlier name -> the public name, for the message; the earlier name does not work."""
 
@@ -63,6 +67,13 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         now = f"; it is called {_RENAMED[name]} now" if name in _RENAMED else ""
         raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}{now}")
+    # Worker processes, and what ranks say to each other, stand on sockets that keep messages apart, memfd and /proc.
+    if sys.platform != "linux" and name not in _ANY_SYSTEM:
+        raise ImportError(
+            f"paddle_shard.{name} needs Linux, and this system is {sys.platform!r}: it lacks the sockets, shared "
+            "memory and /proc that readers and ranks use. ShardPlan works here; loaders do in a Linux container (on "
+            "Windows: in WSL 2)."
+        )
     from importlib import import_module
 
     value = getattr(import_module(_LAZY[name]), name)

@@ -78,7 +78,7 @@ def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
     assert public == {
         *("of", "mixture", "csv", "jsonl", "lines", "parquet", "webdataset", "huggingface"),
         *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat", "pack"),
-        *("sharding_filter", "round_robin", "local_shuffle"),
+        *("sharding_filter", "in_parts", "round_robin", "local_shuffle"),
     }
     assert not [name for name in vars(Stream.of([1])) if not name.startswith("_")]
 

@@ -40,7 +40,6 @@ class LoaderOptions:
     batch_size: Sequence[tuple[int, int]] | None
     balance: Any
     num_batches: int | None
-    num_parts: int | None
     placements: Any
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None
     verify: str | int | None
@@ -77,7 +76,7 @@ class LoaderOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "num_parts"]
+        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches"]
         names += ["verify", "replicas"]
         found = {name: getattr(self, name) for name in names}
         padding = self.padding()
@@ -120,12 +119,11 @@ def check_no_stream_options(options: LoaderOptions) -> None:
     Raises:
         ArgumentError: Such an option is given.
     """
-    kind = type(options.dataloader.dataset).__name__
-    for name, value in (("num_batches", options.num_batches), ("num_parts", options.num_parts)):
-        if value is not None:
-            raise ArgumentError(
-                f"{name}={value!r} is for streams; the {kind} has a length and an index. Leave {name} out."
-            )
+    if options.num_batches is not None:
+        raise ArgumentError(
+            f"num_batches={options.num_batches!r} is for streams; the {type(options.dataloader.dataset).__name__} has "
+            "a length and an index. Leave num_batches out."
+        )
 
 
 def check_no_balance(options: LoaderOptions, why: str) -> None:

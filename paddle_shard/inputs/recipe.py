@@ -23,6 +23,8 @@ class Recipe:
     """Size of the lists that the last stage makes, if it is `batch`."""
     mixed: int | None = None
     """Number of batches whose rows a rank mixes (`local_shuffle`); None: rows are not mixed."""
+    num_parts: int | None = None
+    """P, as the user has chosen it (`in_parts`)."""
 
     def then(self, step: Step, *, one_by_one: bool = False, batched: int | None = None) -> Recipe:
         """Return the recipe with one more stage.

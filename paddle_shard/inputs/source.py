@@ -16,13 +16,13 @@ from paddle_shard.inputs.costs import SampleCosts, costs_of
 from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.step import Deal
+from paddle_shard.plan.stretches import BatchSizes
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator

@@ -321,6 +321,11 @@ def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stag
     stages = {}
     for name, stream in sources.items():
         recipe = stream._recipe
+        if recipe.num_parts is not None:
+            raise ArgumentError(
+                f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
+                f"Stream.mixture(...).in_parts({recipe.num_parts})."
+            )
         if recipe.is_dispatched or recipe.mixed is not None or isinstance(recipe.stage, ExternalSource):
             raise ArgumentError(
                 f"Stream.mixture: source {name!r} cannot be mixed: round_robin and local_shuffle come after the "

@@ -82,7 +82,6 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     dataloader = options.dataloader
     _check_arguments(options)
     chosen = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
-    num_parts = None if options.num_parts is None else int(options.num_parts)
     num_batches = None if options.num_batches is None else int(options.num_batches)
     # True if a field's rows are not the samples: then chunks cannot be joined row by row.
     own_rows = any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)
@@ -102,7 +101,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     plan = None
     if size is not None:
         ranks = 1 if is_dataset_splitted else math.lcm(*(layout.num_data_ranks for layout in layouts))
-        plan = _plan(stream, size, accumulation, ranks, chosen, num_parts, num_batches)
+        plan = _plan(stream, size, accumulation, ranks, chosen, num_batches)
         stage = stream.stage
         if stream.mixed is not None and any(layout.num_data_ranks != own.num_data_ranks for layout in layouts):
             raise ArgumentError(
@@ -115,8 +114,8 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         raise ArgumentError(
             "round_robin dispatches samples: give the DataLoader a batch_size, or the stream a batch stage."
         )
-    elif num_parts is not None:
-        raise ArgumentError(f"num_parts={num_parts}: the stream yields whole global batches, which have no parts.")
+    elif stream.num_parts is not None:
+        raise ArgumentError(f"in_parts({stream.num_parts}): its items are whole global batches, which have no parts.")
     else:
         stage = stream.stage if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
         if not is_dataset_splitted:
@@ -150,7 +149,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     if plan is not None and num_workers > len(parts):
         say_once(
             "num_workers=%d: this rank holds %d parts of the stream, each of which is read by one worker; the other "
-            "workers are not started. More parts (num_parts=) or fewer workers use them all.",
+            "workers are not started. More parts (in_parts()) or fewer workers use them all.",
             num_workers,
             len(parts),
         )
@@ -239,11 +238,10 @@ def _plan(
     accumulation: int,
     num_data_ranks: int,
     tail: str,
-    num_parts: int | None,
     num_batches: int | None,
 ) -> PartsPlan:
     shards = stream.num_shards
-    chosen = num_parts
+    chosen = stream.num_parts
     if chosen is None:
         chosen = choose_num_parts(max(1, size // accumulation), stream.most_even_parts)
         if shards is not None and num_data_ranks > shards:
@@ -256,10 +254,10 @@ def _plan(
         most = choose_num_parts(max(1, size // accumulation), shards)
         if chosen % num_data_ranks and most % num_data_ranks == 0:
             raise ArgumentError(
-                f"num_parts is missing: the stream's {shards} files are not counted and differ so much in size that "
+                f"in_parts() is missing: the stream's {shards} files are not counted and differ so much in size that "
                 f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
                 "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
-                f"cut in the middle; or num_parts={most}, where the tail pads or drops what the parts differ by."
+                f"cut in the middle; or in_parts({most}), where the tail pads or drops what the parts differ by."
             )
     return PartsPlan(
         batch_size=size,
@@ -288,9 +286,8 @@ def _check_arguments(options: LoaderOptions) -> None:
         )
     check_no_batch_sizes(options, "a stream")
     check_no_balance(options, "is a stream, whose samples have no number")
-    for name, value in (("num_parts", options.num_parts), ("num_batches", options.num_batches)):
-        if value is not None:
-            check_count(name, value)
+    if options.num_batches is not None:
+        check_count("num_batches", options.num_batches)
     given = type(options.dataloader)
     if given.__iter__ is not paddle.io.DataLoader.__iter__:
         raise ArgumentTypeError(

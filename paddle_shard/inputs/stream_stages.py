@@ -206,6 +206,26 @@ class StreamStages(paddle.io.IterableDataset):
             return self
         return self._made(self._recipe.then(Stripe))
 
+    def in_parts(self, num_parts: int) -> Self:
+        """Return the stream with P parts, whatever the batch size and the number of files. P is part of its order.
+
+        It divides the rows of a micro-batch, and the number of data ranks divides it. Without `in_parts`, it is the
+        largest divisor of the rows up to 64; for files that are not counted, at most their number, or what their sizes
+        allow to be balanced. A saved state is bound to it.
+
+        Args:
+            num_parts: P.
+
+        Raises:
+            ArgumentError: The number is less than 1.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> stream = Stream.of(range(100)).shuffle(10).in_parts(4)
+        """
+        check_count("num_parts", num_parts)
+        return self._made(replace(self._recipe, num_parts=int(num_parts)))
+
     def round_robin(self) -> Self:
         """Return the stream read by the main process of each data rank, which dispatches samples to its workers.
 

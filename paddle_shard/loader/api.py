@@ -26,6 +26,7 @@ _REMOVED = {
     "ProcessMesh([rank]). If nothing may be read ahead, use prefetch=0 and no workers.",
     "seed_paddle": "Data with an index that draws from Paddle's generator on the CPU is found out. A stream, or a data "
     "set that draws on a device, says so itself: dataset.seed_paddle = True.",
+    "num_parts": "It is the stream's: Stream.in_parts(num_parts), with Stream.of(data) for any other data.",
     "pad_values": "pad_to= says both: pad_to={field: (length, value)}, such as {'input_ids': ('longest', 0)}.",
 }
 """Arguments that there were -> what to do instead."""
@@ -65,7 +66,6 @@ def shard_dataloader(
     batch_size: Sequence[tuple[int, int]] | None = None,
     balance: Any = None,
     num_batches: int | None = None,
-    num_parts: int | None = None,
     placements: Any = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
     verify: str | int | None = "first",
@@ -120,9 +120,6 @@ def shard_dataloader(
             global batch stay the same, and so does the saved state. Of a `Mixture`: a dict of costs by source. All
             ranks must give the same. `stats` has the `imbalance`. None: each data rank takes its stretch of the order.
         num_batches: For streams: the number of steps of an epoch. Parts that end are read again.
-        num_parts: For streams: P, the number of parts of the stream, which is part of its order. It divides the rows of
-            a micro-batch, and the number of data ranks divides it. None: the largest divisor of the rows up to 64; for
-            files that are not counted, at most their number, or what their sizes allow to be balanced.
         placements: For single fields, by key or position: the tensor dim that each axis splits, such as
             `{"input_ids": {"dp": 0, "sep": 1}}`. `Balanced(dim=1)` splits for causal attention. "as read" is for a
             field whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` made
@@ -183,7 +180,6 @@ def shard_dataloader(
         batch_size=batch_size,
         balance=balance,
         num_batches=num_batches,
-        num_parts=num_parts,
         placements=placements,
         pad_to=pad_to,
         verify=verify,

@@ -20,8 +20,7 @@ from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, 
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
-from paddle_shard.place.assignment import assignment
-from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.field import FieldLayout, assignment
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
@@ -124,6 +123,8 @@ def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
+    parts = None if source.stream is None else source.stream.batches.plan
+    facts["num_parts"] = None if parts is None else parts.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
     if source.costs is not None:

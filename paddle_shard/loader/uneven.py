@@ -11,11 +11,11 @@ from paddle_shard.stages.stage import Opening, Stage
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (
     "Files that are counted (counts=True; for tars index=, made by `python -m paddle_shard.cli.index_shards`) are cut "
-    f"into equal parts. Else fewer parts (num_parts=), or many files of one size, make them more alike. {_REPEAT}"
+    f"into equal parts. Else fewer parts (in_parts()), or many files of one size, make them more alike. {_REPEAT}"
 )
 _FILTERED = (
     "The source cuts equal parts, and what stands behind it (a filter, a batch) has left more of some than of others: "
-    f"fewer parts (num_parts=), or a shuffle in front of it, make them more alike. {_REPEAT}"
+    f"fewer parts (in_parts()), or a shuffle in front of it, make them more alike. {_REPEAT}"
 )
 _OWN = f"Give every data rank as much data. {_REPEAT}"
 

@@ -173,7 +173,13 @@ class PadTo:
         if len(kinds) > 1 or (leaf.pad is None and len(set(known)) > 1):
             why = "" if len(kinds) > 1 else "; pad_to does not name it, so its rows must be of one shape"
             raise _differ(leaf.path, rows, why)
-        _check_replicas(leaf, rows)
+        mesh, of_data_rank = leaf.layout.layout, dict[int, dict[int, Row]]()
+        for rank, of_rank in rows.items():
+            if rank in mesh.process_ids:
+                of_data_rank.setdefault(mesh.data_rank(rank, leaf.layout.data_axes), {})[rank] = of_rank
+        for replicas in of_data_rank.values():
+            if len(set(replicas.values())) > 1:
+                raise _differ(leaf.path, replicas, ", which share a data rank and should have read the same rows")
         row = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
         if leaf.pad is not None and leaf.pad.sizes and row:
             size = next((size for size in leaf.pad.sizes if size >= row[0]), None)
@@ -216,24 +222,12 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _shown(row: Row) -> str:
-    return f"{row[0]}{list(row[1:])}" if row else "it has none"
-
-
 def _differ(path: str, rows: Mapping[int, Row], why: str = "") -> BatchStructureError:
-    shown = "; ".join(f"global rank {rank}: {_shown(row)}" for rank, row in sorted(rows.items()))
+    shown = "; ".join(
+        f"global rank {rank}: {f'{row[0]}{list(row[1:])}' if row else 'it has none'}"
+        for rank, row in sorted(rows.items())
+    )
     return BatchStructureError(f"the rows of field {path or 'batch'} differ between ranks{why}: {shown}.")
-
-
-def _check_replicas(leaf: Unplaced, rows: Mapping[int, Row]) -> None:
-    """Refuse rows that differ between ranks that hold the same data."""
-    mesh, of_data_rank = leaf.layout.layout, dict[int, dict[int, Row]]()
-    for rank, row in rows.items():
-        if rank in mesh.process_ids:
-            of_data_rank.setdefault(mesh.data_rank(rank, leaf.layout.data_axes), {})[rank] = row
-    for replicas in of_data_rank.values():
-        if len(set(replicas.values())) > 1:
-            raise _differ(leaf.path, replicas, ", which share a data rank and should have read the same rows")
 
 
 @lru_cache(maxsize=256)

@@ -9,9 +9,8 @@ import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.place.assignment import Assignment, Entry
 from paddle_shard.place.dtensor import place, place_elsewhere, place_mask, split_sequence, take_rows
-from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.field import Assignment, Entry, FieldLayout
 from paddle_shard.place.lengths import PadTo, Unplaced, check_fill
 from paddle_shard.plan.partition import Rows
 from paddle_shard.tree import is_sequence, leaves, mapped_at, rebuild

@@ -11,7 +11,7 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Order, Ordering
-from paddle_shard.plan.parts import MAX_PARTS, choose_num_parts
+from paddle_shard.plan.parts import MAX_PARTS, check_count, choose_num_parts
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Indices, Permutation
 
@@ -40,12 +40,9 @@ class Blocks(Ordering):
     """Blocks whose samples are mixed, at least 1. More blocks mix better; a reader should keep that many open."""
 
     def __post_init__(self) -> None:
-        for name in ("size", "window"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                meaning = "samples in a block on disk" if name == "size" else "blocks that are mixed"
-                raise ArgumentError(f"Blocks: {name} must be an int >= 1 ({meaning}), got {value!r}.")
-            object.__setattr__(self, name, int(value))
+        for name, meaning in (("size", "samples in a block on disk"), ("window", "blocks that are mixed")):
+            count = check_count(f"Blocks: {name}", getattr(self, name), meaning=meaning)
+            object.__setattr__(self, name, count)
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """Return the order of an epoch; a loader calls it.

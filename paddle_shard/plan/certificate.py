@@ -168,20 +168,18 @@ def folded(legs: Iterable[Leg]) -> list[Leg]:
     owners: dict[Any, list[Leg]] = defaultdict(list)
     for leg in sorted(found.values()):
         owners[leg.owner].append(leg)
-    return [leg for own in owners.values() for leg in (own if len(own) <= _MOST else _inside_as_one(own))]
-
-
-def _inside_as_one(legs: list[Leg]) -> list[Leg]:
-    """Return the legs of an owner, with those inside others merged into one."""
-    kept, inside = list[Leg](), None
-    for leg in legs:
-        around = (o for o in legs if o != leg and o.times > 0 and o.first <= leg.first and leg.end <= o.end)
-        if leg.times > 0 and next(around, None) is None:
-            kept.append(leg)
-            continue
-        times = -abs(leg.times)
-        inside = leg._replace(times=times) if inside is None else inside.joined(leg, inside.times + times)
-    return kept if inside is None else [*kept, inside]
+    few: list[Leg] = []
+    for own in owners.values():
+        inside = None
+        for leg in own:
+            around = (o for o in own if o != leg and o.times > 0 and o.first <= leg.first and leg.end <= o.end)
+            if len(own) <= _MOST or (leg.times > 0 and next(around, None) is None):
+                few.append(leg)
+                continue
+            times = -abs(leg.times)
+            inside = leg._replace(times=times) if inside is None else inside.joined(leg, inside.times + times)
+        few += [] if inside is None else [inside]
+    return few
 
 
 # Combining what the ranks know
@@ -210,7 +208,14 @@ def merge(accounts: Iterable[Account]) -> tuple[list[Leg], list[str]]:
     pieces: list[Leg] = []
     for legs in (known, drawn.union(*replicas.values())):
         _put_together(legs, whole, pieces, problems)
-    return folded([*_chained(whole), *pieces]), problems
+    chained: list[Leg] = []
+    for leg in sorted(whole):
+        before = [o for o in chained if (o.end, o.owner, o.times) == (leg.first, leg.owner, leg.times) and o.times > 0]
+        if before:
+            chained.remove(before[0])
+            leg = before[0].joined(leg, leg.times)
+        chained.append(leg)
+    return folded([*chained, *pieces]), problems
 
 
 def _put_together(legs: set[Leg], whole: list[Leg], pieces: list[Leg], problems: list[str]) -> None:
@@ -239,18 +244,6 @@ def _put_together(legs: set[Leg], whole: list[Leg], pieces: list[Leg], problems:
         for leg in of_ranks.values():
             total = plus(total, leg.total)
         whole.append(Leg(leg.epoch, first, end, ALL, 1, *total, times))
-
-
-def _chained(legs: Iterable[Leg]) -> list[Leg]:
-    """Return the legs, with adjacent legs joined into one."""
-    found: list[Leg] = []
-    for leg in sorted(legs):
-        before = [o for o in found if (o.end, o.owner, o.times) == (leg.first, leg.owner, leg.times) and o.times > 0]
-        if before:
-            found.remove(before[0])
-            leg = before[0].joined(leg, leg.times)
-        found.append(leg)
-    return found
 
 
 # The proof

@@ -62,26 +62,26 @@ class MeshLayout:
             (0, 2)
         """
         names = () if axes is None else (axes,) if isinstance(axes, str | int) else tuple(axes)
-        found = [self._axis_index(name) for name in names]
+        found = []
+        for name in names:
+            if isinstance(name, int) and not isinstance(name, bool):
+                if not -len(self.shape) <= name < len(self.shape):
+                    raise AxisError(
+                        f"shard_dims: axis {name} is out of range for a mesh with {len(self.shape)} axes {self.axes}."
+                    )
+                found.append(name % len(self.shape))
+            elif name in self.axes:
+                found.append(self.axes.index(name))
+            else:
+                near = difflib.get_close_matches(str(name).lower(), [axis.lower() for axis in self.axes], n=1)
+                hint = next((f" Did you mean {axis!r}?" for axis in self.axes if axis.lower() in near), "")
+                raise AxisError(
+                    f"shard_dims: the mesh has no axis {name!r}; its axes are {list(self.axes)} "
+                    f"with shape {list(self.shape)}.{hint}"
+                )
         if len(set(found)) != len(found):
             raise AxisError(f"shard_dims names an axis twice: {list(names)}. Name each axis once.")
         return tuple(sorted(found))
-
-    def _axis_index(self, axis: str | int) -> int:
-        if isinstance(axis, int) and not isinstance(axis, bool):
-            if -len(self.shape) <= axis < len(self.shape):
-                return axis % len(self.shape)
-            raise AxisError(
-                f"shard_dims: axis {axis} is out of range for a mesh with {len(self.shape)} axes {self.axes}."
-            )
-        if axis in self.axes:
-            return self.axes.index(axis)
-        near = difflib.get_close_matches(str(axis).lower(), [name.lower() for name in self.axes], n=1)
-        hint = next((f" Did you mean {name!r}?" for name in self.axes if name.lower() in near), "")
-        raise AxisError(
-            f"shard_dims: the mesh has no axis {axis!r}; its axes are {list(self.axes)} "
-            f"with shape {list(self.shape)}.{hint}"
-        )
 
     def coordinate(self, global_rank: int) -> tuple[int, ...]:
         """Return the coordinate of a process, one number per axis.

@@ -261,7 +261,7 @@ class SourceEpochs:
         return 0, 0
 
 
-class MixtureOrder:
+class MixtureOrder(Blockwise):
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
     def __init__(self, mixing: Mixing, seed: int, many: Permutations, first: int, length: int) -> None:
@@ -274,9 +274,9 @@ class MixtureOrder:
             first: Position of the run at which the epoch begins.
             length: Samples of the epoch.
         """
-        self.mixing, self.first, self.length = mixing, first, length
+        super().__init__(length)
+        self.mixing, self.first = mixing, first
         self._seed, self._orders = seed, many if mixing.shuffled else None
-        self._blocks = Blockwise(self, length)
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
@@ -286,10 +286,6 @@ class MixtureOrder:
         indices = places if self._orders is None else self._orders(sources, epochs, lengths, places)
         found: Indices = sample_ids(sources, epochs, indices).reshape(positions.shape)
         return found
-
-    def between(self, start: int, stop: int) -> Indices:
-        """Return the ids of the samples at positions [start, stop); a few come from a block that is kept."""
-        return self._blocks(start, stop)
 
     def inverse(self, samples: Indices) -> Indices:
         """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""

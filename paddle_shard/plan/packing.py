@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shuffle import Indices
 
 MAX_WINDOW = 1 << 16
@@ -129,10 +130,9 @@ class Packing:
                 f"lengths must be an array of ints >= 0, one for each document, got {lengths.dtype} of shape "
                 f"{list(lengths.shape)}."
             )
-        for name, value, most in (("length", length, 1 << 40), ("window", window, MAX_WINDOW)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
-                raise ArgumentError(f"{name} must be an int in [1, {most}], got {value!r}.")
-        self.length, self.window, self.lengths = int(length), int(window), lengths
+        self.length = check_count("length", length, most=1 << 40)
+        self.window = check_count("window", window, most=MAX_WINDOW)
+        self.lengths = lengths
         self.num_tokens = int(lengths.sum(dtype=np.int64))
         """Tokens of all documents."""
         if self.num_tokens == 0:
@@ -143,7 +143,8 @@ class Packing:
         """Documents, and the stretches of long ones."""
         orders, sizes, self.most_pieces = [], [], 0
         for first in range(0, self.num_pieces, self.window):
-            rows, num_rows = fitted(self._lengths_of(first), self.length)
+            _, begins, ends = self._cut(np.arange(first, min(first + self.window, self.num_pieces)))
+            rows, num_rows = fitted(ends - begins, self.length)
             orders.append(np.argsort(rows, kind="stable").astype(np.uint16))
             sizes.append(np.bincount(rows, minlength=num_rows))
         per_row = np.concatenate(sizes)
@@ -170,21 +171,13 @@ class Packing:
         """
         begin, end = int(self._begin[row]), int(self._begin[row + 1])
         window = begin // self.window * self.window
-        return [self._piece(window + number) for number in self._order[begin:end].tolist()]
+        cut = self._cut(window + self._order[begin:end].astype(np.int64))
+        return [Piece(*piece) for piece in zip(*(values.tolist() for values in cut), strict=True)]
 
-    def _lengths_of(self, first: int) -> Indices:
-        """Return the lengths of a window's pieces."""
-        if self._first_piece is None:
-            return self.lengths[first : first + self.window].astype(np.int64)
-        numbers = np.arange(first, min(first + self.window, self.num_pieces))
+    def _cut(self, numbers: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return the document of each piece, its first token there, and the token after its last one."""
+        if self._first_piece is None:  # no document is longer than a row
+            return numbers, np.zeros_like(numbers), self.lengths[numbers].astype(np.int64)
         documents = np.searchsorted(self._first_piece, numbers, "right") - 1
-        begin = (numbers - self._first_piece[documents]) * self.length
-        found: Indices = np.minimum(self.lengths[documents].astype(np.int64) - begin, self.length)
-        return found
-
-    def _piece(self, number: int) -> Piece:
-        document = number
-        if self._first_piece is not None:
-            document = int(np.searchsorted(self._first_piece, number, "right")) - 1
-        first = 0 if self._first_piece is None else (number - int(self._first_piece[document])) * self.length
-        return Piece(document, first, min(int(self.lengths[document]), first + self.length))
+        begins = (numbers - self._first_piece[documents]) * self.length
+        return documents, begins, np.minimum(self.lengths[documents].astype(np.int64), begins + self.length)

@@ -57,18 +57,20 @@ class PartsPlan:
             check_count("num_batches", self.num_batches)
         object.__setattr__(self, "ending", find_tail(self.tail, stream=True))
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
-        works = [p for p in _divisors(self.micro_rows) if p % self.num_data_ranks == 0]
+        if self.micro_rows % self.num_parts == 0 and self.num_parts % self.num_data_ranks == 0:
+            return
+        multiples = range(self.num_data_ranks, self.micro_rows + 1, self.num_data_ranks)
+        works = [number for number in multiples if self.micro_rows % number == 0]
         if self.micro_rows % self.num_parts:
             raise ArgumentError(
                 f"num_parts={self.num_parts} must divide the {self.micro_rows} rows of "
                 f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. Values that work for "
                 f"{self.num_data_ranks} data ranks: {_listed(works)}."
             )
-        if self.num_parts % self.num_data_ranks:
-            raise ArgumentError(
-                f"num_parts={self.num_parts}: {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
-                f"Values that work with this batch: {_listed(works)}."
-            )
+        raise ArgumentError(
+            f"num_parts={self.num_parts}: {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
+            f"Values that work with this batch: {_listed(works)}."
+        )
 
     @property
     def micro_rows(self) -> int:
@@ -120,7 +122,7 @@ class PartsPlan:
         if self.repeats and 0 in lengths:
             raise ArgumentError(
                 f"part {lengths.index(0)} of {self.num_parts} has no sample to repeat. Use fewer parts "
-                "(num_parts=), or tail='pad' or 'drop'."
+                "(in_parts()), or tail='pad' or 'drop'."
             )
         if self.num_batches is not None:
             return self.num_batches
@@ -163,15 +165,20 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
     return max(d for d in range(1, min(limit, micro_rows) + 1) if micro_rows % d == 0)
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuse a value that is not an int >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ArgumentError(f"{name} must be an int >= 1, got {value!r}.")
+def check_count(name: str, value: object, least: int = 1, most: int | None = None, meaning: str = "") -> int:
+    """Return an argument as an int; refuse what is not an int of at least `least` and at most `most`.
 
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    Args:
+        name: Its name in the error.
+        value: The argument: an int or one of numpy's.
+        least: The least that is allowed.
+        most: The most that is allowed; None: anything.
+        meaning: What it counts, for the error.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least or value > (most or value):
+        allowed = f">= {least}" if most is None else f"in [{least}, {most}]"
+        raise ArgumentError(f"{name} must be an int {allowed}{meaning and f' ({meaning})'}, got {value!r}.")
+    return int(value)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.order import Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_row, slice_rows
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices
 from paddle_shard.plan.stretches import Stretches, check_segments
 from paddle_shard.plan.tails import Tail, find_tail
@@ -75,29 +76,31 @@ class ShardPlan:
     """The ordering that `shuffle` names or is."""
     ending: Tail = field(init=False, repr=False, compare=False)
     _stretches: Stretches = field(init=False, repr=False, compare=False)
-    _num_steps: int = field(init=False, repr=False, compare=False)
-    _num_positions: int = field(init=False, repr=False, compare=False)
+    num_steps: int = field(init=False, repr=False, compare=False)
+    """Steps of an epoch, the same on every rank; 0 if "drop" leaves nothing."""
+    num_positions: int = field(init=False, repr=False, compare=False)
+    """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.num_samples, int) and self.num_samples == 0:
+            raise ArgumentError(
+                f"num_samples must be an int >= 1, got {self.num_samples!r}. An empty data set cannot be sharded."
+            )
         for name in ("num_samples", "batch_size", "num_data_ranks", "accumulation"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                hint = " An empty data set cannot be sharded." if name == "num_samples" and value == 0 else ""
-                raise ArgumentError(f"{name} must be an int >= 1, got {value!r}.{hint}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if self.num_samples > MAX_SAMPLES:
             raise ArgumentError(f"num_samples must be at most 2^62, got {self.num_samples}.")
         object.__setattr__(self, "ordering", find_ordering(self.shuffle))
         object.__setattr__(self, "ending", find_tail(self.tail))
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
         positions = self.ordering.num_positions(self.num_samples, self.num_data_ranks)
-        object.__setattr__(self, "_num_positions", positions)
+        object.__setattr__(self, "num_positions", positions)
         segments = self.segments or ((0, self.batch_size),)
         check_segments(segments, self.batch_size, positions)
         end = segments[-1][0] if self.ended else positions
         stretches = Stretches(segments=segments, end=end)
         object.__setattr__(self, "_stretches", stretches)
-        object.__setattr__(self, "_num_steps", stretches.num_full + (self._rows_for(stretches.rest) > 0))
+        object.__setattr__(self, "num_steps", stretches.num_full + (self._rows_for(stretches.rest) > 0))
         if self.ending.refuses and stretches.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
@@ -112,25 +115,10 @@ class ShardPlan:
         return self.num_data_ranks * self.accumulation
 
     @property
-    def num_positions(self) -> int:
-        """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
-        return self._num_positions
-
-    @property
     def width(self) -> int:
         """Rows of a micro-batch when the epoch began; an order of blocks keeps this width until the epoch ends."""
         size = self.segments[0][1] if self.segments else self.batch_size
         return max(1, size // self.accumulation)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of an epoch, the same on every rank; 0 if "drop" leaves nothing."""
-        return self._num_steps
-
-    @property
-    def alike_from(self) -> int:
-        """The step from which all batches have the same number of rows, except perhaps the last."""
-        return self._stretches.last[0]
 
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last step.
@@ -229,13 +217,10 @@ class ShardPlan:
             rows = np.asarray(rows, np.int64)
         if not rows.size:
             return np.empty(0, np.int64)
-        return self._samples(order(self._in_epoch(start + rows, epoch)))
-
-    def _in_epoch(self, positions: Rows, epoch: int) -> Rows:
-        """Return positions with those of padding, past the end of the epoch, replaced by those of its samples."""
-        end = self.num_positions
+        positions, end = start + rows, self.num_positions
         first = self.ordering.padding_from(epoch, end)
-        return np.where(positions < end, positions, first + (positions - end) % (end - first))
+        # Rows of padding lie past the end of the epoch: they hold its samples from `first` on.
+        return self._samples(order(np.where(positions < end, positions, first + (positions - end) % (end - first))))
 
     def _samples(self, found: Indices) -> Indices:
         """Return samples for entries of the order, in which Paddle's padding has numbers past the last sample."""

@@ -35,7 +35,40 @@ _FINISH = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 
-class Permutation:
+class Blockwise:
+    """An order whose short stretches are cut from the newest block of 4096 positions that was computed."""
+
+    _newest: tuple[int, Indices] = (-1, np.empty(0, np.int64))
+    """The block's first position, and the samples of the block."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        """Number of positions."""
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Return the sample at each position: int64, same shape."""
+        raise NotImplementedError
+
+    def between(self, start: int, stop: int) -> Indices:
+        """Return the samples at positions [start, stop)."""
+        if stop - start >= BLOCK:
+            return self(np.arange(start, stop, dtype=np.int64))
+        parts = []
+        while start < stop:
+            first, block = self._newest  # read once, as one value: threads share an order
+            if first != start - start % BLOCK:
+                first = start - start % BLOCK
+                block = self(np.arange(first, min(first + BLOCK, self.length), dtype=np.int64))
+                self._newest = first, block
+            upto = min(stop, first + BLOCK)
+            parts.append(block[start - first : upto - first])
+            start = upto
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+class Permutation(Blockwise):
     """A keyed bijection of [0, n): an alternating Feistel network on Z_a x Z_b, repeated until the result is inside.
 
     a = ceil(sqrt(n)) and b = ceil(n / a), so a * b < n + a and a walk of more than one step is rare. (Black
@@ -51,14 +84,13 @@ class Permutation:
         """
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise ValueError(f"num_samples must be in [1, 2^62], got {num_samples}.")
-        self.num_samples = num_samples
+        super().__init__(num_samples)
         keys = np.frombuffer(key, dtype="<u8").astype(np.uint64)
         self._table = self._inverse_table = None
         if num_samples <= TABLE_MAX:
             self._table = draw_tables(keys[None], num_samples)[0].astype(np.int64)
             self._inverse_table = np.argsort(self._table, kind="stable").astype(np.int64)
         self._limit, self._sizes, self._rounds = np.uint64(num_samples), network_sizes(num_samples), list(keys[:ROUNDS])
-        self._blocks = Blockwise(self, num_samples)
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
@@ -73,46 +105,8 @@ class Permutation:
             return self._inverse_table[samples]
         return self._apply(samples, backward=True)
 
-    def between(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop); a few samples come from a cached block."""
-        if self._table is not None:
-            return self(np.arange(start, stop, dtype=np.int64))
-        return self._blocks(start, stop)
-
     def _apply(self, values: Indices, *, backward: bool) -> Indices:
         return walk(values, self._limit, lambda x, _: network(x, self._sizes, self._rounds, backward=backward))
-
-
-class Blockwise:
-    """Short stretches of an order, cut from the newest block of 4096 positions that was computed."""
-
-    def __init__(self, order: Callable[[Indices], Indices], length: int) -> None:
-        """Compute nothing yet.
-
-        Args:
-            order: Returns the sample at each position.
-            length: Number of positions.
-        """
-        self._order, self._length = order, length
-        self._start, self._block = -1, np.empty(0, np.int64)
-
-    def __call__(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop)."""
-        if stop - start >= BLOCK:
-            return self._order(np.arange(start, stop, dtype=np.int64))
-        parts = []
-        while start < stop:
-            block_start = start - start % BLOCK
-            if block_start != self._start:
-                end = min(block_start + BLOCK, self._length)
-                self._block = self._order(np.arange(block_start, end, dtype=np.int64))
-                self._start = block_start
-            upto = min(stop, block_start + BLOCK)
-            parts.append(self._block[start - block_start : upto - block_start])
-            start = upto
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def network_sizes(num_samples: int) -> tuple[np.uint64, np.uint64]:
@@ -281,21 +275,17 @@ class Permutations:
         self._sizes[:, start : start + count] = np.array([network_sizes(length) for length in lengths.tolist()]).T
         for length in np.unique(lengths[lengths <= TABLE_MAX]).tolist():
             rows = np.flatnonzero(lengths == length)
-            self._draw_tables(start + rows, keys[rows], length)
+            tables = draw_tables(keys[rows], length).astype(np.int16)
+            end = self._entries + tables.size
+            if end > len(self._tables):
+                grown = np.empty(max(end, 2 * len(self._tables)), np.int16)
+                grown[: self._entries] = self._tables[: self._entries]
+                self._tables = grown
+            self._tables[self._entries : end] = tables.reshape(-1)
+            self._table_at[start + rows] = self._entries + np.arange(len(rows)) * length
+            self._entries = end
         self._slot[sources], self._epoch[sources] = start + np.arange(count), epochs
         self._count += count
-
-    def _draw_tables(self, slots: Indices, keys: Words, length: int) -> None:
-        """Draw the tables of some epochs of one length, as `Permutation` draws one."""
-        tables = draw_tables(keys, length).astype(np.int16)
-        end = self._entries + tables.size
-        if end > len(self._tables):
-            grown = np.empty(max(end, 2 * len(self._tables)), np.int16)
-            grown[: self._entries] = self._tables[: self._entries]
-            self._tables = grown
-        self._tables[self._entries : end] = tables.reshape(-1)
-        self._table_at[slots] = self._entries + np.arange(len(slots)) * length
-        self._entries = end
 
     def _walk(self, slots: Indices, lengths: Indices, places: Indices) -> Indices:
         """Return the images of some places in the networks of their slots."""

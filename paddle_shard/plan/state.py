@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.errors import StateError
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
@@ -52,10 +50,6 @@ class History:
         """Return the samples of an epoch, if they are `length` where nothing has changed."""
         found = [samples for first, samples in self.lengths if first <= epoch]
         return found[-1] if found else length
-
-    def first_sample(self, length: int, epoch: int) -> int:
-        """Return the sample of the run with which an epoch begins, if `length` is that of epochs without changes."""
-        return sum(self.length(length, one) for one in range(epoch)) if self.lengths else epoch * length
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the history for a saved state; None if nothing has changed."""
@@ -171,7 +165,7 @@ class LoaderState:
         if "num_parts" in different:  # with another number of parts, each part holds other samples
             raise StateError(
                 f"state is of a stream in {then.get('num_parts')} parts, but this one is cut into "
-                f"{now.get('num_parts')}, which hold other samples. Give num_parts={then.get('num_parts')}, and a "
+                f"{now.get('num_parts')}, which hold other samples. Give it in_parts({then.get('num_parts')}), and a "
                 "batch size that it divides; num_parts cannot be overridden."
             )
         if unknown := sorted(set(override) - {*now, *then}):
@@ -199,17 +193,6 @@ class LoaderState:
         if kept and kept[-1][1] == batch_size:
             return kept
         return (*kept, (self.samples, batch_size))
-
-
-def checked_epoch(epoch: Any) -> int:
-    """Return an epoch.
-
-    Raises:
-        ArgumentError: It is none.
-    """
-    if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or epoch < 0:
-        raise ArgumentError(f"epoch must be an int >= 0, got {epoch!r}.")
-    return int(epoch)
 
 
 def _check_shape(saved: Mapping[str, Any]) -> None:
@@ -339,10 +322,3 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     begun = [segment for segment in plan.ordering.segments if segment.first <= at][-1:]
     later = [segment for segment in plan.ordering.segments if segment.first > at]
     return replace(history, lengths=lengths, segments=(*past, *(replace(one, first=at) for one in begun), *later))
-
-
-def switched(mixing: Mixing, at: int, parts: tuple[int, ...]) -> tuple[Segment, ...]:
-    """Return the segments of a mixture with other weights from a position of the run on."""
-    lengths = mixing.segments[mixing.segment_at(at)].lengths
-    past = [segment for segment in mixing.segments if segment.first < at]
-    return (*past, Segment(at, parts, lengths))

@@ -1,4 +1,4 @@
-"""Where does each step of an epoch begin, if the batch size changes on the way?"""
+"""Which batch size does a step have, and where does it begin, if the size changes on the way?"""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ class Stretches:
             steps.append(steps[-1] + -(-(end - first) // size))
         object.__setattr__(self, "_steps", tuple(steps))
         object.__setattr__(self, "_firsts", tuple(starts))
-
-    @property
-    def last(self) -> tuple[int, int, int]:
-        """(first step, first position, batch size) of the last stretch."""
-        return self._steps[-1], *self.segments[-1]
 
     @property
     def rest(self) -> int:
@@ -88,3 +83,46 @@ def check_segments(segments: tuple[tuple[int, int], ...], batch_size: int, num_p
             "segments must begin at 0, hold whole batches only, and end with this batch size "
             f"{batch_size}, got {segments}."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The global batch of each stretch of a run.
+
+    A batch is never cut: a new size holds from the first batch that begins at the given sample or after it. What is
+    left of an epoch is its short last batch, and the next epoch begins with the size that is due by then.
+
+    Examples:
+        >>> sizes = BatchSizes(((0, 4), (10, 6)))
+        >>> sizes.segments(origin=0, at=0, end=30), sizes.segments(origin=30, at=0, end=30)
+        (((0, 4), (12, 6)), ((0, 6),))
+    """
+
+    entries: tuple[tuple[int, int], ...]
+    """(sample of the run, rows of a global batch from there on); the first sample is 0, and they ascend."""
+
+    def __post_init__(self) -> None:
+        firsts = [first for first, _ in self.entries]
+        if firsts[:1] != [0] or any(one >= other for one, other in pairwise(firsts)):
+            raise ArgumentError(f"batch_size: the schedule must begin at sample 0 and ascend, got {firsts}.")
+
+    def segments(self, *, origin: int, at: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return (first position, batch size) for each stretch of an epoch.
+
+        Args:
+            origin: The sample of the run with which the epoch begins.
+            at: Position in the epoch at which the first of the stretches begins.
+            end: Position after the last.
+        """
+        due = [size for first, size in self.entries if first <= origin + at]
+        found = [(at, due[-1])]
+        for first, size in self.entries[len(due) :]:
+            begun, before = found[-1]
+            switch = begun + max(0, -(-(first - origin - begun) // before)) * before
+            if switch >= end:
+                break
+            if switch == begun:
+                found.pop()
+            if not found or found[-1][1] != size:
+                found.append((switch, size))
+        return tuple(found)

@@ -246,30 +246,27 @@ class Chairman:
 
     def _compute(self, end: int) -> None:
         """Extend the table to `end` entries or more."""
+        waiting, count = self._waiting, len(self._parts)
         while self._known < end:
-            self._extend(min(self._known + CHUNK, self.period))
-
-    def _extend(self, end: int) -> None:
-        start, count = self._known, len(self._parts)
-        times, keys = self._releases(end)
-        waiting, found, at = self._waiting, [], 0
-        last = len(times)
-        for position in range(start, end):
-            while at < last and times[at] <= position:
-                heapq.heappush(waiting, keys[at])
-                at += 1
-            found.append(heapq.heappop(waiting) % count)
-        for key in keys[at:]:
-            heapq.heappush(waiting, key)
-        sources = np.array(found, self._source.dtype)
-        order = np.argsort(sources, kind="stable")
-        number = np.bincount(sources, minlength=count)
-        begin = np.cumsum(number) - number
-        draws = np.empty(end - start, np.int64)
-        draws[order] = np.arange(end - start) - np.repeat(begin - self._counts, number)
-        self._source[start:end], self._draw[start:end] = sources, draws
-        self._counts += number
-        self._known = end
+            start, stop = self._known, min(self._known + CHUNK, self.period)
+            times, keys = self._releases(stop)
+            found, at, last = [], 0, len(times)
+            for position in range(start, stop):
+                while at < last and times[at] <= position:
+                    heapq.heappush(waiting, keys[at])
+                    at += 1
+                found.append(heapq.heappop(waiting) % count)
+            for key in keys[at:]:
+                heapq.heappush(waiting, key)
+            sources = np.array(found, self._source.dtype)
+            order = np.argsort(sources, kind="stable")
+            number = np.bincount(sources, minlength=count)
+            begin = np.cumsum(number) - number
+            draws = np.empty(stop - start, np.int64)
+            draws[order] = np.arange(stop - start) - np.repeat(begin - self._counts, number)
+            self._source[start:stop], self._draw[start:stop] = sources, draws
+            self._counts += number
+            self._known = stop
 
     def _releases(self, end: int) -> tuple[list[int], list[int]]:
         """Return the draws that may be made from now on and before `end`: the first position, and deadline and source.

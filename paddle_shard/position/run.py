@@ -18,9 +18,10 @@ from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import Account, Certificate, folded, merge, proof
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.partition import place_of_row, row_of_place
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import History, LoaderState, checked_epoch, grown
+from paddle_shard.plan.state import History, LoaderState, grown
 from paddle_shard.plan.step import Step, all_rows
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
@@ -88,7 +89,7 @@ class Run:
 
     def set_epoch(self, epoch: int, others: Mapping[str, Any]) -> None:
         """Choose the epoch of the passes that begin from now on; the user's sampler is told."""
-        epoch = checked_epoch(epoch)
+        epoch = check_count("epoch", epoch, 0)
         owners: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
         told = [sampler for sampler in owners if hasattr(sampler, "set_epoch")]
         if others and not told:
@@ -352,7 +353,7 @@ class Run:
                 "skip(): an iterator of the loader is open, which has read ahead. Close it, or load a state: what is "
                 "left out holds for iterators that are made afterwards."
             )
-        epoch = checked_epoch(self.epoch if epoch is None else epoch)
+        epoch = check_count("epoch", self.epoch if epoch is None else epoch, 0)
         start, left = self.start(epoch), self._newest
         if left is not None and left.epoch == epoch and left.at.steps > start.steps:
             raise ArgumentError(

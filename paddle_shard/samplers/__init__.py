@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paddle_shard.samplers.batches import IndexBatches
-from paddle_shard.samplers.plan_batches import PlanBatches, global_batch
+from paddle_shard.samplers.plan_batches import IndexBatches, PlanBatches, global_batch
 from paddle_shard.samplers.user_batches import UserBatches
 
 __all__ = ["IndexBatches", "PlanBatches", "UserBatches", "global_batch"]

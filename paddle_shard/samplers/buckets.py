@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Indices, Permutation
 
@@ -71,8 +72,8 @@ class BucketBatchSampler:
             )
         sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "window": window, "multiple_of": multiple_of}
         for name, value in sizes.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
-                raise ArgumentError(f"{name} must be an int >= 1, got {value!r}.")
+            if value is not None:
+                check_count(name, value)
         if batch_size is not None and batch_size % multiple_of:
             raise ArgumentError(f"batch_size={batch_size} must be a multiple of multiple_of={multiple_of}.")
         unit = batch_size or multiple_of

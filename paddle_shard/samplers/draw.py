@@ -80,11 +80,8 @@ def samplers(sampler: Any) -> list[Any]:
 
 def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
-    return next((s for s in samplers(sampler) if _has_state(s)), None)
-
-
-def _has_state(sampler: Any) -> bool:
-    return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
+    wanted = ("state_dict", "load_state_dict")
+    return next((s for s in samplers(sampler) if all(callable(getattr(s, name, None)) for name in wanted)), None)
 
 
 def _indices(found: Any, step: int) -> list[Any]:

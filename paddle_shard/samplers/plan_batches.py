@@ -1,4 +1,4 @@
-"""How does a `ShardPlan` become the batches of an epoch?"""
+"""What are the batches of an epoch of data with an index, and how does a `ShardPlan` become them?"""
 
 from __future__ import annotations
 
@@ -6,12 +6,47 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paddle_shard.plan.batch_sizes import BatchSizes
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.state import History, LoaderState, switched
-from paddle_shard.plan.step import Deal, GlobalBatch
-from paddle_shard.samplers.batches import IndexBatches
+from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.state import History, LoaderState
+from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
+from paddle_shard.plan.stretches import BatchSizes
+from paddle_shard.plan.weights import Segment
+
+
+class IndexBatches:
+    """All global batches of any epoch, and what a rank reads of them."""
+
+    deal: Deal | None
+    """How rows are dealt to the data ranks by cost; None: they stay in their order."""
+
+    @property
+    def knows_length(self) -> bool:
+        """True if `len` costs nothing."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, the same on every rank."""
+        raise NotImplementedError
+
+    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
+        """Iterate over the global batches of an epoch, independently of any other iteration.
+
+        Args:
+            epoch: The epoch.
+            resumed: A position in this epoch to begin at.
+        """
+        raise NotImplementedError
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the order depends on: JSON-able, without the batch size."""
+        raise NotImplementedError
+
+    def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, *, compared: bool = False) -> Iterator[Step]:
+        """Yield the steps of one rank from a position on; see `rank_steps`."""
+        batches = self.epoch(start.epoch, start)
+        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=self.deal, compared=compared)
 
 
 def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
@@ -85,7 +120,11 @@ class PlanBatches(IndexBatches):
         """Return the stretches of an epoch that resumes from a saved position, perhaps with another batch size."""
         if self._sizes is None or resumed.ended:
             return resumed.continued(plan.batch_size)
-        origin = self._history.first_sample(self.plan.num_samples, resumed.epoch)
+        length = self.plan.num_samples
+        if self._history.lengths:
+            origin = sum(self._history.length(length, epoch) for epoch in range(resumed.epoch))
+        else:
+            origin = resumed.epoch * length
         (_, size), *later = self._sizes.segments(origin=origin, at=resumed.samples, end=plan.num_positions)
         return (*resumed.continued(size), *later)
 
@@ -137,4 +176,6 @@ class PlanBatches(IndexBatches):
         """
         mixing = self._changed.ordering
         assert isinstance(mixing, Mixing)
-        self.history = replace(self.history, segments=switched(mixing, at, parts))
+        past = [segment for segment in mixing.segments if segment.first < at]
+        lengths = mixing.segments[mixing.segment_at(at)].lengths
+        self.history = replace(self.history, segments=(*past, Segment(at, parts, lengths)))

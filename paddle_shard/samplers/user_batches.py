@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
@@ -15,8 +15,8 @@ from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch
 from paddle_shard.plan.tails import Tail
-from paddle_shard.samplers.batches import IndexBatches
 from paddle_shard.samplers.draw import Draw, Drawn, owner_of, samplers
+from paddle_shard.samplers.plan_batches import IndexBatches
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
 
 
@@ -67,11 +67,6 @@ class UserBatches(IndexBatches):
     def knows_length(self) -> bool:
         """True if the length is known without counting."""
         return self.num_steps is not None or (self._says_length and hasattr(self.batch_sampler, "__len__"))
-
-    @property
-    def _drops_itself(self) -> bool:
-        """True if the sampler itself drops short batches, so all that it yields is served, smaller batches too."""
-        return bool(getattr(self.batch_sampler, "drop_last", False)) and not self.consecutive
 
     @property
     def _says_length(self) -> bool:
@@ -142,11 +137,11 @@ class UserBatches(IndexBatches):
             if resumed.sampler is not None and "end" in resumed.sampler:
                 self._ends[epoch] = resumed.sampler["end"]
             return iter(())
-        draw = Draw(self._own(epoch), epoch, PrivateRandomness(self.generators, self._seed_of(epoch)))
+        draw = self._draw(self._own(epoch), epoch)
         return self._seen_to_end(self._batches(draw, resumed), resumed)
 
-    def _seed_of(self, epoch: int) -> int:
-        return derive_seed("sampler", self.seed, epoch)
+    def _draw(self, sampler: Any, epoch: int) -> Draw:
+        return Draw(sampler, epoch, PrivateRandomness(self.generators, derive_seed("sampler", self.seed, epoch)))
 
     def _own(self, epoch: int) -> Any:
         """Return the sampler for a pass. It is made at once, so later changes do not affect the pass."""
@@ -236,7 +231,7 @@ class UserBatches(IndexBatches):
         while found is not None:
             batch, state = found
             following = None
-            if self._is_short(batch):
+            if len(batch) % self._unit or len(batch) < (self.nominal_size or 0):
                 following = next(drawn, None)
                 if following is None:
                     if "now" in saved and resumed.samples:
@@ -247,7 +242,7 @@ class UserBatches(IndexBatches):
             noted = draw.noted(batch, state)
             yield self._global(batch, step, noted)
             found = next(drawn, None) if following is None else following
-            if len(head) < self._head_size:
+            if len(head) < (self.nominal_size or self._unit):
                 head += batch
             step += 1
         if draw.owner is not None:
@@ -255,12 +250,12 @@ class UserBatches(IndexBatches):
 
     def _head(self, draw: Draw) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
-        again = Draw(self._copy(), draw.epoch, PrivateRandomness(self.generators, self._seed_of(draw.epoch)))
+        again = self._draw(self._copy(), draw.epoch)
         again.load(draw.began, draw.began)
         head: list[Any] = []
         for batch, _ in again:
             head += batch
-            if len(head) >= self._head_size:
+            if len(head) >= (self.nominal_size or self._unit):
                 break
         return head
 
@@ -276,7 +271,7 @@ class UserBatches(IndexBatches):
                     f"ends after {passed}: its order differs from the saved one. {_REPLAYED}"
                 )
             batch, _ = found
-            if len(head) < self._head_size:
+            if len(head) < (self.nominal_size or self._unit):
                 head += batch
             passed += len(batch)
             rest = batch[len(batch) - (passed - samples) :] if passed > samples else []
@@ -293,29 +288,12 @@ class UserBatches(IndexBatches):
             )
         if not rest:
             return drawn
-        return self._cut_anew(rest, drawn)
-
-    def _cut_anew(self, rest: list[Any], drawn: Iterator[Drawn]) -> Iterator[Drawn]:
-        size = self.nominal_size or 1
-        for batch, _ in drawn:
-            rest = rest + batch
-            if len(rest) >= size:
-                yield rest[:size], None
-                rest = rest[size:]
-        while rest:
-            yield rest[:size], None
-            rest = rest[size:]
+        samples_left = chain(rest, chain.from_iterable(batch for batch, _ in drawn))
+        return ((batch, None) for batch in iter(lambda: list(islice(samples_left, self.nominal_size)), []))
 
     @property
     def _unit(self) -> int:
         return self.num_data_ranks * self.accumulation
-
-    @property
-    def _head_size(self) -> int:
-        return self.nominal_size or self._unit
-
-    def _is_short(self, batch: list[Any]) -> bool:
-        return len(batch) % self._unit != 0 or (self.nominal_size is not None and len(batch) < self.nominal_size)
 
     def _check_size(self, batch: list[Any], step: int) -> None:
         try:
@@ -327,7 +305,8 @@ class UserBatches(IndexBatches):
     def _last(self, batch: list[Any], head: list[Any], step: int, noted: dict[str, Any]) -> Iterator[GlobalBatch]:
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
-            if not self._drops_itself:
+            # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
+            if self.consecutive or not getattr(self.batch_sampler, "drop_last", False):
                 return
             self._check_size(batch, step)
         if self.tail.refuses:

@@ -25,9 +25,6 @@ RECENT = 2.0
 """Seconds after a change for which a file's count is not kept: a second change could get the same time stamp."""
 SLOW = 5.0
 """Seconds after which a log line says what takes so long."""
-
-_Stamp = tuple[int, int, int]
-"""(size in bytes, time of the last change of the content, that of the inode), times in ns."""
 EVERY = 64
 """Number of samples for which one byte offset is kept."""
 MOST = 128
@@ -94,14 +91,25 @@ def count_files(
     if counts is False or (counts is None and any(map(is_remote, names))):
         return None
     found: dict[str, ShardEntry] = {}
-    with _said_if_slow(len(names)), _kept(kind, names) as kept:
-        for name in names:
+    paths = {name: name if is_remote(name) else os.path.abspath(local_path(name)) for name in names}
+    slow = (
+        "counting the samples of %d files, so that the parts of the stream are equal. The counts of local files are "
+        "kept in %s; counts=False (index=False for tars) does without."
+    )
+    with said_if_slow(slow, len(names), _folder()), _kept(kind, list(paths.values())) as kept:
+        for name, path in paths.items():
             try:
-                stamp = None if is_remote(name) else _stamp(name)
-                entry = kept.get(name, stamp)
-                if counts is None and (entry is None or not entry.starts) and _is_packed(name):
-                    return None
-                found[name] = count(name) if entry is None else entry
+                stamp = None
+                if not is_remote(name):
+                    status = os.stat(path)
+                    stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                entry = _entry(kept.get(path), stamp)
+                if counts is None and (entry is None or not entry.starts):
+                    opened, _ = open_file(name)
+                    with opened:
+                        if decompressed(opened) is not opened:
+                            return None
+                found[name] = entry = entry or count(name)
             except PaddleShardError:
                 raise
             except Exception as error:
@@ -109,33 +117,15 @@ def count_files(
                 raise ShardReadError.of(
                     f"{shown(name)}: counting its samples failed: {described(error)}", shown(name)
                 ) from error
-            kept.keep(name, stamp, found[name])
+            if stamp is not None and entry.size == stamp[0] and time.time() - max(stamp[1:]) / 1e9 >= RECENT:
+                kept[path] = [*stamp, entry.samples, entry.every, list(entry.starts)]
     return found
 
 
-def _stamp(name: str) -> _Stamp:
-    status = os.stat(local_path(name))
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _is_packed(name: str) -> bool:
-    opened, _ = open_file(name)
-    with opened:
-        return decompressed(opened) is not opened
-
-
 @contextmanager
-def _said_if_slow(num_files: int) -> Iterator[None]:
-    timer = threading.Timer(
-        SLOW,
-        logging.getLogger("paddle_shard").warning,
-        (
-            "counting the samples of %d files, so that the parts of the stream are equal. The counts of local files "
-            "are kept in %s; counts=False (index=False for tars) does without.",
-            num_files,
-            _folder(),
-        ),
-    )
+def said_if_slow(text: str, *values: Any) -> Iterator[None]:
+    """Log a warning if the `with` block takes long."""
+    timer = threading.Timer(SLOW, logging.getLogger("paddle_shard").warning, (text, *values))
     timer.daemon = True
     timer.start()
     try:
@@ -145,70 +135,45 @@ def _said_if_slow(num_files: int) -> Iterator[None]:
         timer.join()
 
 
-# The counts that are kept
-
-
 def _folder() -> Path:
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "paddle_shard" / "counts"
 
 
 @contextmanager
-def _kept(kind: str, names: Sequence[str]) -> Iterator[_Kept]:
+def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
     """Open the kept counts of a list of files, under a lock so that one process at a time counts.
 
-    If there is no place for the counts, nothing is kept.
+    Yield path -> [size, times of change, samples, every, starts]. What is added is written at the end. If there is no
+    place for the counts, nothing is kept.
     """
-    path = _folder() / f"{derive_key(VERSION, kind, [_path(name) for name in names], size=16).hex()}.json"
+    file = _folder() / f"{derive_key(VERSION, kind, paths, size=16).hex()}.json"
     with ExitStack() as stack:
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(stack.enter_context(path.open("ab"))))
-        kept = _Kept(path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(stack.enter_context(file.open("ab"))))
+        known: dict[str, Any] = {}
+        with suppress(OSError, ValueError, TypeError):
+            known = dict(json.loads(file.read_bytes()))
+        before = dict(known)
         try:
-            yield kept
+            yield known
         finally:
             with suppress(OSError):
-                kept.close()
+                if known != before:
+                    with replacing(file) as target:
+                        target.write(json.dumps(known, separators=(",", ":")).encode())
+                else:
+                    os.utime(file)
+                # Remove the lists that were not used for the longest time.
+                files = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+                for path in files[:-KEPT]:
+                    path.unlink()
 
 
-class _Kept:
-    """The content of a cache file: the counts of a list of files."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._changed = path, False
-        self._known: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            self._known = dict(json.loads(path.read_bytes()))
-
-    def get(self, name: str, stamp: _Stamp | None) -> ShardEntry | None:
-        """Return the kept entry of a file; None if there is none or the file has changed."""
-        try:
-            *known, samples, every, starts = self._known[_path(name)]
-            if stamp is not None and tuple(known) == stamp:
-                return ShardEntry(samples=samples, size=stamp[0], starts=tuple(starts), every=every)
-        except (KeyError, ValueError, TypeError):
-            pass
-        return None
-
-    def keep(self, name: str, stamp: _Stamp | None, entry: ShardEntry) -> None:
-        """Note the count of a file, unless the file is remote or has changed just now."""
-        if stamp is None or entry.size != stamp[0] or time.time() - max(stamp[1:]) / 1e9 < RECENT:
-            return
-        line = [*stamp, entry.samples, entry.every, list(entry.starts)]
-        if self._known.get(_path(name)) != line:
-            self._known[_path(name)], self._changed = line, True
-
-    def close(self) -> None:
-        """Write new counts, and remove the lists that were not used for the longest time."""
-        if self._changed:
-            with replacing(self._file) as file:
-                file.write(json.dumps(self._known, separators=(",", ":")).encode())
-        else:
-            os.utime(self._file)
-        files = sorted(self._file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        for path in files[:-KEPT]:
-            path.unlink()
-
-
-def _path(name: str) -> str:
-    return name if is_remote(name) else os.path.abspath(local_path(name))
+def _entry(kept: Any, stamp: tuple[int, int, int] | None) -> ShardEntry | None:
+    """Return the kept entry of a file; None if there is none or the file has changed."""
+    with suppress(ValueError, TypeError):
+        *known, samples, every, starts = kept
+        if stamp is not None and tuple(known) == stamp:
+            return ShardEntry(samples=samples, size=stamp[0], starts=tuple(starts), every=every)
+    return None

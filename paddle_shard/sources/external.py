@@ -74,10 +74,8 @@ class ExternalSource(Stage):
     def __init__(self, loader: ExternalLoader) -> None:
         self._loader = loader
 
-    @property
-    def cuts(self) -> bool:
-        """True: the library reads a part without reading the others."""
-        return True
+    cuts = True
+    """The library reads a part without reading the others."""
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return an iterator over the batches of each part."""

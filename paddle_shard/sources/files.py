@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, BinaryIO, cast
@@ -132,23 +132,21 @@ def remote_file(url: str, extra: str) -> tuple[Any, str]:
     """
     try:
         if "::" in url:  # a file inside another file, which is a file system of its own
-            return _made(url)
-        return _kept("/".join(url.split("/", 3)[:3]), os.getpid()), url
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+            system, path = url_to_fs(url, skip_instance_cache=True)
+            return system, path
+        return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
     except ImportError as error:
         extra = "s3" if url.startswith(("s3://", "s3a://")) else extra
         raise MissingDependencyError(f"reading {shown(url)}: {error}: pip install 'paddle_shard[{extra}]'") from error
 
 
-def _made(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    system, path = url_to_fs(url, skip_instance_cache=True)
-    return system, path
-
-
 @cache
-def _kept(host: str, process: int) -> Any:
-    return _made(host)[0]
+def _file_system(host: str, process: int) -> Any:
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(host, skip_instance_cache=True)[0]
 
 
 RETRIES = 3
@@ -291,7 +289,7 @@ class RemoteFile(io.RawIOBase):
     def _open(self) -> None:
         connection = self._connect(self._name, self._position)
         size, tag = connection.size, connection.tag
-        if _differ(self.size, size) or _differ(self._tag, tag):
+        if (None not in (self.size, size) and self.size != size) or (self._tag and tag and self._tag != tag):
             connection.stream.close()
             raise ChangedError(
                 f"the file changed while it was read: it had {self.size} bytes (tag {self._tag}), now {size} ({tag})"
@@ -322,17 +320,18 @@ class RemoteFile(io.RawIOBase):
         self._failures += 1
 
 
-def _differ(before: object, now: object) -> bool:
-    return before is not None and now is not None and before != now
-
-
 def _connect_http(name: str, start: int) -> Connection:
     request = urllib.request.Request(name, headers={"Range": f"bytes={start}-"} if start else {})
     stream = urllib.request.urlopen(request, timeout=TIMEOUT)
     try:
         tag, length = stream.headers.get("ETag"), stream.headers.get("Content-Length")
         if start == 0 or stream.status != 206:
-            _discard(stream, start)  # a server that does not support ranges sends the whole file
+            left = start  # a server that does not support ranges sends the whole file: drop its beginning
+            while left:
+                got = len(stream.read(min(left, BUFFER)))
+                if not got:
+                    raise ConnectionError("the connection was closed")
+                left -= got
             return Connection(stream=stream, size=None if length is None else int(length), tag=tag)
         span, _, size = stream.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if not span.startswith(f"{start}-"):
@@ -341,14 +340,6 @@ def _connect_http(name: str, start: int) -> Connection:
     except BaseException:
         stream.close()
         raise
-
-
-def _discard(stream: Any, size: int) -> None:
-    while size:
-        got = len(stream.read(min(size, BUFFER)))
-        if not got:
-            raise ConnectionError("the connection was closed")
-        size -= got
 
 
 def _connect_fsspec(name: str, start: int) -> Connection:
@@ -372,95 +363,77 @@ def cached(name: str, cache_dir: str) -> str:
     Raises:
         OSError: The download failed or ended too soon, or the disk is full. No incomplete file is left.
     """
-    with _room(name, cache_dir):
-        os.makedirs(cache_dir, exist_ok=True)
     kept = f"{derive_key(shown(name)).hex()}-{base_name(name)}"
     path = os.path.join(cache_dir, kept)
     if os.path.exists(path):
         return path
-    with _room(name, cache_dir):
-        lock = open(os.path.join(cache_dir, f".{kept}.lock"), "wb")  # noqa: SIM115
-    with lock, held(lock) as alone:
+    with ExitStack() as stack:
+        with _explained(name, cache_dir):
+            os.makedirs(cache_dir, exist_ok=True)
+            lock = stack.enter_context(open(os.path.join(cache_dir, f".{kept}.lock"), "wb"))
+        alone = stack.enter_context(held(lock))
         if os.path.exists(path):
             return path
         if alone:  # remove what a killed process has left
             for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
                 os.unlink(stale)
-        with _room(name, cache_dir):
-            handle, part = tempfile.mkstemp(prefix=f".{kept}.", suffix=".part", dir=cache_dir)
-        try:
-            with open(handle, "wb", buffering=0) as target:
-                _download(name, target, cache_dir)
-            os.chmod(part, 0o644)
-            os.replace(part, path)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(part)
-            raise
+        with _explained(name, cache_dir):
+            target = stack.enter_context(replacing(path, 0o644, buffering=0))
+        source, size = open_file(name)
+        copied = 0
+        with source:
+            while piece := source.read(BUFFER):
+                with _explained(name, cache_dir, size, copied):
+                    rest = memoryview(piece)
+                    while rest:
+                        rest = rest[target.write(rest) :]
+                copied += len(piece)
+        with _explained(name, cache_dir, size, copied):
+            os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
+        if size is not None and copied != size:
+            raise OSError(f"the download has {copied} bytes, the server said {size}")
     return path
 
 
-def _download(name: str, target: io.FileIO, cache_dir: str) -> None:
-    source, size = open_file(name)
-    copied = 0
-    with source:
-        while piece := source.read(BUFFER):
-            try:
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[target.write(rest) :]
-            except OSError as error:
-                raise_if_a_handlers(error)
-                raise _explained(error, name, cache_dir, size, copied) from error
-            copied += len(piece)
-    try:
-        os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
-    except OSError as error:
-        raise_if_a_handlers(error)
-        raise _explained(error, name, cache_dir, size, copied) from error
-    if size is not None and copied != size:
-        raise OSError(f"the download has {copied} bytes, the server said {size}")
-
-
 @contextmanager
-def _room(name: str, cache_dir: str) -> Iterator[None]:
-    """Explain the error if the disk has no room for a file or a directory."""
+def _explained(name: str, cache_dir: str, size: int | None = None, copied: int | None = None) -> Iterator[None]:
+    """Explain why a cache cannot be written to.
+
+    Args:
+        name: The file to download.
+        cache_dir: The cache.
+        size: Bytes of the file; None: unknown.
+        copied: Bytes that were written; they will be removed. None: no file was made.
+    """
     try:
         yield
     except OSError as error:
         raise_if_a_handlers(error)
         if error.errno not in _FULL:
-            raise
+            raise OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}") from error
+        if copied is None:
+            why = f"no file can be made in it for {shown(name)}; the file system may have bytes left, but no inodes"
+        else:
+            free = shutil.disk_usage(cache_dir).free + copied
+            why = f"{shown(name)} has {'an unknown number of' if size is None else size} bytes, {free} are free"
         raise OSError(
-            error.errno,
-            f"cache_dir {cache_dir!r} is full: no file can be made in it for {shown(name)}; the file system may have "
-            "bytes left, but no inodes. Make room, or choose another cache_dir",
+            error.errno, f"cache_dir {cache_dir!r} is full: {why}. Make room, or choose another cache_dir"
         ) from error
 
 
-def _explained(error: OSError, name: str, cache_dir: str, size: int | None, copied: int) -> OSError:
-    if error.errno not in _FULL:
-        return OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}")
-    free = shutil.disk_usage(cache_dir).free + copied  # what was written will be removed
-    return OSError(
-        error.errno,
-        f"cache_dir {cache_dir!r} is full: {shown(name)} has {'an unknown number of' if size is None else size} bytes, "
-        f"{free} are free. Make room, or choose another cache_dir",
-    )
-
-
 @contextmanager
-def replacing(path: str | os.PathLike[str], mode: int = 0o600) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int = -1) -> Iterator[Any]:
     """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
 
     Args:
         path: The file, which is replaced if it exists. If writing fails, it stays as it is.
         mode: Permissions of the file.
+        buffering: The same as for `open`.
     """
     folder, base = os.path.split(os.path.abspath(path))
     handle, part = tempfile.mkstemp(prefix=f".{base}.", suffix=".part", dir=folder)
     try:
-        with open(handle, "wb") as file:
+        with open(handle, "wb", buffering) as file:
             yield file
         os.chmod(part, mode)
         os.replace(part, path)

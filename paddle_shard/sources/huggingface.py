@@ -50,7 +50,7 @@ class HuggingFaceSource(Stage):
                 "dataset has a state (load_state_dict), which would be lost. Give a fresh one; the loader's own "
                 "state_dict says where the run resumes."
             )
-        self._generators = [_state(generator) for generator in _generators(dataset._ex_iterable)]
+        self._generators = list(_generators(dataset._ex_iterable))
         self._dataset = dataset
 
     @property
@@ -58,10 +58,8 @@ class HuggingFaceSource(Stage):
         """Number of shards (files or pieces) that the library can read separately."""
         return int(self._dataset.num_shards)
 
-    @property
-    def cuts(self) -> bool:
-        """True: the library opens a part without reading the others."""
-        return True
+    cuts = True
+    """The library opens a part without reading the others."""
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return an iterator over each part.
@@ -90,7 +88,7 @@ class HuggingFaceSource(Stage):
         if shards < parts:
             raise ArgumentError(
                 f"num_parts={parts}: a data set of {shards} shards cannot be cut into {parts} parts, which need one "
-                f"each. Ways that work: num_parts= at most {shards}; more shards (dataset.reshard(), or "
+                f"each. Ways that work: in_parts() with at most {shards}; more shards (dataset.reshard(), or "
                 "to_iterable_dataset(num_shards=)); or a stream that is cut by turns, of which every reader reads "
                 "all: Stream.of(dataset)."
             )
@@ -126,21 +124,17 @@ def huggingface_source(dataset: Any) -> HuggingFaceSource:
     return HuggingFaceSource(dataset)
 
 
-def _generators(node: Any) -> Iterator[np.random.Generator]:
-    """Yield the generators of a data set's steps, those of the last step first."""
+def _generators(node: Any) -> Iterator[str]:
+    """Yield the states of the generators of a data set's steps, those of the last step first."""
     for value in vars(node).values():
         for found in value if isinstance(value, list | tuple) else [value]:
             if isinstance(found, np.random.Generator):
-                yield found
+                entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
+                if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
+                    raise ArgumentError(
+                        "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
+                        "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."
+                    )
+                yield repr(found.bit_generator.state)
             elif type(found).__module__.startswith("datasets.iterable_dataset"):
                 yield from _generators(found)
-
-
-def _state(generator: np.random.Generator) -> str:
-    entropy = getattr(generator.bit_generator.seed_seq, "entropy", None)
-    if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
-        raise ArgumentError(
-            "dataset is shuffled without a seed, so each rank would have another order, with samples twice and samples "
-            "missing. Give one below 2**64: dataset.shuffle(seed=0)."
-        )
-    return repr(generator.bit_generator.state)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
-import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.shuffle import Indices
 from paddle_shard.say_once import say_once
+from paddle_shard.sources.counts import SLOW, said_if_slow
 from paddle_shard.sources.files import held, replacing
 from paddle_shard.stages.pack import LONG, PackedRows, tokens_of
 
@@ -129,7 +129,7 @@ class Packed:
         windows = -(-self.packing.num_pieces // self.packing.window)
         self.block_size = max(1, self.packing.num_rows // windows)
         """Rows that hold documents near each other, for `shuffle="blocks"`."""
-        self._rows = PackedRows(
+        self.rows = PackedRows(
             length=self.packing.length,
             most_pieces=most if max_pieces is None else int(max_pieces),
             key=key,
@@ -137,6 +137,7 @@ class Packed:
             ignore_index=ignore_index,
             pad_values=dict(pad_values or {}),
         )
+        """The form of the rows; the same for all sources of a mixture."""
 
     def __len__(self) -> int:
         return self.packing.num_rows
@@ -162,7 +163,7 @@ class Packed:
             raise IndexError(f"row {row} is out of range for {len(self)} packed rows")
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
-        return self._rows.row([self._fields(piece) for piece in pieces], names)
+        return self.rows.row([self._fields(piece) for piece in pieces], names)
 
     def sample_name(self, row: int) -> str:
         """Return a row's number and documents, which errors and logs show.
@@ -182,17 +183,12 @@ class Packed:
             "documents": zlib.crc32(lengths.tobytes()),
         }
 
-    @property
-    def rows(self) -> PackedRows:
-        """The form of the rows; the same for all sources of a mixture."""
-        return self._rows
-
     @cached_property
     def _token_fields(self) -> frozenset[str]:
         """The fields that have an entry for each token, by some documents that are spread over the data set."""
         filled = np.flatnonzero(self.packing.lengths)
         some = filled[np.unique(np.linspace(0, len(filled) - 1, _LOOKED_AT).astype(np.int64))]
-        plain, drawn = replace(self._rows, labels=None), (np.random.get_state(), random.getstate())
+        plain, drawn = replace(self.rows, labels=None), (np.random.get_state(), random.getstate())
         of_tokens, others = set[str](), set[str]()
         for at in some.tolist():
             try:
@@ -210,13 +206,13 @@ class Packed:
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a document's piece that have an entry for each token."""
         document, what = self.documents[piece.document], f"document {piece.document}"
-        num = len(tokens_of(document, self._rows.key))
+        num = len(tokens_of(document, self.rows.key))
         if num != self.packing.lengths[piece.document]:
             raise ValueError(
                 f"{what} has {num} tokens, but lengths says {self.packing.lengths[piece.document]}. "
                 "Count the documents again: remove the file of lengths, or leave lengths out."
             )
-        found = self._rows.fields(document, what, self._token_fields)
+        found = self.rows.fields(document, what, self._token_fields)
         if isinstance(document, dict) and not found.keys() >= document.keys():
             left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
             say_once("Packed: fields without an entry for each token are left out of the rows: %s", left_out)
@@ -238,8 +234,6 @@ def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
 VERSION = 1
 CHECKED = 32
 """Documents that are read again, to see that a file of lengths is of these documents."""
-SLOW = 5.0
-"""Seconds after which a line says what takes so long, if there is no bar."""
 
 
 def count_lengths(documents: Any, key: str, path: str | os.PathLike[str] | None) -> Indices:
@@ -268,36 +262,26 @@ def count_lengths(documents: Any, key: str, path: str | os.PathLike[str] | None)
 
 
 def _counted(documents: Any, key: str) -> Indices:
-    logger = logging.getLogger("paddle_shard")
-    found, begun = np.empty(len(documents), np.int64), time.monotonic()
-    said = False
-    for number in _with_bar(range(len(documents))):
-        try:
-            found[number] = len(tokens_of(documents[number], key))
-        except Exception as error:
-            raise_if_a_handlers(error)
-            raise ArgumentError(
-                f"Packed: the tokens of document {number} cannot be counted: {described(error)}. Give lengths=, or "
-                f"documents that are arrays or dicts with the field {key!r}."
-            ) from error
-        if not said and time.monotonic() - begun > SLOW:
-            said = True
-            logger.warning(
-                "Packed reads all %d documents once, to count their tokens. Give lengths= an array, or a path that "
-                "keeps them.",
-                len(documents),
-            )
-    return found
-
-
-def _with_bar(numbers: Iterable[int]) -> Iterable[int]:
-    """Show a bar if tqdm is installed."""
-    try:
+    numbers: Iterable[int] = range(len(documents))
+    with suppress(ImportError):
         from tqdm.auto import tqdm
-    except ImportError:
-        return numbers
-    bar: Iterable[int] = tqdm(numbers, desc="counting tokens", unit="document", delay=SLOW)
-    return bar
+
+        numbers = tqdm(numbers, desc="counting tokens", unit="document", delay=SLOW)
+    found = np.empty(len(documents), np.int64)
+    slow = (
+        "Packed reads all %d documents once, to count their tokens. Give lengths= an array, or a path that keeps them."
+    )
+    with said_if_slow(slow, len(documents)):
+        for number in numbers:
+            try:
+                found[number] = len(tokens_of(documents[number], key))
+            except Exception as error:
+                raise_if_a_handlers(error)
+                raise ArgumentError(
+                    f"Packed: the tokens of document {number} cannot be counted: {described(error)}. Give lengths=, or "
+                    f"documents that are arrays or dicts with the field {key!r}."
+                ) from error
+    return found
 
 
 def _read(file: Path, documents: Any, key: str) -> Indices:

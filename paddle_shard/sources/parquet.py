@@ -15,7 +15,6 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDepende
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.files import Paths, is_remote, local_path, matched, remote_file, shown
 from paddle_shard.sources.shards import ShardSource
-from paddle_shard.sources.text import SPREAD
 
 BATCH_BYTES = 4 << 20
 """Approximate number of uncompressed bytes that are decoded at a time."""
@@ -72,8 +71,7 @@ def parquet_source(
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
-    remote = any(map(is_remote, files))
-    with ThreadPoolExecutor(FOOTERS if remote else 1) as pool:
+    with ThreadPoolExecutor(FOOTERS if any(map(is_remote, files)) else 1) as pool:
         footers = list(pool.map(_footer, files))
     _check_columns(files, footers, chosen)
     groups = {
@@ -93,7 +91,6 @@ def parquet_source(
         counts=counts,
         shuffle_shards=shuffle_shards,
         resample=resample,
-        spread=SPREAD if remote else 0.0,
     )
 
 

@@ -14,7 +14,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardErr
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.sources.files import local_size, shown, within_their_folder
+from paddle_shard.sources.files import is_remote, local_size, shown, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
 
 RECOUNT = (
@@ -22,6 +22,8 @@ RECOUNT = (
     "-o index.json`)"
 )
 _SEED_RANGE = 1 << 64
+SPREAD = 0.1
+"""Seconds over which readers spread the first opening of remote files."""
 
 Segment = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""
@@ -44,7 +46,7 @@ class ShardSource(Stage):
         counts: Sequence[int] | None = None,
         shuffle_shards: bool = True,
         resample: bool = False,
-        spread: float = 0.0,
+        spread: float | None = None,
     ) -> None:
         """Set up the source.
 
@@ -58,6 +60,7 @@ class ShardSource(Stage):
             shuffle_shards: If True, permute the shards, in another order in each epoch and round.
             resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
             spread: Seconds over which readers spread their first reads, so that they do not all hit a server at once.
+                None: 0.1 s if a file is remote.
 
         Raises:
             ArgumentTypeError: `names` is one string.
@@ -84,7 +87,8 @@ class ShardSource(Stage):
                 f"files must name one for each of the {len(self._names)} shards, got {len(files or ())}."
             )
         self._digest: str | None = None
-        self._read, self._shuffle, self._resample, self._spread = read, bool(shuffle_shards), bool(resample), spread
+        self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
+        self._spread = SPREAD * any(map(is_remote, self._files)) if spread is None else spread
 
     @property
     def num_shards(self) -> int:
@@ -100,10 +104,8 @@ class ShardSource(Stage):
             return self.num_shards
         return max(1, min(self.num_shards, 4 * sum(known) // (3 * max(known))))
 
-    @property
-    def cuts(self) -> bool:
-        """True: a part is opened without reading the others."""
-        return True
+    cuts = True
+    """A part is opened without reading the others."""
 
     @property
     def endless(self) -> bool:
@@ -159,7 +161,7 @@ class ShardSource(Stage):
         if self._counts is None and not self._resample and shards < parts:
             raise ArgumentError(
                 f"num_parts={parts}: {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
-                f"that work: num_parts at most {shards}; counted samples, so that shards are cut in mid-file "
+                f"that work: in_parts() with at most {shards}; counted samples, so that shards are cut in mid-file "
                 "(counts=True; for tars an index file, index=, made by `python -m paddle_shard.cli.index_shards`); "
                 "resample=True; or an uncut stream, dispatched by turns (round_robin), of which each reader reads all."
             )
@@ -255,12 +257,16 @@ class ShardSource(Stage):
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         items: Iterator[Any] = iter(())
+        what = ""
         try:
             seed(number)
             items = iter(self._read(name, begin))
             for item in items:
                 if offset + 1 == length:  # check before the last sample: no further one may be asked for
-                    _check_end(name, length, items)
+                    what, offset = f"what follows its {length} samples", length
+                    if more := sum(1 for _ in items):
+                        raise _miscounted(name, length + more, length)
+                    what, offset = "", length - 1
                 yield item
                 offset += 1
                 if offset == end:
@@ -271,29 +277,13 @@ class ShardSource(Stage):
         except Exception as error:
             raise_if_a_handlers(error)
             raise ShardReadError.of(
-                f"{shown(name)}: reading sample {offset} failed: {described(error)}", shown(name), offset
+                f"{shown(name)}: reading {what or f'sample {offset}'} failed: {described(error)}", shown(name), offset
             ) from error
         finally:
             if hasattr(items, "close"):
                 items.close()
         if end is not None:
             raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
-
-
-def _check_end(name: str, length: int, items: Iterator[Any]) -> None:
-    try:
-        more = sum(1 for _ in items)
-    except PaddleShardError:
-        raise
-    except Exception as error:
-        raise_if_a_handlers(error)
-        raise ShardReadError.of(
-            f"{shown(name)}: reading what follows its {length} samples failed: {described(error)}",
-            shown(name),
-            length,
-        ) from error
-    if more:
-        raise _miscounted(name, length + more, length)
 
 
 def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:

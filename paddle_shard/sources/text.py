@@ -7,16 +7,13 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO
 
 from paddle_shard.sources.counts import MOST, ShardEntry, count_files, entry_of
-from paddle_shard.sources.files import BUFFER, Paths, decompressed, is_remote, matched, open_file
+from paddle_shard.sources.files import BUFFER, Paths, decompressed, matched, open_file
 from paddle_shard.sources.shards import RECOUNT, ShardSource
-
-SPREAD = 0.1
-"""Seconds over which readers spread the first opening of remote files."""
 
 
 def lines_source(
@@ -105,11 +102,10 @@ def _source(
     entries = count_files(names, kind, lambda name: _count(name, starts or samples), counts)
     return ShardSource(
         names,
-        _Reader(samples, entries),
+        partial(_read, samples=samples, entries=entries),
         counts=None if entries is None else [entries[name].samples for name in names],
         shuffle_shards=shuffle_shards,
         resample=resample,
-        spread=SPREAD if any(map(is_remote, names)) else 0.0,
     )
 
 
@@ -120,24 +116,17 @@ def _count(name: str, samples: _SamplesOf) -> ShardEntry:
         return entry_of(starts, lambda: opened.tell() if size is None else size, packed=file is not opened, most=MOST)
 
 
-class _Reader:
-    """Reads a file, starting at a given sample. It opens nothing before it is called."""
-
-    def __init__(self, samples: _SamplesOf, entries: Mapping[str, ShardEntry] | None) -> None:
-        self._samples, self._entries = samples, entries
-
-    def __call__(self, name: str, skip: int) -> Iterator[Any]:
-        start = 0
-        if self._entries is not None:
-            start, skip = self._entries[name].before(skip)
-        opened, size = open_file(name, start)
-        with opened, opened if start else decompressed(opened) as file:
-            if self._entries is not None and size not in (None, self._entries[name].size):
-                raise ValueError(
-                    f"the file has {size} bytes, and had {self._entries[name].size} when it was counted: {RECOUNT}"
-                )
-            for _, sample in islice(self._samples(_Text(file, name, start)), skip, None):
-                yield sample
+def _read(name: str, skip: int, *, samples: _SamplesOf, entries: Mapping[str, ShardEntry] | None) -> Iterator[Any]:
+    """Read a file, starting at a given sample."""
+    start = 0
+    if entries is not None:
+        start, skip = entries[name].before(skip)
+    opened, size = open_file(name, start)
+    with opened, opened if start else decompressed(opened) as file:
+        if entries is not None and size not in (None, entries[name].size):
+            raise ValueError(f"the file has {size} bytes, and had {entries[name].size} when it was counted: {RECOUNT}")
+        for _, sample in islice(samples(_Text(file, name, start)), skip, None):
+            yield sample
 
 
 class _Text:
@@ -180,12 +169,11 @@ class _Text:
                     before, left = before + block.count(b"\n"), left - len(block)
         return before + self._number
 
-    @contextmanager
-    def from_its_beginning(self) -> Iterator[_Text]:
-        """Open the same file again, at its beginning."""
+    def first_row(self) -> list[str]:
+        """Open the same file again, and return the first row of a CSV file."""
         opened, _ = open_file(self._name)
         with opened:
-            yield _Text(opened, self._name, 0)
+            return next(_rows(_Text(opened, self._name, 0)))[1]
 
 
 _SamplesOf = Callable[[_Text], Iterator[tuple[int, Any]]]
@@ -211,13 +199,8 @@ def _values(text: _Text) -> Iterator[tuple[int, Any]]:
 
 
 def _dicts(text: _Text) -> Iterator[tuple[int, dict[str, str]]]:
-    if text.start:
-        with text.from_its_beginning() as beginning:
-            names = next(_rows(beginning))[1]
-        rows = _rows(text)
-    else:
-        rows = _rows(text)
-        names = next(rows, (0, []))[1]
+    rows = _rows(text)
+    names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
         raise ValueError(f"the header {names}, which ends in line {text.number()}, names a field twice")
     for at, row in rows:
@@ -225,10 +208,7 @@ def _dicts(text: _Text) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _rows(text: _Text) -> Iterator[tuple[int, list[str]]]:
-    width = None
-    if text.start:
-        with text.from_its_beginning() as beginning:
-            width = len(next(_rows(beginning))[1])
+    width = len(text.first_row()) if text.start else None
     begins: list[int] = []  # [line of the row]: the byte where it begins
     reader = csv.reader(_lines_of_csv(text, begins), strict=True)
     while True:
@@ -238,7 +218,10 @@ def _rows(text: _Text) -> Iterator[tuple[int, list[str]]]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise ValueError(_explained(error, text.number(), len(begins))) from error
+            line, num_lines = text.number(), len(begins)
+            where = f"line {line}" if num_lines < 2 else f"the row in lines {line - num_lines + 1} to {line}"
+            way_out = ". To allow longer fields, call csv.field_size_limit(bytes) before the loader is made"
+            raise ValueError(f"{where}: {error}{way_out if 'field limit' in str(error) else ''}") from error
         if not row:
             continue
         width = len(row) if width is None else width
@@ -258,11 +241,3 @@ def _lines_of_csv(text: _Text, begins: list[int]) -> Iterator[str]:
             begins.append(at)
             yield piece
             at += len(piece.encode())
-
-
-def _explained(error: csv.Error, line: int, num_lines: int) -> str:
-    where = f"line {line}" if num_lines < 2 else f"the row in lines {line - num_lines + 1} to {line}"
-    text = f"{where}: {error}"
-    if "field limit" in text:
-        text += ". To allow longer fields, call csv.field_size_limit(bytes) before the loader is made"
-    return text

@@ -7,6 +7,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -134,28 +135,6 @@ class _StrictInfo(tarfile.TarInfo):
             ) from error
 
 
-def read_tar(
-    path: str, name: str, *, start: int = 0, select: Callable[[str], bool] | None = None, size: int | None = None
-) -> Iterator[Sample]:
-    """Yield the samples of a tar, compressed or not, from a given byte to the end.
-
-    Args:
-        path: Path or URL to read.
-        name: The samples' `__url__`.
-        start: A byte where a sample begins; 0 for a compressed tar.
-        select: Called with a member's name; True: the member is read. None: all members are read.
-        size: Size in bytes that the file must have; None: any size.
-    """
-    opened, found = open_file(path, start)
-    with opened, opened if start else decompressed(opened) as file:
-        if size is not None and found is not None and found != size:
-            raise tarfile.ReadError(
-                f"the file has {found} bytes, the index says {size}: it has changed since, or is another shard of that "
-                f"name. If it is the right one, {RECOUNT}"
-            )
-        yield from TarSamples(file, name, start, select)
-
-
 VERSION = 1
 
 
@@ -257,10 +236,6 @@ def _parsed(text: bytes, path: str) -> dict[str, ShardEntry]:
         raise StateError(f"index={path!r} is damaged ({error!r}): {RECOUNT}.") from error
 
 
-SPREAD = 0.1
-"""Seconds over which readers spread the first opening of remote shards."""
-
-
 def webdataset_source(
     urls: Paths,
     *,
@@ -311,11 +286,10 @@ def webdataset_source(
     folder = None if cache_dir is None else os.path.expanduser(os.fspath(cache_dir))
     return ShardSource(
         names,
-        _TarReader(entries, folder, select),
+        partial(_read, entries=entries, cache_dir=folder, select=select),
         counts=None if entries is None else [entries[name].samples for name in names],
         shuffle_shards=shuffle_shards,
         resample=resample,
-        spread=SPREAD if any(map(is_remote, names)) else 0.0,
     )
 
 
@@ -394,18 +368,24 @@ def _beside(name: str) -> str:
     return f"{folder}/index.json{mark}{query}" if folder else "index.json"
 
 
-class _TarReader:
-    """Reads a shard, starting at a given sample. It opens nothing before it is called."""
-
-    def __init__(
-        self, entries: Mapping[str, ShardEntry] | None, cache_dir: str | None, select: Callable[[str], bool] | None
-    ) -> None:
-        self._entries, self._cache_dir, self._select = entries, cache_dir, select
-
-    def __call__(self, name: str, skip: int) -> Iterator[Sample]:
-        path = name if self._cache_dir is None or not is_remote(name) else cached(name, self._cache_dir)
-        start, size = 0, None
-        if self._entries is not None:
-            size = self._entries[name].size
-            start, skip = self._entries[name].before(skip)
-        yield from islice(read_tar(path, name, start=start, select=self._select, size=size), skip, None)
+def _read(
+    name: str,
+    skip: int,
+    *,
+    entries: Mapping[str, ShardEntry] | None,
+    cache_dir: str | None,
+    select: Callable[[str], bool] | None,
+) -> Iterator[Sample]:
+    """Read a tar, starting at a given sample."""
+    path = name if cache_dir is None or not is_remote(name) else cached(name, cache_dir)
+    start = 0
+    if entries is not None:
+        start, skip = entries[name].before(skip)
+    opened, size = open_file(path, start)
+    with opened, opened if start else decompressed(opened) as file:
+        if entries is not None and size not in (None, entries[name].size):
+            raise tarfile.ReadError(
+                f"the file has {size} bytes, the index says {entries[name].size}: it has changed since, or is another "
+                f"shard of that name. If it is the right one, {RECOUNT}"
+            )
+        yield from islice(TarSamples(file, name, start, select), skip, None)

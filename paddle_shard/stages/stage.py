@@ -212,5 +212,5 @@ class Search:
             raise ArgumentError(
                 f"{self._name}: none of the last {self._dropped} samples of part {self._part} of "
                 f"{self._opening.num_parts} gave a result. The part has no end, and whole rounds of its source gave no "
-                "result. Keep some samples of every part, or use fewer parts (num_parts=)."
+                "result. Keep some samples of every part, or use fewer parts (in_parts())."
             )

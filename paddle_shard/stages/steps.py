@@ -328,7 +328,7 @@ def in_rounds(
             if not found:
                 raise ArgumentError(
                     f"part {part} of {opening.num_parts} has no sample to repeat. Use fewer parts "
-                    "(num_parts=), or tail='pad' or 'drop'."
+                    "(in_parts()), or tail='pad' or 'drop'."
                 )
 
     return [rounds(part) for part in opening.parts]

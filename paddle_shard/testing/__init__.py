@@ -6,8 +6,7 @@ Importing this does not import paddle; what the tests of a script need loads on 
 from __future__ import annotations
 
 from paddle_shard.testing.cpu_static import StaticGroupsError, cpu_static
-from paddle_shard.testing.job import Job, RanksFailed, report, start_ranks
-from paddle_shard.testing.run_ranks import run_ranks
+from paddle_shard.testing.job import Job, RanksFailed, report, run_ranks, start_ranks
 from paddle_shard.testing.simulated import on_each_rank
 from paddle_shard.testing.stages import Stages
 

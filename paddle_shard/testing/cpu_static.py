@@ -84,18 +84,14 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
         ...     for inputs, labels in loader:
         ...         loss = model(inputs, labels)
     """
+    from paddle.framework import core
+
     patch = CpuStatic()
-    if not _has_accelerator():
+    if not (core.is_compiled_with_cuda() or core.is_compiled_with_xpu() or core.get_all_custom_device_type()):
         if not _active:
             _apply(timeout)
         _active.append(patch)
     return patch
-
-
-def _has_accelerator() -> bool:
-    from paddle.framework import core
-
-    return bool(core.is_compiled_with_cuda() or core.is_compiled_with_xpu() or core.get_all_custom_device_type())
 
 
 def _apply(timeout: float) -> None:
@@ -124,7 +120,11 @@ def _prepare(engine: Any, timeout: float) -> None:
     if not engine._in_pir_mode:
         raise NotImplementedError("cpu_static() needs PIR programs: unset FLAGS_enable_pir_api=0.")
     try:
-        groups = {mode: _groups(programs, engine._cur_rank) for mode, programs in _programs(engine).items()}
+        programs = {mode: [program] for mode, program in engine._pir_dense_main_progs.items()}
+        if engine._job_plan is not None:  # pipelines and gradient accumulation run parts of it
+            parts = [engine._job_plan.ir_program(kind) for kind in engine._job_plan.job_types()]
+            programs["train"] = programs.get("train", []) + parts
+        groups = {mode: _groups(of_mode, engine._cur_rank) for mode, of_mode in programs.items()}
         _agree(engine, groups, timeout)
     except Exception:
         paddle.disable_static()  # as `train` and `eval` do when they return
@@ -141,15 +141,6 @@ def _prepare(engine: Any, timeout: float) -> None:
         return run(*args, **kwargs)
 
     engine.run = run_in_group
-
-
-def _programs(engine: Any) -> dict[str, list[Any]]:
-    """Return every program that a step of a mode may run, mode by mode."""
-    programs = {mode: [program] for mode, program in engine._pir_dense_main_progs.items()}
-    if engine._job_plan is not None:  # pipelines and gradient accumulation run parts of it
-        parts = [engine._job_plan.ir_program(kind) for kind in engine._job_plan.job_types()]
-        programs["train"] = programs.get("train", []) + parts
-    return programs
 
 
 def _groups(programs: Iterable[Any], global_rank: int) -> list[tuple[int, ...]]:

@@ -37,20 +37,15 @@ def _serve() -> list[Any] | None:
             if answer == 0:
                 return list(request)
         elif kind == "ended":
-            answer = _reaped()
+            answer = {}
+            with contextlib.suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    answer[ended[0]] = os.waitstatus_to_exitcode(ended[1])
         elif kind == "kill":
             _kill_all()
         print(json.dumps(answer), flush=True)
     _kill_all()
     return None
-
-
-def _reaped() -> dict[int, int]:
-    found = {}
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-    return found
 
 
 def _kill_all() -> None:
@@ -64,6 +59,9 @@ def _kill_all() -> None:
 
 def _become(command: Sequence[str], variables: Mapping[str, str], log: str, folder: str) -> None:
     """Run a script in this forked process as its `__main__`."""
+    import numpy as np
+    import paddle
+
     os.setsid()
     for path, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_CREAT, (1, 2))):
         opened = os.open(path, flags, 0o644)
@@ -77,22 +75,15 @@ def _become(command: Sequence[str], variables: Mapping[str, str], log: str, fold
     more = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path and path not in known]
     sys.path[:1] = [str(Path(command[0]).resolve().parent), *more]
     sys.argv = list(command)
-    _draw_apart()
+    # Seed the generators from the system, as those of fresh processes; Python does it with its own after a fork.
+    np.random.seed()
+    paddle.seed(int.from_bytes(os.urandom(4), "little"))
     _meet_late(variables)
     arm_stack_dump()
     script = types.ModuleType("__main__")
     script.__file__ = command[0]
     sys.modules["__main__"] = script
     exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), script.__dict__)
-
-
-def _draw_apart() -> None:
-    """Seed the generators from the system, as those of fresh processes; Python does it with its own after a fork."""
-    import numpy as np
-    import paddle
-
-    np.random.seed()
-    paddle.seed(int.from_bytes(os.urandom(4), "little"))
 
 
 def _meet_late(variables: Mapping[str, str]) -> None:

@@ -75,9 +75,9 @@ def folder(tmp_path):
 
 
 def loader_over(base, *, workers=0, index=False, cache_dir=None, **own):
-    stream = Stream.webdataset(f"{base}/{{000..003}}.tar", index=index, cache_dir=cache_dir).map(Numbered())
+    stream = Stream.webdataset(f"{base}/{{000..003}}.tar", index=index, cache_dir=cache_dir).map(Numbered()).in_parts(4)
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    own = {"tail": "pad", "num_parts": 4, **own}
+    own = {"tail": "pad", **own}
     dataloader = DataLoader(stream, batch_size=BATCH, num_workers=workers)
     return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **own)
 
@@ -164,8 +164,9 @@ def test_a_sample_that_cannot_be_decoded_is_named_by_shard_and_key(rng, folder):
     assert content != TARS[name]
     stream = Stream.webdataset(f"{folder}/{{000..003}}.tar").decode()
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    together = DataLoader(stream.map(lambda sample: sample["json"]), batch_size=BATCH, num_workers=rng.choice([0, 2]))
-    loader = paddle_shard.shard_dataloader(together, mesh, shard_dims="dp", num_parts=4)
+    stream = stream.map(lambda sample: sample["json"]).in_parts(4)
+    together = DataLoader(stream, batch_size=BATCH, num_workers=rng.choice([0, 2]))
+    loader = paddle_shard.shard_dataloader(together, mesh, shard_dims="dp")
     (folder / name).write_bytes(content)
     _, failure = read(loader)
 

@@ -19,7 +19,8 @@ ONE = dist.ProcessMesh([0], dim_names=["dp"])
 TWO = dist.ProcessMesh([0, 1], dim_names=["dp"])
 
 
-def sharded(stream, *, size=8, workers=0, mesh=ONE, collate_fn=None, shard_dims="dp", **options):
+def sharded(stream, *, size=8, workers=0, mesh=ONE, collate_fn=None, shard_dims="dp", num_parts=None, **options):
+    stream = stream if num_parts is None else Stream.of(stream).in_parts(num_parts)
     given = paddle.io.DataLoader(stream, batch_size=size, num_workers=workers, collate_fn=collate_fn)
     return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
 
@@ -258,7 +259,7 @@ def test_parts_cannot_be_overridden():
     first = sharded(Stream.of(range(32)), num_parts=4)
     real_rows(first, 1)
 
-    with pytest.raises(StateError, match=r"in 4 parts, but this one is cut into 8.*Give num_parts=4"):
+    with pytest.raises(StateError, match=r"in 4 parts, but this one is cut into 8.*Give it in_parts\(4\)"):
         sharded(Stream.of(range(32)), num_parts=8).load_state_dict(first.state_dict(), override=["num_parts"])
 
 

@@ -1,5 +1,6 @@
 """What a loader refuses, and what it says once."""
 
+import inspect
 import sys
 
 import paddle.distributed as dist
@@ -7,7 +8,7 @@ import pytest
 from paddle.io import DataLoader
 
 import paddle_shard
-from paddle_shard import say_once
+from paddle_shard import Stream, say_once
 from paddle_shard.errors import ArgumentError
 from tests.helpers import ONE, Made, sharded
 
@@ -31,6 +32,7 @@ def test_arguments_are_checked_at_construction(options, text):
         ({"agree": False}, r"no argument agree=.*give a mesh of that rank: ProcessMesh\(\[rank\]\)"),
         ({"pad_values": {0: 0}}, "no argument pad_values=.*pad_to={field: "),
         ({"seed_paddle": True}, r"no argument seed_paddle=.*dataset.seed_paddle = True"),
+        ({"num_parts": 4}, r"no argument num_parts=.*Stream.in_parts\(num_parts\)"),
         ({"tails": "drop"}, "no argument tails=. Did you mean tail="),
         ({"xyz": 1}, "no argument xyz=. It has dataloader, meshes, "),
     ],
@@ -81,3 +83,18 @@ def test_a_closed_iterator_consumes_no_epoch():
 
     assert list(batches) == []
     assert loader.epoch == 0
+
+
+def test_what_there_is_to_know_stays_little():
+    assert len(inspect.signature(paddle_shard.shard_dataloader).parameters) <= 20
+    for kind in (paddle_shard.ShardDataloader, paddle_shard.ShardIterator):
+        assert sum(not name.startswith("_") for name in vars(kind)) <= 12, kind
+
+
+def test_the_parts_of_a_mixture_are_chosen_for_all_of_it():
+    cut = Stream.of(range(8)).in_parts(2)
+    with pytest.raises(ArgumentError, match=r"source 'a' has in_parts\(\).*Stream.mixture\(...\).in_parts\(2\)"):
+        Stream.mixture({"a": cut, "b": Stream.of(range(8))})
+    for number in (0, True, 1.5):
+        with pytest.raises(ArgumentError, match="num_parts must be an int >= 1"):
+            Stream.of(range(8)).in_parts(number)

@@ -62,8 +62,9 @@ KINDS = {
 }
 
 
-def sharded(kind, *, workers=0, mesh=ONE, on_error="skip", **options):
+def sharded(kind, *, workers=0, mesh=ONE, on_error="skip", num_parts=None, **options):
     dataset, collate_fn = KINDS[kind]()
+    dataset = dataset if num_parts is None else Stream.of(dataset).in_parts(num_parts)
     given = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, collate_fn=collate_fn)
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error=on_error, **options)
 
@@ -285,9 +286,9 @@ def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_read
         return found
 
     def loader():
-        given = paddle.io.DataLoader(stream(), batch_size=8, num_workers=workers)
+        given = paddle.io.DataLoader(stream().in_parts(num_parts), batch_size=8, num_workers=workers)
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
-        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", num_parts=num_parts, **end)
+        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", **end)
 
     def rank():
         mine = loader()
@@ -317,8 +318,8 @@ def test_what_cannot_be_read_reaches_no_function_through_any_stage_and_no_row_tw
     for workers in (0, 2):
         for last in (stream, stream.local_shuffle(2)):
             rows = last.map(row({})) if last is stream else last
-            given = paddle.io.DataLoader(rows, batch_size=8, num_workers=workers)
-            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=4)
+            given = paddle.io.DataLoader(rows.in_parts(4), batch_size=8, num_workers=workers)
+            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
             leaked.clear()
             batches, found = iter(loader), []
             for batch in batches:
@@ -335,8 +336,8 @@ def test_dealt_samples_of_which_the_first_cannot_be_read_are_no_special_case():
             Stream.of(range(64)).map(unless(bad, lambda x: x)).round_robin(),
             Stream.of(range(64)).round_robin().map(unless(bad, lambda x: x)),
         ):
-            given = paddle.io.DataLoader(stream, batch_size=8, num_workers=workers)
-            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=4)
+            given = paddle.io.DataLoader(stream.in_parts(4), batch_size=8, num_workers=workers)
+            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
             batches, found = iter(loader), []
             for batch in batches:
                 found += batch._local_value()[batches.valid._local_value()].tolist()
@@ -381,10 +382,10 @@ def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(stream, lengt
     times = 2 if stream == "twice" else 1
 
     def rank(ranks):
-        given = paddle.io.DataLoader(STREAMS[stream](bad_in(bad), length, tmp_path), batch_size=8)
+        given = paddle.io.DataLoader(STREAMS[stream](bad_in(bad), length, tmp_path).in_parts(8), batch_size=8)
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
         options = {"num_batches": times * length // 8} if ranks > 1 else {}
-        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", num_parts=8, **options)
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", **options)
         batches, found = iter(loader), []
         for batch in batches:
             rows, valid = batch._local_value().numpy(), batches.valid._local_value().numpy()
@@ -408,8 +409,9 @@ def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behi
     bad, length = {6, 14, 22}, 24
 
     def loader(workers):
-        given = paddle.io.DataLoader(STREAMS[stream](bad_in(bad), length, tmp_path), batch_size=8, num_workers=workers)
-        return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=8)
+        given = STREAMS[stream](bad_in(bad), length, tmp_path).in_parts(8)
+        given = paddle.io.DataLoader(given, batch_size=8, num_workers=workers)
+        return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
 
     def real(found):
         return [([row for row, good in zip(rows, valid, strict=True) if good], valid) for rows, valid in found]
@@ -426,8 +428,9 @@ def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behi
 
 @pytest.mark.parametrize("workers", [0, 2, 4])
 def test_a_group_that_is_shorter_than_the_others_is_an_error(workers):
-    given = paddle.io.DataLoader(Stream.of(range(35)).batch(3).map(np.array), batch_size=4, num_workers=workers)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", num_parts=4)
+    groups = Stream.of(range(35)).batch(3).map(np.array).in_parts(4)
+    given = paddle.io.DataLoader(groups, batch_size=4, num_workers=workers)
+    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
 
     with pytest.raises(DataReadError, match="not fit"):
         trace(loader)
@@ -453,11 +456,10 @@ def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_ther
     options = {"header": False} if kind == "csv" else {}
     given = getattr(Stream, kind)(list(map(str, paths)), shuffle_shards=False, counts=counts, **options)
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(given.map(number), batch_size=4, num_workers=workers),
+        paddle.io.DataLoader(given.map(number).in_parts(2), batch_size=4, num_workers=workers),
         ONE,
         shard_dims="dp",
         on_error=on_error,
-        num_parts=2,
     )
     where = "" if counts is False else f" (sample 3 of {paths[1]})"
     if on_error == "raise":

@@ -41,7 +41,8 @@ def mesh(ids=None, names=("dp",)):
     return dist.ProcessMesh(list(range(SIZE)) if ids is None else ids, dim_names=list(names))
 
 
-def sharded(data, size=4, ids=None, workers=0, shuffled=False, **options):
+def sharded(data, size=4, ids=None, workers=0, shuffled=False, num_parts=None, **options):
+    data = data if num_parts is None else Stream.of(data).in_parts(num_parts)
     options = {"shard_dims": "dp", **options}
     given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, shuffle=shuffled)
     return paddle_shard.shard_dataloader(given, mesh(ids), **options)

@@ -5,6 +5,8 @@ ALPHA; about 120 are computed, so a perfect one would fail in 1 of 80 versions o
 own permutation passes the same tests, and two shuffles that are known to be poor fail them.
 """
 
+import sys
+import threading
 from functools import cache
 
 import numpy as np
@@ -65,6 +67,29 @@ def test_a_stretch_from_cached_blocks_is_what_is_computed_directly(n, start, len
 
     for _ in range(2):
         assert order.between(start, stop).tolist() == order(np.arange(start, stop)).tolist()
+
+
+def test_threads_that_share_an_order_get_its_samples():
+    order = Permutation(1 << 16, derive_key("shared", size=64))
+    expected, wrong, interval = order(np.arange(1 << 16)), [], sys.getswitchinterval()
+
+    def read(seed):
+        for block, within in np.random.RandomState(seed).randint(0, (3, 4000), (10_000, 2)).tolist():
+            start = block * shuffle.BLOCK + within  # each block throws the last one out
+            if not np.array_equal(order.between(start, start + 8), expected[start : start + 8]):
+                wrong.append(start)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert wrong == []
 
 
 def test_it_keeps_the_shape_and_takes_nothing():

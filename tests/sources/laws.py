@@ -183,12 +183,13 @@ ON_RANKS = [name for name in INSTALLED if name not in ("csv", "jsonl") and not n
 def make(source, folder, workers, ids=(0,), axes=("dp",), seed=3):
     """A loader over a source, on a mesh."""
     data = SOURCES[source](folder)
+    if source in ("lines", "webdataset"):
+        # Of files that are not counted, which are compared with those of a server, that tells no size.
+        data = data.in_parts(8)
     loader = paddle.io.DataLoader(data, batch_size=BATCH, num_workers=workers)
     shuffle = None if isinstance(data, Stream) else True
     mesh = dist.ProcessMesh(list(ids), dim_names=list(axes))
-    # Of files that are not counted, which are compared with those of a server, that tells no size.
-    num_parts = 8 if source in ("lines", "webdataset") else None
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed, num_parts=num_parts)
+    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed)
 
 
 def steps_of(loader, limit=None, *, collective=False):

@@ -291,7 +291,7 @@ def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp
 
 def test_a_part_reads_few_samples_before_its_first(kind, tmp_path):
     [path] = write(tmp_path, kind, [20_000])
-    entry = recipe_of(KINDS[kind][1](path)).stage._read._entries[path]
+    entry = recipe_of(KINDS[kind][1](path)).stage._read.keywords["entries"][path]
 
     assert len(entry.starts) <= 128
     assert max(entry.before(skip)[1] for skip in range(20_000)) < 20_000 / 64
@@ -368,12 +368,12 @@ def test_files_that_are_not_counted_are_cut_into_as_many_parts_as_their_sizes_le
 
     assert f"stream in {parts} parts" in repr(loader)
     if parts < 8 and len(lengths) == 8:
-        with pytest.raises(ArgumentError, match=rf"to {parts} parts at most, which 8 data.*counts=True.*num_parts=8"):
+        with pytest.raises(ArgumentError, match=rf"to {parts} parts at most, which 8 data.*counts=True.*in_parts\(8\)"):
             loader_of(Stream.lines(paths, counts=False).map(int), ranks=8)
 
 
 def test_rows_of_padding_are_counted_and_said_once(tmp_path, caplog):
-    loader = loader_of(Stream.lines(write(tmp_path, "txt", UNEVEN), counts=False).map(int), num_parts=8)
+    loader = loader_of(Stream.lines(write(tmp_path, "txt", UNEVEN), counts=False).map(int).in_parts(8))
 
     with caplog.at_level(logging.WARNING, "paddle_shard"):
         steps = [len(real_rows(loader)) for _ in range(2)]
@@ -391,7 +391,7 @@ def test_what_drop_drops_is_said_once(tmp_path, caplog):
     for number, content in enumerate(_sizes(10, 40)):
         paths.append(tmp_path / f"{number}.txt")
         paths[-1].write_bytes(content)
-    loader = loader_of(Stream.lines(paths, counts=False).map(int), tail="drop", num_parts=2, size=4)
+    loader = loader_of(Stream.lines(paths, counts=False).map(int).in_parts(2), tail="drop", size=4)
 
     with caplog.at_level(logging.WARNING, "paddle_shard"):
         assert sum(map(len, real_rows(loader))) == sum(map(len, real_rows(loader))) == 20

@@ -87,10 +87,12 @@ def test_random_numbers_of_its_own_map_depend_on_part_and_sample_alone():
 
 def test_fewer_shards_than_parts_are_refused_with_what_works():
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    loader = paddle.io.DataLoader(Stream.huggingface(streamed(num_shards=3)), batch_size=8)
+    stream = Stream.huggingface(streamed(num_shards=3))
+    loader = paddle.io.DataLoader(stream, batch_size=8)
 
     with pytest.raises(ArgumentError, match=r"num_parts=4: .* 3 shards .* at most 3; .*reshard.*; .*Stream\.of"):
-        for _ in paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", num_parts=4):
+        cut = paddle.io.DataLoader(stream.in_parts(4), batch_size=8)
+        for _ in paddle_shard.shard_dataloader(cut, mesh, shard_dims="dp"):
             pass
     fitting = paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp")
     assert fitting.state_dict()["fingerprint"]["num_parts"] == 2
@@ -99,9 +101,9 @@ def test_fewer_shards_than_parts_are_refused_with_what_works():
 def test_an_uncut_stream_of_one_shard_is_the_way_out():
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     stream = Stream.of(streamed(num_shards=1)).map(lambda sample: (sample["id"], 0.0))
-    loader = paddle.io.DataLoader(stream, batch_size=8, num_workers=2)
+    loader = paddle.io.DataLoader(stream.in_parts(4), batch_size=8, num_workers=2)
 
-    steps = steps_of(paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", num_parts=4))
+    steps = steps_of(paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp"))
 
     assert [[i for i, _ in step] for step in steps] == [list(range(0, 8)), list(range(8, 16)), list(range(16, 24))]
 

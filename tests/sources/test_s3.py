@@ -64,7 +64,7 @@ def test_a_process_makes_one_client_for_all_files_of_a_bucket(server, source, mo
         return await connect(self, *args, **options)
 
     monkeypatch.setattr(class_, "set_session", counted)
-    files_module._kept.cache_clear()
+    files_module._file_system.cache_clear()
 
     steps_of(make(source, FOLDER, 0))
 

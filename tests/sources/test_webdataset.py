@@ -36,7 +36,7 @@ LENGTHS = [7, 150, 1, 30, 64, 90, 2, 11, 65, 3]
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     monkeypatch.setattr(files, "BACKOFF", 0.001)
-    monkeypatch.setattr("paddle_shard.sources.webdataset.SPREAD", 0.0)
+    monkeypatch.setattr("paddle_shard.sources.shards.SPREAD", 0.0)
     monkeypatch.setenv("no_proxy", "*")
 
 
@@ -364,8 +364,8 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(data)
 
-    def opened(file, mode, **how):
-        return Full(file, mode) if how else open(file, mode)
+    def opened(file, mode, buffering=-1):
+        return open(file, mode, buffering) if buffering else Full(file, mode)
 
     monkeypatch.setattr(files, "open", opened, raising=False)
     with (

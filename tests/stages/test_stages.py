@@ -185,7 +185,7 @@ def test_an_empty_part_that_is_to_be_repeated_for_ever_is_an_error_and_no_hang(s
     first, second = Repeat(Parts([[], [1, 2]], says)).open(opening(2, skip=skip))
 
     assert len(list(islice(second, 9))) == 9
-    with pytest.raises(ArgumentError, match=r"part 0 of 2 has no sample .*num_parts=.*tail='pad' or 'drop'"):
+    with pytest.raises(ArgumentError, match=r"part 0 of 2 has no sample .*in_parts.*tail='pad' or 'drop'"):
         next(first)
 
 

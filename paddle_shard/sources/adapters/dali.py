@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.sources.external import (
-    ExternalLoader,
-    ShardOptions,
-    check_share,
-    local_rows,
-    needs,
-    opened,
-    refuse_options,
-    sealed,
-    seed_of,
-)
+from paddle_shard.sources import external
+from paddle_shard.sources.external import ExternalLoader, ShardOptions
 
 NAME = "dali"
-_OURS = dict.fromkeys(
-    ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint"),
-    "it is given for each data rank and epoch",
-)
+_OURS = ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint")
 
 
 def dali_pipeline(
@@ -62,46 +51,39 @@ def dali_pipeline(
         ...     return fn.resize(fn.decoders.image(jpegs), size=(224, 224)), labels
         >>> source = dali_pipeline(images, batch_size=256, num_threads=4, device_id=None)  # doctest: +SKIP
     """
-    refuse_options("dali_pipeline", options, _OURS)
-    with needs("dali"):
+    external.refuse_options("dali_pipeline", options, dict.fromkeys(_OURS, "it is given for each data rank and epoch"))
+    with external.needs("dali"):
         import nvidia.dali  # noqa: F401
 
-    def build(share: ShardOptions) -> _Pass:
-        return _Pass(build_pipeline, share, batch_size, None if fields is None else list(fields), options)
-
-    return ExternalLoader(build, name=NAME, save=_Pass.state)
+    named = None if fields is None else list(fields)
+    return ExternalLoader(
+        lambda share: _Pass(partial(build_pipeline, **options), share, batch_size, named), name=NAME, save=_Pass.state
+    )
 
 
 class _Pass:
     """One pass over a share."""
 
     def __init__(
-        self,
-        build_pipeline: Callable[..., Any],
-        share: ShardOptions,
-        batch_size: int,
-        fields: list[str] | None,
-        options: Mapping[str, Any],
+        self, build_pipeline: Callable[..., Any], share: ShardOptions, batch_size: int, fields: list[str] | None
     ) -> None:
-        self._fields, self._rows = fields, local_rows(batch_size, share)
-        self._same: dict[str, Any] = {"batch_size": batch_size}
+        self._fields, self._rows = fields, external.local_rows(batch_size, share)
         self._delivered, checkpoint = 0, None
         if share.state is not None:
-            state = opened(share.state, NAME, **self._same)
+            state = external.opened(share.state, NAME, batch_size=batch_size)
             self._delivered, checkpoint = state["delivered"], base64.b64decode(state["checkpoint"])
         self._pipeline = build_pipeline(
             shard_id=share.shard,
             num_shards=share.num_shards,
             batch_size=self._rows,
-            seed=seed_of(share, share.shard),
+            seed=external.seed_of(share, share.shard),
             enable_checkpointing=True,
             checkpoint=checkpoint,
-            **options,
         )
         self._length = _checked(self._pipeline, share, self._rows)
-        self._same["samples"] = self._length
+        self._same = {"batch_size": batch_size, "samples": self._length}
         if share.state is not None:
-            opened(share.state, NAME, **self._same)
+            external.opened(share.state, NAME, **self._same)
 
     def __iter__(self) -> Iterator[Any]:
         while self._delivered < self._length:
@@ -140,7 +122,7 @@ class _Pass:
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
         checkpoint = base64.b64encode(self._pipeline.checkpoint()).decode()
-        return sealed(NAME, delivered=self._delivered, checkpoint=checkpoint, **self._same)
+        return external.sealed(NAME, delivered=self._delivered, checkpoint=checkpoint, **self._same)
 
 
 def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
@@ -171,7 +153,7 @@ def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
     for name, meta in readers.items():
         found = {"shard_id": meta["shard_id"], "num_shards": meta["number_of_shards"]}
         fix = "Give the reader the shard_id and num_shards that build_pipeline is called with."
-        check_share(found, share, f"{NAME}: the reader {name!r}", fix)
+        external.check_share(found, share, f"{NAME}: the reader {name!r}", fix)
     sizes = {name: meta["epoch_size"] for name, meta in readers.items()}
     if len(set(sizes.values())) > 1:
         raise ArgumentError(f"dali_pipeline: the readers differ in their number of samples: {sizes}.")

@@ -7,11 +7,12 @@ import fcntl
 import os
 import sys
 import tempfile
+import threading
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from itertools import count
+from contextlib import suppress
+from itertools import count, islice
 from types import ModuleType
 from typing import Any
 
@@ -20,17 +21,9 @@ import numpy.typing as npt
 
 from paddle_shard.errors import MissingDependencyError, SplitError
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.sources.external import (
-    ExternalLoader,
-    ShardOptions,
-    environment,
-    local_rows,
-    needs,
-    opened,
-    refuse_options,
-    sealed,
-    stacked,
-)
+from paddle_shard.sources import external
+from paddle_shard.sources.external import ExternalLoader, ShardOptions
+from paddle_shard.sources.files import held
 
 NAME = "mds"
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -41,9 +34,6 @@ _OURS = {
     "shuffle_seed": "it is the seed of shard_dataloader",
     "streams": "only a single stream is supported",
 }
-_numbers = count()
-_open_ones: dict[int, tuple[int, Any, Any]] = {}
-"""Number -> (process, dataset, the lock on its directory)."""
 _USED = ("_parallel_rank_world", "_get_work", "_shm_prefix_int", "_locals_shm", "_shared_barrier", "_next_epoch")
 
 
@@ -82,12 +72,12 @@ def mds_stream(
         >>> source = mds_stream(local="/data/mds", batch_size=256, shuffle=True)  # doctest: +SKIP
         >>> loader = shard_dataloader(source, mesh, shard_dims="dp")  # doctest: +SKIP
     """
-    refuse_options("mds_stream", options, _OURS)
+    external.refuse_options("mds_stream", options, _OURS)
     import_streaming()
     settings = {"local": os.path.abspath(os.fspath(local)), "remote": remote, "shuffle": shuffle, **options}
 
     def build(share: ShardOptions) -> _Pass:
-        return _Pass(share, settings, batch_size, transform or dict, collate_fn or stacked)
+        return _Pass(share, settings, batch_size, transform or dict, collate_fn or external.stacked)
 
     return ExternalLoader(build, name=NAME, save=_Pass.state)
 
@@ -104,42 +94,36 @@ class _Pass:
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
         self._share, self._transform, self._collate_fn = share, transform, collate_fn
-        self._rows = local_rows(batch_size, share)
-        self._number, self._dataset = _open(share, settings, self._rows)
+        self._rows = external.local_rows(batch_size, share)
+        self._dataset, self._close = _open(share, settings, self._rows)
         # Close in a new thread: the garbage collector may run this in any thread and under any lock.
-        weakref.finalize(self, start_new_thread, _close, (self._number,)).atexit = False
+        weakref.finalize(self, start_new_thread, self._close, ()).atexit = False
         self._same = {"samples": self._dataset.num_samples, "batch_size": batch_size}
         self._delivered = 0
         if share.state is None:
             self._dataset.next_epoch = share.epoch
         else:
-            state = opened(share.state, NAME, **self._same)
+            state = external.opened(share.state, NAME, **self._same)
             self._delivered = state["delivered"]
             self._dataset.load_state_dict(state["library"])
 
     def __iter__(self) -> Iterator[Any]:
-        samples: list[Any] = []
-        for sample in self._dataset:
-            samples.append(self._transform(sample))
-            if len(samples) == self._rows:
-                self._delivered += len(samples)
-                yield self._collate_fn(samples)
-                samples = []
-        if samples:
-            self._delivered += len(samples)
-            yield self._collate_fn(samples)
-        _close(self._number)
+        samples = map(self._transform, self._dataset)
+        while batch := list(islice(samples, self._rows)):
+            self._delivered += len(batch)
+            yield self._collate_fn(batch)
+        self._close()
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
         # The library counts the samples of all ranks.
         seen = self._delivered * self._share.num_shards
         library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
-        return sealed(NAME, delivered=self._delivered, library=library, **self._same)
+        return external.sealed(NAME, delivered=self._delivered, library=library, **self._same)
 
 
-def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[int, Any]:
-    """Open a StreamingDataset that reads a share; return its number, for `_close`, and the data set."""
+def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[Any, Callable[[], None]]:
+    """Open a StreamingDataset that reads a share; return it, and the function that closes it."""
     streaming = import_streaming()
     from streaming.base.batching import generate_work
     from streaming.base.world import World
@@ -154,8 +138,10 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
     if settings["remote"] is not None:
         settings["local"], lane = _claim(settings["local"], share)
     seed = derive_seed("mds", share.seed) >> 34  # the library adds the epoch to it
+    # One process of the host at a time looks for free names of shared memory, since the library has no lock.
     # The data set is alone on its "host", so that no rank waits for another. Below, it gets its data rank.
-    with _one_at_a_time(), environment(_ALONE):
+    one_at_a_time = os.path.join(tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock")
+    with open(one_at_a_time, "wb") as lock, held(lock), external.environment(_ALONE):
         dataset = streaming.StreamingDataset(batch_size=rows, shuffle_seed=seed, **settings)
     missing = [name for name in _USED if not hasattr(dataset, name)]
     if missing:
@@ -176,11 +162,37 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
         return kept[kept >= 0][sample_in_epoch // share.num_shards :]
 
     dataset._get_work = work
-    number = next(_numbers)
-    _open_ones[number] = os.getpid(), dataset, lane
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
-    return number, dataset
+    return dataset, _closing(dataset, lane)
+
+
+def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
+    """Return the function that closes a data set and lets go of its directory. It is called when the process ends."""
+    process, closing = os.getpid(), threading.Lock()
+
+    def close() -> None:
+        """End the threads, remove shared memory and lock files, and release the directory; only once."""
+        atexit.unregister(close)
+        if process != os.getpid() or not closing.acquire(blocking=False):  # the parent's, or closed already
+            return
+        if hasattr(dataset, "_iterator"):
+            dataset._iterator.non_blocking_exit()
+        if hasattr(dataset, "_executor"):
+            dataset._executor.shutdown(wait=True, cancel_futures=True)
+        holders = [dataset._shared_barrier._arr, dataset._next_epoch.arr, dataset._cache_usage.arr]
+        holders += [dataset._shard_states, dataset._shard_access_times]
+        memories = [dataset._locals_shm, *(holder.shm for holder in holders)]
+        memories += [dataset._resume_shm] if hasattr(dataset, "_resume_shm") else []
+        for memory in memories:
+            atexit.unregister(memory.cleanup)
+            memory.cleanup()
+        for path in (dataset._shared_barrier.filelock_path, dataset._cache_filelock_path):
+            with suppress(OSError):
+                os.unlink(path)
+        if lane is not None:
+            lane.close()
+
+    atexit.register(close)  # after the library's own functions, so that it runs before them
+    return close
 
 
 def _as_often_as(wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -225,49 +237,12 @@ def _claim(local: str, share: ShardOptions) -> tuple[str, Any]:
     raise AssertionError
 
 
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Let one process of the host at a time look for free names of shared memory, since the library has no lock."""
-    path = os.path.join(tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock")
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _close_all() -> None:
-    """Close the data sets that are still open when the process ends."""
-    for number in list(_open_ones):
-        _close(number)
-
-
-def _close(number: int) -> None:
-    """End a data set's threads, remove its shared memory and lock files, and release its directory; only once."""
-    process, dataset, lane = _open_ones.pop(number, (0, None, None))
-    if process != os.getpid():  # closed already, or opened by the parent process
-        return
-    if hasattr(dataset, "_iterator"):
-        dataset._iterator.non_blocking_exit()
-    if hasattr(dataset, "_executor"):
-        dataset._executor.shutdown(wait=True, cancel_futures=True)
-    held = [dataset._locals_shm, dataset._shared_barrier._arr.shm, dataset._shard_states.shm]
-    held += [dataset._next_epoch.arr.shm, dataset._cache_usage.arr.shm, dataset._shard_access_times.shm]
-    held += [dataset._resume_shm] if hasattr(dataset, "_resume_shm") else []
-    for memory in held:
-        atexit.unregister(memory.cleanup)
-        memory.cleanup()
-    for path in (dataset._shared_barrier.filelock_path, dataset._cache_filelock_path):
-        with suppress(OSError):
-            os.unlink(path)
-    if lane is not None:
-        lane.close()
-
-
 def import_streaming() -> Any:
     """Return the module `streaming`, even if torchvision cannot be imported: only its vision data sets need that.
 
     The registry's torchvision is a CUDA build, whose import fails if torch is a CPU build.
     """
-    with needs("mds"):
+    with external.needs("mds"):
         import torch  # noqa: F401
 
         try:

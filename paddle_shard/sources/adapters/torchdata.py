@@ -11,19 +11,8 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.sources.external import (
-    ExternalLoader,
-    ShardOptions,
-    build_watched,
-    check_share,
-    from_json,
-    local_rows,
-    needs,
-    opened,
-    sealed,
-    seed_of,
-    to_json,
-)
+from paddle_shard.sources import external
+from paddle_shard.sources.external import ExternalLoader, ShardOptions
 
 NAME = "torchdata"
 
@@ -55,7 +44,7 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     _import()
 
     def build_pass(share: ShardOptions) -> _Pass:
-        return _Pass(build_watched(build, share, NAME), share)
+        return _Pass(external.build_watched(build, share, NAME), share)
 
     return ExternalLoader(build_pass, name=NAME, save=_Pass.state)
 
@@ -93,14 +82,16 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         length = len(dataset)
-        order = np.random.default_rng(seed_of(share, "order", bits=63)).permutation(length) if shuffle else None
+        order = np.arange(length)
+        if shuffle:
+            order = np.random.default_rng(external.seed_of(share, "order", bits=63)).permutation(length)
         # The data ranks take samples in turns, so their shares differ by at most one sample.
-        mine = (np.arange(length) if order is None else order)[share.shard :: share.num_shards]
+        mine = order[share.shard :: share.num_shards]
         loader = StatefulDataLoader(
             dataset,
-            batch_size=local_rows(batch_size, share),
+            batch_size=external.local_rows(batch_size, share),
             sampler=mine.tolist(),
-            generator=torch.Generator().manual_seed(seed_of(share, "workers", share.shard, bits=63)),
+            generator=torch.Generator().manual_seed(external.seed_of(share, "workers", share.shard, bits=63)),
             **options,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
@@ -109,7 +100,7 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
 
 
 def _import() -> None:
-    with needs("torchdata"):
+    with external.needs("torchdata"):
         import torchdata.nodes
         import torchdata.stateful_dataloader  # noqa: F401
 
@@ -141,9 +132,9 @@ class _Pass:
         self._kind = type(self._loader).__name__
         self._key, self._same, self._start = derive_seed("torch", share.seed, share.epoch, share.shard), same, 0
         if share.state is not None:
-            state = opened(share.state, NAME, kind=self._kind, **same)
+            state = external.opened(share.state, NAME, kind=self._kind, **same)
             self._start = state["batches"]
-            self._loader.load_state_dict(from_json(state["library"]))
+            self._loader.load_state_dict(external.from_json(state["library"]))
         self._batches = self._start
 
     def __iter__(self) -> Iterator[Any]:
@@ -166,8 +157,8 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        library = to_json(self._loader.state_dict())
-        return sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
+        library = external.to_json(self._loader.state_dict())
+        return external.sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
 
 
 def _check_ranks(loader: Any, share: ShardOptions) -> None:
@@ -190,7 +181,7 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
             if hasattr(found, "rank") and hasattr(found, count_name):
                 has = {"rank": found.rank, count_name: getattr(found, count_name)}
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
-                check_share(has, share, f"{NAME}: the {name}", fix)
+                external.check_share(has, share, f"{NAME}: the {name}", fix)
         if isinstance(found, BaseNode | Loader | DataLoader | Sampler):  # look at the samplers and nodes that it holds
             held = list(vars(found).values())
             held += [item for value in held if isinstance(value, dict) for item in value.values()]
