@@ -179,7 +179,7 @@ def _planned(options: LoaderOptions, num_data_ranks: int, accumulation: int, ord
         )
     if isinstance(sampler.sampler.data_source, Mixture) and plan.num_served < plan.num_samples:
         say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
-    advice = plan.ordering.advice(plan.num_samples, num_data_ranks, plan.width)
+    advice = plan.ordering.advice(plan.num_samples, num_data_ranks, max(1, plan.batch_size // plan.accumulation))
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
     batches = PlanBatches(plan, _data_fingerprint(sampler.sampler.data_source), sizes)

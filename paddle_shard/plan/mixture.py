@@ -293,7 +293,7 @@ class MixtureOrder(Blockwise):
         found = [self._found(*source_and_index(sample), (sample >> 52) % ROUNDS) for sample in flat.tolist()]
         return np.array([at[0] if at else -1 for at in found], np.int64).reshape(samples.shape)
 
-    def occurrences(self, sample: tuple[str, int]) -> list[int]:
+    def occurrences(self, sample: Any) -> list[int]:
         """Return the positions in the epoch at which a sample is delivered, in ascending order.
 
         Args:

@@ -80,6 +80,10 @@ class ShardPlan:
     """Steps of an epoch, the same on every rank; 0 if "drop" leaves nothing."""
     num_positions: int = field(init=False, repr=False, compare=False)
     """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
+    num_served: int = field(init=False, repr=False, compare=False)
+    """Positions that the steps of an epoch serve: all except those that "drop" drops."""
+    _width: int = field(init=False, repr=False, compare=False)
+    """Rows of a micro-batch when the epoch began; an order of blocks keeps this width until the epoch ends."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_samples, int) and self.num_samples == 0:
@@ -100,7 +104,11 @@ class ShardPlan:
         end = segments[-1][0] if self.ended else positions
         stretches = Stretches(segments=segments, end=end)
         object.__setattr__(self, "_stretches", stretches)
-        object.__setattr__(self, "num_steps", stretches.num_full + (self._rows_for(stretches.rest) > 0))
+        object.__setattr__(self, "_width", max(1, segments[0][1] // self.accumulation))
+        last_rows = self._rows_for(stretches.rest)
+        object.__setattr__(self, "num_steps", stretches.num_full + (last_rows > 0))
+        served = stretches.first_position(stretches.num_full) + last_rows
+        object.__setattr__(self, "num_served", min(positions, served))
         if self.ending.refuses and stretches.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
@@ -108,17 +116,6 @@ class ShardPlan:
                 f"({stretches.rest} are left over). Nearest lengths that do: {' or '.join(map(str, lengths))}; "
                 "or choose tail='pad', 'fill' or 'drop'."
             )
-
-    @property
-    def padding_unit(self) -> int:
-        """The rows of every global batch are a multiple of this number."""
-        return self.num_data_ranks * self.accumulation
-
-    @property
-    def width(self) -> int:
-        """Rows of a micro-batch when the epoch began; an order of blocks keeps this width until the epoch ends."""
-        size = self.segments[0][1] if self.segments else self.batch_size
-        return max(1, size // self.accumulation)
 
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last step.
@@ -141,7 +138,7 @@ class ShardPlan:
 
     def _rows_for(self, rest: int) -> int:
         """Return with how many rows a last batch of `rest` samples is served; 0 if it is dropped."""
-        unit = self.num_data_ranks if self.ordering.pads_first else self.padding_unit
+        unit = self.num_data_ranks if self.ordering.pads_first else self.num_data_ranks * self.accumulation
         return self.ending.num_rows(rest, self.batch_size, unit) if rest else 0
 
     def micro_size(self, *, step: int) -> int:
@@ -237,41 +234,22 @@ class ShardPlan:
         found = self.order(epoch=epoch).between(first, end)
         return found[found < self.num_samples] if self.ordering.pads_first else found
 
-    @property
-    def num_served(self) -> int:
-        """Positions that the steps of an epoch serve: all except those that "drop" drops."""
-        if self.num_steps == 0:
-            return 0
-        last = self.num_steps - 1
-        return min(self.num_positions, self.first_position(step=last) + self.num_rows(step=last))
-
-    def where(self, *, epoch: int, sample: int) -> Where | None:
+    def where(self, *, epoch: int, sample: int | tuple[str, int]) -> Where | list[Where] | None:
         """Return where a sample is delivered, as a real row; None if the tail drops it.
 
-        It takes O(1); with "paddle", O(n) once per epoch.
+        It takes O(1); with "paddle", O(n) once per epoch. Of a mixture, a sample may be delivered several times in an
+        epoch, or not at all: it is a list of places then, in their order.
 
         Args:
             epoch: The epoch.
-            sample: Its index in the data set.
+            sample: Its index in the data set; of a mixture, (name of the source, index in it).
         """
-        if self.ordering.own_ids:
-            raise ArgumentError("where: a mixture may deliver a sample several times; use everywhere(epoch=, sample=).")
+        if isinstance(self.ordering, Mixing):
+            order = self.ordering.order(self.num_positions, self.seed, epoch, self._width)
+            return [place for position in order.occurrences(sample) if (place := self._place_of(position)) is not None]
         if isinstance(sample, bool) or not isinstance(sample, int | np.integer) or not 0 <= sample < self.num_samples:
             raise ArgumentError(f"sample must be an int in range({self.num_samples}), got {sample!r}.")
-        return self.place_of(position=int(self.order(epoch=epoch).inverse(np.array([sample], np.int64))[0]))
-
-    def everywhere(self, *, epoch: int, sample: tuple[str, int]) -> list[Where]:
-        """Return where a sample of a mixture is delivered, as a real row: each place in an epoch, in their order.
-
-        Args:
-            epoch: The epoch.
-            sample: (name of its source, index in the source).
-        """
-        if not isinstance(self.ordering, Mixing):
-            raise ArgumentError(f"everywhere({sample!r}) is for mixtures; use where(epoch=, sample=).")
-        order = self.ordering.order(self.num_positions, self.seed, epoch, self.width)
-        found = (self.place_of(position=position) for position in order.occurrences(sample))
-        return [place for place in found if place is not None]
+        return self._place_of(int(self.order(epoch=epoch).inverse(np.array([sample], np.int64))[0]))
 
     def step_of(self, *, position: int) -> int:
         """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
@@ -281,12 +259,8 @@ class ShardPlan:
         """
         return self._stretches.step_and_row(position)[0]
 
-    def place_of(self, *, position: int) -> Where | None:
-        """Return where the sample at a position of an epoch is delivered, as a real row; None if the tail drops it.
-
-        Args:
-            position: The position, in `range(num_positions)`.
-        """
+    def _place_of(self, position: int) -> Where | None:
+        """Return where the sample at a position of an epoch is delivered, as a real row; None if the tail drops it."""
         step, row = self._stretches.step_and_row(position)
         if step >= self.num_steps:
             return None
@@ -308,7 +282,7 @@ class ShardPlan:
         Args:
             epoch: The epoch.
         """
-        return self.ordering.order(self.num_positions, self.seed, epoch, self.width)
+        return self.ordering.order(self.num_positions, self.seed, epoch, self._width)
 
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.num_steps:

@@ -95,7 +95,7 @@ def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int |
     for sample in samples:
         if plan is not None and isinstance(plan.ordering, Mixing):
             mixing = plan.ordering
-            plan.everywhere(epoch=0, sample=sample)  # checks it
+            plan.where(epoch=0, sample=sample)  # checks it
             zero = np.zeros(1, np.int64)
             yield int(sample_ids(zero + mixing.names.index(sample[0]), zero, zero + int(sample[1]))[0])
         elif isinstance(sample, str) and plan is None:
@@ -123,13 +123,14 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
         perhaps |= {step for step in (low, high) if step < plan.num_steps}
         whole += max(0, min(high, plan.num_steps) - low - 1)
     for sample in skips.samples:
+        named: Any = sample
         if isinstance(plan.ordering, Mixing) and isinstance(sample, int):
             source, index = source_and_index(sample)  # in any epoch of its source
-            found = plan.everywhere(epoch=epoch, sample=(plan.ordering.names[source], index))
-            perhaps |= {place.step for place in found}
-        elif isinstance(sample, int) and sample < plan.num_samples:
-            place = plan.where(epoch=epoch, sample=sample)
-            perhaps |= set() if place is None else {place.step}
+            named = plan.ordering.names[source], index
+        elif not isinstance(sample, int) or sample >= plan.num_samples:
+            continue
+        found = plan.where(epoch=epoch, sample=named)
+        perhaps |= {place.step for place in (found if isinstance(found, list) else [found]) if place is not None}
     inside = {
         step
         for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch)

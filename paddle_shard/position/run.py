@@ -320,10 +320,10 @@ class Run:
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
-        if plan.ordering.own_ids:
-            places = (self._delivered_at(plan, epoch, place) for place in plan.everywhere(epoch=epoch, sample=sample))
-            return [place for place in places if place is not None]
         found = plan.where(epoch=epoch, sample=sample)
+        if isinstance(found, list):
+            places = (self._delivered_at(plan, epoch, place) for place in found)
+            return [place for place in places if place is not None]
         return None if found is None else self._delivered_at(plan, epoch, found)
 
     def _delivered_at(self, plan: ShardPlan, epoch: int, place: Where) -> Where | None:

@@ -50,7 +50,9 @@ def test_every_sample_is_delivered_once_but_for_what_the_tail_says(options, epoc
     assert dropped in ((0, plan.num_samples % plan.batch_size) if plan.ending.drops else (0,))
     assert dropped or plan.tail != "drop" or plan.num_samples % plan.batch_size == 0
     assert len(set(real.tolist())) == len(real)
-    assert all(len(batch) % plan.padding_unit == 0 for batch in batches), "each data rank has as many rows"
+    assert all(len(batch) % (plan.num_data_ranks * plan.accumulation) == 0 for batch in batches), (
+        "each data rank has as many rows"
+    )
     if not plan.shuffle:
         assert real.tolist() == list(range(len(real)))
 
