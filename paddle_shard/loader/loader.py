@@ -62,7 +62,8 @@ class ShardDataloader(PaddleShardDataloader):
         setup = setup_of(options)
         source = setup.source
         self._shared, self._run = _Shared(setup), setup.run
-        self._next_of: ShardIterator | None = None
+        self._next_of: tuple[int, ShardIterator] | None = None
+        """The iterator of `next(loader)`, and the first pass of the run when it was made: a load begins another."""
         self.given, self.dataset, self.stats = options.dataloader, setup.dataloader.dataset, setup.stats
         self.seed, self.timeout, self.is_dataset_splitted = options.seed, options.timeout, source.split
         self.dense_tensor_idx = options.dense_tensor_idx
@@ -143,13 +144,13 @@ class ShardDataloader(PaddleShardDataloader):
         if asked_by_to_static():
             warn_if_batches_differ(self._shared.setup.source, self.plan)
             return describe(self._first_batch)
-        if self._next_of is not None and self._next_of.outdated:
-            self._next_of.close()
+        if self._next_of is not None and self._next_of[0] < self._run.first_pass:
+            self._next_of[1].close()
             self._next_of = None
         if self._next_of is None:
-            self._next_of = iter(self)
+            self._next_of = self._run.first_pass, iter(self)
         try:
-            return next(self._next_of)
+            return next(self._next_of[1])
         except StopIteration:
             self._next_of = None
             raise

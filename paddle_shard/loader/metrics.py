@@ -45,11 +45,10 @@ def gather_valid(values: Any, valid: Any) -> Any:
             f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "
             f"rank holds, got shape {list(values.shape)}."
         )
-    return _whole(values)[_whole(valid)]
-
-
-def _whole(tensor: Any) -> Any:
-    if not tensor.is_dist():
-        return tensor
-    replicated = [dist.Replicate() for _ in tensor.placements]
-    return dist.reshard(tensor, tensor.process_mesh, replicated)._local_value()
+    whole = [
+        dist.reshard(one, one.process_mesh, [dist.Replicate() for _ in one.placements])._local_value()
+        if one.is_dist()
+        else one
+        for one in (values, valid)
+    ]
+    return whole[0][whole[1]]

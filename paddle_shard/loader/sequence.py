@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,13 +80,10 @@ class SequenceSplit:
                 f"SequenceSplit: layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}."
             )
         self.axis, self.num_ranks, self.layout, self.key = axis, int(num_ranks), layout, key
+        self.unit = self.num_ranks * (2 if layout == "balanced" else 1)
+        """Lengths are padded to a multiple of this number."""
         self._labels, self._ignore_index = labels, ignore_index
         self._pads = {**({} if labels is None else {labels: ignore_index}), **dict(pad_values or {})}
-
-    @property
-    def unit(self) -> int:
-        """Lengths are padded to a multiple of this number."""
-        return self.num_ranks * (2 if self.layout == "balanced" else 1)
 
     def collate(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> Callable[[list[Any]], Arrays]:
         """Return a `collate_fn` that prepares batches and puts their tokens in order.
@@ -97,7 +95,10 @@ class SequenceSplit:
             collate_fn: Makes a dict of arrays or tensors of some samples, with rows of one length; None: they are
                 stacked.
         """
-        return _Collate(self, collate_fn)
+        return partial(self._collated, collate_fn)  # workers can be sent it
+
+    def _collated(self, collate_fn: Callable[[list[Any]], Any] | None, samples: list[Any]) -> Arrays:
+        return self.prepare(collate(samples) if collate_fn is None else collate_fn(samples))
 
     def prepare(self, batch: Any) -> Arrays:
         """Return a batch with labels shifted, positions counted, padded, and its tokens in order.
@@ -120,7 +121,12 @@ class SequenceSplit:
         rows, length = tokens.shape[:2]
         segments = self._segments(fields, rows, length)
         if self._labels is not None:
-            fields[self._labels] = self._shifted(np.asarray(fields.get(self._labels, tokens)), segments)
+            # Each token gets the label of the next token, inside its document.
+            labels = np.asarray(fields.get(self._labels, tokens))
+            shifted = np.full(labels.shape, self._ignore_index, labels.dtype if labels.dtype.kind == "i" else np.int64)
+            same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+            shifted[:, :-1][same] = labels[:, 1:][same]
+            fields[self._labels] = shifted
         fields.setdefault("position_ids", np.broadcast_to(np.arange(length), (rows, length)))
         whole = -(-length // self.unit) * self.unit
         order = np.stack([self._order(row, whole) for row in _padded(segments, whole, 0)])
@@ -166,7 +172,8 @@ class SequenceSplit:
         if self.layout == "documents" and token_index is None:
             raise ArgumentError("unsplit: layout='documents' needs the batch's field token_index.")
         if isinstance(outputs, np.ndarray):
-            return self._in_order(outputs, self._index(token_index, outputs.shape))
+            back = np.argsort(self._index(token_index, outputs.shape), axis=1)
+            return np.take_along_axis(outputs, back.reshape(*back.shape, *(1,) * (outputs.ndim - 2)), axis=1)
         if not isinstance(outputs, paddle.Tensor):
             raise ArgumentTypeError(f"unsplit: outputs must be a tensor or an array, got {type(outputs).__name__}.")
         with paddle.no_grad():
@@ -201,10 +208,6 @@ class SequenceSplit:
             raise ArgumentError(f"unsplit: outputs have {length} tokens a row, which {self.unit} does not divide.")
         return np.broadcast_to(self._order(np.zeros(length, np.int64), length), (rows, length))
 
-    def _in_order(self, array: npt.NDArray[Any], index: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        back = np.argsort(index, axis=1).reshape(*index.shape, *(1,) * (array.ndim - 2))
-        return np.take_along_axis(array, back, axis=1)
-
     def _order(self, segments: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
         """Return the tokens of a row in the order of the ranks; `segments` tells its documents."""
         if self.layout == "plain":
@@ -227,24 +230,6 @@ class SequenceSplit:
                 "Pack the rows with Packed or Stream.pack."
             )
         return np.ones((rows, length), np.int64)
-
-    def _shifted(self, labels: npt.NDArray[Any], segments: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the label of the next token, inside its document."""
-        kind = labels.dtype if labels.dtype.kind == "i" else np.int64
-        found = np.full(labels.shape, self._ignore_index, kind)
-        same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-        found[:, :-1][same] = labels[:, 1:][same]
-        return found
-
-
-class _Collate:
-    """A `collate_fn` of a `SequenceSplit`, which workers can be sent."""
-
-    def __init__(self, split: SequenceSplit, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self._split, self._collate_fn = split, collate_fn
-
-    def __call__(self, samples: list[Any]) -> Arrays:
-        return self._split.prepare(collate(samples) if self._collate_fn is None else self._collate_fn(samples))
 
 
 def _padded(array: npt.NDArray[Any], length: int, fill: float) -> npt.NDArray[Any]:

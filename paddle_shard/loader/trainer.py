@@ -64,8 +64,22 @@ class TrainerCallback:
             StateError: The checkpoint holds none.
             ArgumentError: The trainer will read the data again up to there.
         """
-        self._loaded = self._read(args, state.global_step) if state.global_step else None
-        if self._loaded is not None and not args.ignore_data_skip:
+        self._loaded = None
+        if not state.global_step:
+            return
+        folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
+        if not isinstance(folder, str | os.PathLike):
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        found = [path for name in (_name(dist.get_rank()), FILE) if (path := Path(folder, name)).is_file()]
+        if not found:
+            raise StateError(
+                f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
+                f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
+                "or leave the callback out, if that was made without it: the trainer then reads the data again up to "
+                "there."
+            )
+        self._loaded = json.loads(found[0].read_text())
+        if not args.ignore_data_skip:
             raise ArgumentError(
                 "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "
                 "the callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
@@ -100,7 +114,7 @@ class TrainerCallback:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_"):
-            return _nothing
+            return lambda *args, **others: None  # an event that does not matter here
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _loader(self, given: Any) -> ShardDataloader:
@@ -115,25 +129,6 @@ class TrainerCallback:
             )
         return found[0]
 
-    def _read(self, args: Any, global_step: int) -> dict[str, Any]:
-        folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
-        if not isinstance(folder, str | os.PathLike):
-            folder = Path(args.output_dir, f"checkpoint-{global_step}")
-        for name in (_name(dist.get_rank()), FILE):
-            path = Path(folder, name)
-            if path.is_file():
-                found: dict[str, Any] = json.loads(path.read_text())
-                return found
-        raise StateError(
-            f"{folder} holds no {FILE}, so it is not known where the data stood at global step {global_step}. Give "
-            "TrainerCallback(checkpoint=...) the folder from which the trainer resumes; or leave the callback out, if "
-            "that was made without it: the trainer then reads the data again up to there."
-        )
-
 
 def _name(rank: int) -> str:
     return f"paddle_shard-{rank}.json" if rank else FILE
-
-
-def _nothing(*args: Any, **others: Any) -> None:
-    """Do nothing, at an event that does not matter here."""

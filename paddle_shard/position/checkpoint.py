@@ -54,7 +54,17 @@ def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(f"state must be what state_dict() returned, got {type(state).__name__}: {state!r}.")
     for name, value in state.items():
-        _check_survives_json(name, value)
+        try:
+            survived = json.loads(json.dumps(value, allow_nan=False))
+            same = bool(survived == value)
+        except (TypeError, ValueError) as error:
+            raise StateError(f"state[{name!r}] cannot be written as JSON ({error}). {_WAY_OUT}") from error
+        if not same:
+            was, now = (text if len(text) <= 80 else text[:77] + "..." for text in (repr(value), repr(survived)))
+            raise StateError(
+                f"state[{name!r}] does not come back from JSON as it was: {was} becomes {now} "
+                f"(tuples become lists, keys become strings). {_WAY_OUT}"
+            )
     text = json.dumps(dict(state), separators=(",", ":")).encode()
     if len(text) > _ROOM:
         sizes = {name: len(json.dumps(value, separators=(",", ":"))) for name, value in state.items()}
@@ -101,21 +111,3 @@ def state_from_tensor(tensor: Any) -> dict[str, Any]:
         raise StateError("tensor is damaged: its checksum does not fit. Load it again, or an earlier checkpoint.")
     state: dict[str, Any] = json.loads(content[_HEADER.size : _HEADER.size + length])
     return state
-
-
-def _check_survives_json(name: str, value: Any) -> None:
-    try:
-        survived = json.loads(json.dumps(value, allow_nan=False))
-        same = bool(survived == value)
-    except (TypeError, ValueError) as error:
-        raise StateError(f"state[{name!r}] cannot be written as JSON ({error}). {_WAY_OUT}") from error
-    if not same:
-        raise StateError(
-            f"state[{name!r}] does not come back from JSON as it was: {_short(value)} becomes {_short(survived)} "
-            f"(tuples become lists, keys become strings). {_WAY_OUT}"
-        )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -109,10 +109,6 @@ def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int |
             yield int(sample)
 
 
-def _no_rows(num_rows: int, micro_size: int) -> range:
-    return range(0)
-
-
 def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
     """Return how many steps of an epoch are left out as a whole."""
     if not skips.concerns(epoch):
@@ -137,4 +133,5 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
         for step in perhaps
         if plan.step_of(position=first) < step < plan.step_of(position=end - 1)
     }
-    return whole + sum(step_of_plan(plan, epoch, step, skips, _no_rows) is None for step in perhaps - inside)
+    no_rows: RowsOf = lambda num_rows, micro_size: range(0)  # noqa: E731
+    return whole + sum(step_of_plan(plan, epoch, step, skips, no_rows) is None for step in perhaps - inside)

@@ -45,11 +45,14 @@ class Run:
         """
         self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
         self._sampler = source.custom_sampler
+        planned = isinstance(source.batches, PlanBatches) and not source.item_is_batch
+        self._planned: PlanBatches | None = source.batches if planned else None
+        """The batches of the plan, unless the user's own sampler decides the order."""
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
         self._seen = self._epoch = self._samplers_epoch() or 0
         self._resumed: LoaderState | None = None
-        self._first_pass = 0
+        self.first_pass = 0
         """Number of the first pass since a state was loaded: earlier ones are not of this run any more."""
         self._newest: PassProgress | None = None
         """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
@@ -61,12 +64,6 @@ class Run:
         self._num_steps: int | None = None
         self.skips = Skips()
         """What the user leaves out."""
-
-    @property
-    def _planned(self) -> PlanBatches | None:
-        """The batches of the plan, unless the user's own sampler decides the order."""
-        batches = self._source.batches
-        return batches if isinstance(batches, PlanBatches) and not self._source.item_is_batch else None
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -100,13 +97,9 @@ class Run:
         if self._newest is not None and self._newest.epoch != self._epoch:
             self._newest = None
 
-    def is_outdated(self, progress: PassProgress) -> bool:
-        """Return whether a state was loaded since a pass began: it is not of this run any more."""
-        return progress.number < self._first_pass
-
     def finished(self, progress: PassProgress) -> None:
         """Move on to the next epoch, when a pass over this one has come to its end."""
-        if self.is_outdated(progress):
+        if progress.number < self.first_pass:
             return
         if self._latest is None or progress.number >= self._latest.number:
             self._latest = progress
@@ -170,7 +163,7 @@ class Run:
             batch: The global batch.
             ids: The samples in this process's slice of it.
         """
-        if not self.is_outdated(progress) and (self._newest is None or progress.number > self._newest.number):
+        if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
         if not progress.counted:
             self._count(progress)
@@ -178,7 +171,7 @@ class Run:
 
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
-        if not progress.counted and not self.is_outdated(progress):
+        if not progress.counted and progress.number >= self.first_pass:
             self._deliveries.count(progress)
         progress.counted = True
 
@@ -237,7 +230,7 @@ class Run:
         self._resumed = resumed
         self._deliveries = Deliveries(resumed)
         self._newest = self._latest = None
-        self._first_pass = next(numbers)
+        self.first_pass = next(numbers)
         self.set_epoch(resumed.epoch, {})
 
     # What is delivered

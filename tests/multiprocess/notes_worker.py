@@ -40,10 +40,10 @@ class Rows(paddle.io.Dataset):
 
 def loader(kind, make, mesh, workers, **options):
     data = Rows(make) if kind == "index" else Stream.of(range(16)).map(make)
-    given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
     axis = "dp" if mesh is DP else None
-    stream = {"num_parts": 2} if kind == "stream" and axis else {}
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims=axis, timeout=60, **stream, **options)
+    data = data.in_parts(2) if kind == "stream" and axis else data
+    given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims=axis, timeout=60, **options)
 
 
 found = {}
