@@ -48,7 +48,8 @@ def write_files(folder):
 
 def make_loader(folder, mesh, options, tail):
     source = ShardSource([f"shard-{shard}" for shard in range(len(SIZES))], Reader(folder), shuffle_shards=False)
-    loader = paddle.io.DataLoader(Stream(source).in_parts(options.parts), batch_size=BATCH_SIZE, num_workers=WORKERS)
+    stream = Stream(source) if options.parts is None else Stream(source).in_parts(options.parts)
+    loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", tail=tail, num_batches=options.num_batches)
 
 

@@ -402,7 +402,7 @@ def test_a_part_that_is_empty_cannot_be_repeated(says, start):
 
     assert (failure.cause_type, failure.index, failure.worker) == ("ArgumentError", (1, 2 * start), 3)
     assert "part 1 of 2 has no sample to repeat" in failure.cause
-    assert "num_parts=" in failure.cause
+    assert "in_parts()" in failure.cause
 
 
 def test_a_reader_without_a_sample_makes_no_rows_up():
@@ -534,8 +534,8 @@ def collate_of_many_shapes(samples):
     ids=["a sample fails", "a worker dies", "the dispatch fails", "rows do not fit together"],
 )
 def test_whatever_breaks_a_step_its_failure_names_samples_that_were_read_for_it(stream, collate_fn):
-    given = DataLoader(stream, batch_size=4, num_workers=2, collate_fn=collate_fn)
-    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp", num_parts=4)
+    given = DataLoader(stream.in_parts(4), batch_size=4, num_workers=2, collate_fn=collate_fn)
+    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp")
     with pytest.raises(DataReadError) as caught:
         list(loader)
 
