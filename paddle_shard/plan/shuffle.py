@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -198,11 +199,14 @@ def permutation(num_samples: int, purpose: str, seed: int, epoch: int) -> Permut
 # Many sources at once
 
 
-class Permutations:
+class Permutations(threading.local):
     """The permutations of the epochs of some sources, evaluated together.
 
     Entry by entry, the result is that of `Permutation(length, key)`. With a thousand sources, a batch has a few samples
     of each, and numpy takes longer to begin on an array than to compute a few samples.
+
+    What is kept belongs to the thread: Python runs `__init__` again where another thread first asks. Tables that
+    threads shared would need a lock, which survives no fork and no pickling.
     """
 
     def __init__(self, num_sources: int, key_of: Callable[[int, int], bytes]) -> None:
@@ -214,6 +218,10 @@ class Permutations:
         """
         self._num_sources, self._key_of = num_sources, key_of
         self._forget()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: it keeps nothing yet."""
+        return Permutations, (self._num_sources, self._key_of)
 
     def _forget(self) -> None:
         self._slot = np.zeros(self._num_sources, np.int64)

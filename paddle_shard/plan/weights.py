@@ -199,10 +199,8 @@ class Chairman:
         self._scale = max(1, 2 * drawn - 2)  # times are counted in 1 / (2n - 2) draws
         self._source = np.empty(self.period, np.int16 if len(parts) < 1 << 15 else np.int32)
         self._draw = np.empty(self.period, np.int32)
-        self._known = 0
-        self._counts = np.zeros(len(parts), np.int64)
-        self._released = np.zeros(len(parts), np.int64)
-        self._waiting: list[int] = []
+        nothing = np.zeros(len(parts), np.int64)
+        self._state: tuple[int, Indices, Indices, list[int]] = (0, nothing, nothing, [])
         self._by_source: npt.NDArray[np.intp] | None = None
 
     def at(self, positions: Indices) -> tuple[npt.NDArray[np.int64], Indices]:
@@ -246,10 +244,14 @@ class Chairman:
 
     def _compute(self, end: int) -> None:
         """Extend the table to `end` entries or more."""
-        waiting, count = self._waiting, len(self._parts)
-        while self._known < end:
-            start, stop = self._known, min(self._known + CHUNK, self.period)
-            times, keys = self._releases(stop)
+        # Threads share a sequence, and no lock survives a fork and pickling. So the state is one value: the entries
+        # that are known, and what was drawn, released and waits after them. It is never changed, only replaced. Two
+        # threads may compute the same entries; they write the same numbers to the same places.
+        count = len(self._parts)
+        while self._state[0] < end:
+            start, counts, released, waiting = self._state
+            stop, waiting = min(start + CHUNK, self.period), list(waiting)
+            times, keys, released = self._releases(released, stop)
             found, at, last = [], 0, len(times)
             for position in range(start, stop):
                 while at < last and times[at] <= position:
@@ -263,13 +265,14 @@ class Chairman:
             number = np.bincount(sources, minlength=count)
             begin = np.cumsum(number) - number
             draws = np.empty(stop - start, np.int64)
-            draws[order] = np.arange(stop - start) - np.repeat(begin - self._counts, number)
+            draws[order] = np.arange(stop - start) - np.repeat(begin - counts, number)
             self._source[start:stop], self._draw[start:stop] = sources, draws
-            self._counts += number
-            self._known = stop
+            self._state = stop, counts + number, released, waiting
 
-    def _releases(self, end: int) -> tuple[list[int], list[int]]:
+    def _releases(self, released: Indices, end: int) -> tuple[list[int], list[int], Indices]:
         """Return the draws that may be made from now on and before `end`: the first position, and deadline and source.
+
+        The third value is how many draws of each source are released by then.
 
         Draw j of a source with the share w may be made at position k if (k + 1) * w - j >= 1 / (2n - 2). It must be
         made at position k at the latest if (k + 1) * w - j > 1 - 1 / (2n - 2).
@@ -277,17 +280,16 @@ class Chairman:
         scale, period, parts = self._scale, self.period, self._parts
         # the draws with a first position below `end`
         upto = np.where(parts > 0, np.minimum((end * parts * scale - period) // (period * scale) + 1, parts), 0)
-        number = np.maximum(upto - self._released, 0)
+        number = np.maximum(upto - released, 0)
         sources = np.repeat(np.arange(len(parts)), number)
         begin = np.cumsum(number) - number
-        draws = np.arange(len(sources)) - np.repeat(begin - self._released, number)
+        draws = np.arange(len(sources)) - np.repeat(begin - released, number)
         own = parts[sources]
         first = -((draws * scale + 1) * -period // (own * scale)) - 1
         deadline = ((draws + 1) * scale - 1) * period // (own * scale)
-        self._released += number
         order = np.argsort(first, kind="stable")
         keys = deadline * len(parts) + sources
-        return first[order].tolist(), keys[order].tolist()
+        return first[order].tolist(), keys[order].tolist(), released + number
 
 
 chairman = lru_cache(maxsize=16)(Chairman)

@@ -1,3 +1,5 @@
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -67,3 +69,18 @@ def test_any_position_is_known_without_those_before_it(parts, start, chunk, data
     for position, source, draw in zip(positions.tolist(), sources.tolist(), draws.tolist(), strict=True):
         assert straight.counts(position)[source] == draw
         assert straight.counts(position).sum() == position
+
+
+def test_threads_that_share_a_sequence_get_its_sources():
+    parts = (9000, 7001, 40_000, 3)
+    expected = Chairman(parts).at(np.arange(sum(parts)))[0]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(4):
+            shared = Chairman(parts)
+            with ThreadPoolExecutor(4) as pool:
+                found = list(pool.map(lambda _, one=shared: one.at(np.arange(sum(parts)))[0], range(4)))
+            assert [np.array_equal(one, expected) for one in found] == [True] * 4
+    finally:
+        sys.setswitchinterval(before)

@@ -5,8 +5,10 @@ ALPHA; about 120 are computed, so a perfect one would fail in 1 of 80 versions o
 own permutation passes the same tests, and two shuffles that are known to be poor fail them.
 """
 
+import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from paddle_shard.plan import shuffle
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.plan.shuffle import Permutation, Permutations
 from tests.extras import Lazy
 from tests.trials import trials
 
@@ -213,3 +215,52 @@ def test_poor_shuffles_are_found_out(monkeypatch):
 def test_small_lengths_need_the_table(monkeypatch):
     monkeypatch.setattr(shuffle, "TABLE_MAX", 0)
     assert min(p_values(ours, 16).values()) < ALPHA
+
+
+@pytest.mark.parametrize("length", [50, 5000], ids=["tables", "networks"])
+def test_threads_that_share_the_orders_of_many_sources_get_their_samples(length):
+    def key_of(source, epoch):
+        return derive_key("test", source, epoch, size=64)
+
+    shared, num_sources = Permutations(20, key_of), 20
+    alone = {
+        (source, epoch): Permutation(length, key_of(source, epoch))(np.arange(8))
+        for source in range(num_sources)
+        for epoch in range(12)
+    }
+
+    def wrong(offset):
+        sources = np.arange(num_sources).repeat(8)
+        places = np.tile(np.arange(8), num_sources)
+        found = []
+        for step in range(24):
+            epoch = (step + offset) % 12
+            got = shared(sources, np.full(len(sources), epoch), np.full(len(sources), length), places)
+            found.append(not np.array_equal(got, np.concatenate([alone[one, epoch] for one in range(num_sources)])))
+        return sum(found)
+
+    assert together(wrong, range(4)) == [0, 0, 0, 0]
+
+
+def test_a_copy_of_the_orders_of_many_sources_gives_the_same_samples():
+    shared = Permutations(3, key_of_a_source)
+    given = np.array([0, 1, 2]), np.array([0, 5, 1]), np.array([9, 5000, 70]), np.array([8, 4999, 3])
+    expected = shared(*given).tolist()
+    copied = pickle.loads(pickle.dumps(shared))
+    assert copied(*given).tolist() == expected
+    assert together(lambda _: copied(*given).tolist(), range(2)) == [expected] * 2
+
+
+def key_of_a_source(source, epoch):
+    return derive_key("test", source, epoch, size=64)
+
+
+def together(call, arguments):
+    """The results of calls in threads that take turns as often as can be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            return list(pool.map(call, arguments))
+    finally:
+        sys.setswitchinterval(before)
