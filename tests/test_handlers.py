@@ -14,6 +14,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError, PeerLostError
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.star import StarGroup
 from paddle_shard.sources.files import RemoteFile
@@ -47,6 +48,12 @@ def turns_away(handler):
     return bool(names & WIDE) and not asks and (not reraises or leaves)
 
 
+def suppresses(call):
+    """Whether a call of `suppress` hides what a handler may raise."""
+    names = {getattr(one, "id", getattr(one, "attr", "")) for one in call.args}
+    return getattr(call.func, "id", getattr(call.func, "attr", "")) == "suppress" and bool(names & WIDE)
+
+
 def clauses(text):
     """(function, clause) of every `except`."""
     return found_in(ast.parse(text), "")
@@ -68,6 +75,31 @@ def test_every_clause_that_catches_what_a_handler_may_raise_asks_whether_it_did(
     ]
     assert [one for one in found if not one.startswith(tuple(ELSEWHERE))] == []
     assert [named for named in ELSEWHERE if not any(one.startswith(named) for one in found)] == []
+
+
+def test_nothing_that_a_handler_may_raise_is_suppressed():
+    calls = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and suppresses(node)
+    ]
+    # The ends of what `testing` has started; a test's processes have no handlers.
+    assert [
+        call for call in calls if not call.startswith("testing/fork")
+    ] == []  # plan.handlers.ignoring lets it through
+
+
+def test_a_planted_suppress_is_found():
+    planted = "suppress(OSError)", "contextlib.suppress(ValueError, Exception)", "suppress(KeyError)", "f(OSError)"
+    assert [suppresses(ast.parse(text, mode="eval").body) for text in planted] == [True, True, False, False]
+
+
+def test_what_a_handler_raises_is_not_ignored(strike):
+    with ignoring(OSError, Enough):
+        raise OSError("of the code itself")
+    with pytest.raises((Enough, TimeoutError)), ignoring(OSError, Enough):
+        strike()
 
 
 @pytest.mark.parametrize(

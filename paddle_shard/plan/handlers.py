@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -23,6 +24,15 @@ def raise_if_a_handlers(error: BaseException) -> None:
     """Raise the exception unchanged if a signal handler raised it; return otherwise."""
     if raised_by_a_handler(error):
         raise error
+
+
+@contextmanager
+def ignoring(*kinds: type[BaseException]) -> Iterator[None]:
+    """Suppress exceptions of some kinds, as `contextlib.suppress`, but not what a signal handler raises."""
+    try:
+        yield
+    except kinds as error:
+        raise_if_a_handlers(error)
 
 
 def _is_given_one_of(frames: Sequence[FrameType], frame: FrameType) -> bool:

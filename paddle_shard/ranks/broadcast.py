@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from paddle_shard.errors import PaddleShardError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.rendezvous import noted
 from paddle_shard.reading.parcel import pickled, unpickled
 from paddle_shard.reading.slots import Slots, ample, layout, mapped, write
@@ -290,7 +290,7 @@ class Receiver:
 
     def interrupt(self) -> None:
         """Make a call of `wait` in another thread return."""
-        with contextlib.suppress(OSError):
+        with ignoring(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

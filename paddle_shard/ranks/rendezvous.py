@@ -8,7 +8,6 @@ endpoint that the launcher has given it. That port is free: `paddle.distributed`
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import socket
@@ -23,7 +22,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.errors import ArgumentError, PeerLostError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 
 _PAUSE = 0.02
 
@@ -46,7 +45,7 @@ def noted(make: Callable[[], socket.socket]) -> socket.socket:
 
 def _leave_sockets_to_the_parent() -> None:
     for found in list(_sockets):
-        with contextlib.suppress(OSError):
+        with ignoring(OSError):
             found.close()
     _making.release()
 

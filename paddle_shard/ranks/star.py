@@ -21,7 +21,7 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.group import FINE, LOST, MergingGroup, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
 
@@ -76,7 +76,7 @@ class StarGroup(MergingGroup):
         """Leave the group; a call that waits in another thread ends with PeerLostError."""
         self._closed = True
         for peer in list(self._peers.values()):
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
 
@@ -144,7 +144,7 @@ class StarGroup(MergingGroup):
         error = self._error(positions, what, timeout)
         for position, peer in self._peers.items():
             if position not in positions:
-                with contextlib.suppress(OSError):
+                with ignoring(OSError):
                     _send(peer, LOST, told_loss(error), time.monotonic() + _GRACE)
         return error
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import paddle.io
 
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
@@ -162,7 +162,7 @@ class WorkerPool:
         """Make a call of `next` in another thread end."""
         self.interrupted = True
         for channel in self._channels:
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 channel.interrupt()
 
     def let_go(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_shard.errors import PaddleShardError, ShardReadError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.files import decompressed, held, is_remote, local_path, open_file, replacing, shown
 
@@ -148,17 +148,17 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
     """
     file = _folder() / f"{derive_key(VERSION, kind, paths, size=16).hex()}.json"
     with ExitStack() as stack:
-        with suppress(OSError):
+        with ignoring(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(held(stack.enter_context(file.open("ab"))))
         known: dict[str, Any] = {}
-        with suppress(OSError, ValueError, TypeError):
+        with ignoring(OSError, ValueError, TypeError):
             known = dict(json.loads(file.read_bytes()))
         before = dict(known)
         try:
             yield known
         finally:
-            with suppress(OSError):
+            with ignoring(OSError):
                 if known != before:
                     with replacing(file) as target:
                         target.write(json.dumps(known, separators=(",", ":")).encode())

@@ -18,14 +18,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -438,7 +438,7 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int
         os.chmod(part, mode)
         os.replace(part, path)
     except BaseException:
-        with suppress(OSError):
+        with ignoring(OSError):
             os.unlink(part)
         raise
 

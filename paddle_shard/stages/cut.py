@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 from weakref import ref
 
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.stages.stage import Opening, Stage, leave_sample
 
 FAILED_AT = "_paddle_shard_failed_at"
@@ -87,7 +87,7 @@ class _Turns:
                 except StopIteration:
                     return
                 except Exception as error:
-                    with contextlib.suppress(Exception):  # the exception allows no attributes
+                    with ignoring(Exception):  # the exception allows no attributes
                         setattr(error, FAILED_AT, self._owner())
                     raise
                 owner, _ = self._owner()

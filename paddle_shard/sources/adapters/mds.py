@@ -11,7 +11,6 @@ import threading
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import count, islice
 from types import ModuleType
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import MissingDependencyError, SplitError
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources import external
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
@@ -186,7 +186,7 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
             atexit.unregister(memory.cleanup)
             memory.cleanup()
         for path in (dataset._shared_barrier.filelock_path, dataset._cache_filelock_path):
-            with suppress(OSError):
+            with ignoring(OSError):
                 os.unlink(path)
         if lane is not None:
             lane.close()
