@@ -1,0 +1,119 @@
+"""What a delivered batch costs on the device: copies, synchronisations, and what the training thread waits for."""
+
+import threading
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+
+ROWS = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")
+MESH = dist.ProcessMesh([0], dim_names=["dp"])
+STEPS = 16
+
+
+class Data(paddle.io.Dataset):
+    def __getitem__(self, index):
+        return ROWS[index], index
+
+    def __len__(self):
+        return len(ROWS)
+
+
+class DeviceTensors(Data):
+    rows = None
+
+    def __getitem__(self, index):
+        if self.rows is None:
+            self.rows = [paddle.to_tensor(row) for row in ROWS]
+        return self.rows[index], index
+
+
+def given(data=None, **more):
+    return paddle.io.DataLoader(Data() if data is None else data, batch_size=8, **more)
+
+
+def loader_of(dataloader, mesh=MESH, **options):
+    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **options)
+
+
+def stream():
+    return Stream.of(lambda: ((ROWS[index], index) for index in range(len(ROWS))))
+
+
+KINDS = {
+    "plain": lambda: loader_of(given()),
+    "prefetch 0": lambda: loader_of(given(), prefetch=0),
+    "prefetch 2": lambda: loader_of(given(), prefetch=2),
+    "unbuffered": lambda: loader_of(given(use_buffer_reader=False)),
+    "workers": lambda: loader_of(given(num_workers=2)),
+    "stream": lambda: loader_of(given(stream())),
+    "stream, workers": lambda: loader_of(given(stream(), num_workers=2)),
+    "scattered rows": lambda: loader_of(given(), dist.ProcessMesh([[0, 1]], dim_names=["dp", "mp"])),
+    "verified": lambda: loader_of(given(), verify=1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
+    batches = iter(KINDS[kind]())
+    next(batches)
+    counters()
+
+    for _ in range(STEPS):
+        next(batches)
+
+    found = counters()
+    copies = sum(found.get(what, (0,))[0] for what in ("h2d", "h2d_async"))
+    assert 2 * STEPS <= copies <= 2 * (STEPS + 4), found  # two leaves; some steps are copied ahead
+    assert not {"d2h", "d2h_async", "d2d", "d2d_async", "sync_device"} & set(found), found
+    for what in ("sync_stream", "sync_event", "h2d"):
+        assert found.get(what, (0, 0, 0))[2] == 0, f"{what} on the training thread: {found}"
+    batches.close()
+
+
+def test_samples_that_are_device_tensors_come_back_in_one_copy_a_batch_at_most(counters):
+    batches = iter(loader_of(given(DeviceTensors())))
+    next(batches)
+    counters()
+
+    for _ in range(STEPS):
+        next(batches)
+
+    found = counters()
+    assert sum(found.get(what, (0,))[0] for what in ("d2h", "d2h_async")) <= STEPS + 4, found
+    batches.close()
+
+
+WAYS = {
+    "plain": lambda: loader_of(given()),
+    "prefetch 0": lambda: loader_of(given(), prefetch=0),
+    "prefetch 2": lambda: loader_of(given(), prefetch=2),
+    "unbuffered": lambda: loader_of(given(use_buffer_reader=False)),
+    "workers": lambda: loader_of(given(num_workers=2)),
+    "stream": lambda: loader_of(given(stream())),
+    "padded": lambda: loader_of(given(), pad_to={0: ("longest", 0)}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
+    """Work is queued that ends only when it is told to: what waits for it waits for ever."""
+    compute = paddle.device.current_stream("standin:0").stream_base.raw_stream
+    loader = WAYS[way]()
+    for _ in range(2):  # the second epoch meets an idle device first
+        batches = iter(loader)
+        next(batches)
+        for _ in range(6):
+            plugin.standin_work(compute, 20_000)
+            next(batches)
+        # 120 ms were queued: a loop that waited for its batches has no more than two steps of them left
+        left = threading.Event()
+        waiting = threading.Thread(target=lambda done=left: (plugin.standin_wait(compute), done.set()))
+        waiting.start()
+        assert not left.wait(0.02), "the queue of the device is as good as empty: next() has waited for it"
+        waiting.join()
+        batches.close()
