@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,12 @@ def _end(queue: Any, reader: Any, process: int) -> None:
     if os.getpid() != process:  # a forked child lacks the reader's thread, for which even a destructor would wait
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((queue, reader)))
         return
-    queue.close()  # the reader's thread waits for it
+    # The destructor joins the reader's thread with the GIL held, and that thread needs the GIL to free an array; and
+    # shutdown() forgets what is pending, so that buffers go while they are used. So it comes to its end first.
+    queue.close()
+    with suppress(StopIteration):
+        while reader.read_next_list()[0]:
+            pass
     reader.shutdown()
 
 
