@@ -19,7 +19,7 @@ from paddle_shard.sources.files import Paths
 from paddle_shard.sources.huggingface import huggingface_source
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
+from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
 from paddle_shard.sources.webdataset import webdataset_source
 from paddle_shard.stages.mix import Mix, check_mixable
 from paddle_shard.stages.stage import Opening, Stage
@@ -128,7 +128,8 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        return cls(csv_source(paths, header, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        form = CSV_DICTS if header else CSV_ROWS
+        return cls(text_source(paths, form, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def lines(
@@ -152,7 +153,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        return cls(lines_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def jsonl(
@@ -173,7 +174,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        return cls(jsonl_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, JSON_LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def webdataset(
