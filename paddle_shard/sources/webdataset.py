@@ -48,8 +48,8 @@ def tar_samples(
 ) -> Iterator[tuple[int, Sample]]:
     """Yield the samples of one open tar, from a given byte to the end, each with the byte where it begins.
 
-    They are grouped by WebDataset. Its own loop over the members treats a damaged header, or a file that was cut between
-    two members, as the end of the tar. It also ignores data after the end marker. Here, each of these is an error.
+    WebDataset groups them. Its own loop over the members treats a damaged header, or a file that was cut between two
+    members, as the end of the tar. It also ignores data after the end marker. Here, each of these is an error.
 
     Args:
         file: The open tar, at position `start`.
