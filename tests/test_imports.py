@@ -23,7 +23,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
     "sources": (
-        PURE | {"stages", "say_once"},
+        PURE | {"tree", "collate", "stages", "say_once"},
         {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "tqdm"} | ADAPTED,
     ),
     "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle"}),

@@ -16,7 +16,7 @@ from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
 from paddle_shard.sources.external import ExternalSource
 from paddle_shard.sources.files import Paths
-from paddle_shard.sources.huggingface import huggingface_source
+from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
@@ -255,7 +255,7 @@ class Stream(StreamStages):
 
     @classmethod
     def huggingface(cls, dataset: Any) -> Stream:
-        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.huggingface_source`.
+        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.HuggingFaceSource`.
 
         Args:
             dataset: The data set. It may be mapped, filtered and shuffled (with a seed). It is not changed.
@@ -269,7 +269,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.huggingface(load_dataset("ag_news", split="train", streaming=True))  # doctest: +SKIP
         """
-        return cls(huggingface_source(dataset))
+        return cls(HuggingFaceSource(dataset))
 
     def __repr__(self) -> str:
         recipe = self._recipe

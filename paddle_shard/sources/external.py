@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
-import numpy as np
-
-from paddle_shard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchSizeError,
-    MissingDependencyError,
-    SplitError,
-    StateError,
-)
-from paddle_shard.plan.partition import nearest_multiples
-from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.errors import ArgumentError, SplitError, StateError
+from paddle_shard.plan.partition import check_batch_size
+from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.stages.stage import Opening, Stage, Stated
+
+VERSION = 1
+"""Version of the states that are saved."""
+ROUND = 1 << 20
+"""Number that is added to a library's epoch each time that the data is read again within an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,56 +79,30 @@ class ExternalSource(Stage):
         return [["foreign", self._loader.name]]  # the kind as saved states spell it
 
     def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
-        external, key = self._loader, opening.key(part, "source")
-        state = opening.state
-        if state is not None and not (isinstance(state, dict) and set(state) == {"at", "saved"}):
+        name, save, key = self._loader.name, self._loader.save, opening.key(part, "source")
+        state: Any = {"version": VERSION, "at": 0, "saved": None} if opening.state is None else opening.state
+        if not isinstance(state, dict) or state.keys() != {"version", "at", "saved"} or state["version"] != VERSION:
             raise StateError(
-                f"state is no state of the {external.name} loader: {state!r}. Load what its state_dict() returned."
+                f"state is no state of the {name} loader in version {VERSION}: {state!r}. Load what its state_dict() "
+                "returned."
             )
         share = ShardOptions(
             shard=part,
             num_shards=opening.num_parts,
             seed=opening.seed,
-            epoch=opening.epoch + opening.round * (1 << 20),
-            state=None if state is None else state["saved"],
+            epoch=opening.epoch + opening.round * ROUND,
+            state=state["saved"],
         )
         opening.seed_generators(key)
-        loader = external.build(share)
+        loader = self._loader.build(share)
         if not hasattr(loader, "__iter__"):
-            raise ArgumentError(f"{external.name}: build returned {type(loader).__name__}, which cannot be iterated.")
-        batches = iter(loader)
-        begun = 0 if state is None else state["at"]
-        for number in count(begun):
-            opening.seed_generators(mix(key, number))
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if number < begun + opening.skip:
-                continue
-            if external.save is None:
-                yield batch
-            else:
-                yield Stated(batch, {"at": number + 1, "saved": external.save(loader)})
+            raise ArgumentError(f"{name}: build returned {type(loader).__name__}, which cannot be iterated.")
+        batches = opening.drawn(iter(loader), key, state["at"])
+        for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
+            yield batch if save is None else Stated(batch, {"version": VERSION, "at": number, "saved": save(loader)})
 
 
-VERSION = 1
-"""Version of the states that adapters save."""
-
-
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the extra to install.
-
-    Raises:
-        MissingDependencyError: A package that is imported in the `with` block is not installed.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name or error} cannot be imported ({error}). Install it with: pip install 'paddle_shard[{extra}]'."
-        ) from error
+# What adapters share
 
 
 def refuse_options(function: str, options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
@@ -158,16 +125,11 @@ def local_rows(batch_size: int, share: ShardOptions) -> int:
     """Return the rows that one data rank reads of a global batch.
 
     Raises:
-        BatchSizeError: The batch size is not an int >= 1, or the data ranks do not divide it.
+        ArgumentError: The batch size is not an int >= 1.
+        BatchSizeError: The data ranks do not divide it.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise BatchSizeError(f"batch_size must be an int >= 1, got {batch_size!r}.")
-    if batch_size % share.num_shards:
-        near = " or ".join(map(str, nearest_multiples(batch_size, share.num_shards)))
-        raise BatchSizeError(
-            f"batch_size={batch_size} is the global batch, which {share.num_shards} data ranks do not divide. "
-            f"Nearest sizes that work: {near}."
-        )
+    check_count("batch_size", batch_size)
+    check_batch_size(batch_size, share.num_shards)
     return batch_size // share.num_shards
 
 
@@ -197,28 +159,23 @@ def check_share(found: Mapping[str, Any], share: ShardOptions, what: str, fix: s
         )
 
 
-class _WatchedOptions:
-    """A `ShardOptions` that records which of its attributes were read."""
-
-    def __init__(self, share: ShardOptions) -> None:
-        self._share = share
-        self.asked: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._share, name)
-        self.asked.add(name)
-        return value
-
-
 def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str) -> Any:
     """Return what a user's function builds for a share.
 
     Raises:
         SplitError: The function has not read both `shard` and `num_shards`, so every data rank would read all the data.
     """
-    watched = _WatchedOptions(share)
-    built = build(watched)
-    if share.num_shards > 1 and not {"shard", "num_shards"} <= watched.asked:
+    asked: set[str] = set()
+
+    class Watched:
+        """The share, which records what the function reads of it."""
+
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            return getattr(share, name)
+
+    built = build(Watched())
+    if share.num_shards > 1 and not {"shard", "num_shards"} <= asked:
         raise SplitError(
             f"{library}: the function that builds the loader has looked at neither share.shard nor share.num_shards, "
             f"or at one only, so that each of the {share.num_shards} data ranks would read all of the data. Split it "
@@ -227,125 +184,19 @@ def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str
     return built
 
 
-def opened(state: Any, library: str, **expected: Any) -> Mapping[str, Any]:
-    """Check a state that `sealed` made, and return it.
-
-    Raises:
-        StateError: The state is of another library, another version, or other data.
-    """
-    if not isinstance(state, Mapping) or state.get("adapter") != library or state.get("version") != VERSION:
-        shown = {key: state.get(key) for key in ("adapter", "version")} if isinstance(state, Mapping) else state
-        raise StateError(f"state: {shown!r} is no state of the {library} adapter in version {VERSION}.")
-    for name, value in expected.items():
-        if state.get(name) != value:
-            raise StateError(
-                f"state: {name} was {state.get(name)!r} when it was saved, and is {value!r} now. Go on with the same "
-                "data and batch size, or begin the epoch anew."
-            )
-    return state
-
-
-def sealed(adapter: str, **values: Any) -> dict[str, Any]:
-    """Return values as a state that `opened` can check."""
-    return {"adapter": adapter, "version": VERSION, **values}
-
-
-def stacked(samples: Sequence[Any]) -> Any:
-    """Return a batch of samples of one structure: arrays and numbers stacked, other leaves as a list."""
-    first = samples[0]
-    if isinstance(first, Mapping):
-        return {key: stacked([sample[key] for sample in samples]) for key in first}
-    if isinstance(first, tuple | list):
-        return [stacked([sample[i] for sample in samples]) for i in range(len(first))]
-    if isinstance(first, np.ndarray | np.generic | bool | int | float):
-        return np.stack(samples)
-    return list(samples)
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while, and restore the old ones."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-_TAG = "$"
-"""The only key of a dict that encodes a value of another kind: {"$": [kind, ...]}."""
-
-
-def to_json(value: Any, path: str = "state") -> Any:
-    """Return a value that JSON can hold and that `from_json` turns back. Nothing is pickled.
+def check_same(share: ShardOptions, **values: Any) -> None:
+    """Check that what a saved state depends on is the same as when it was saved.
 
     Args:
-        value: None, numbers, strings, bytes, numpy arrays, torch tensors, and lists, tuples and dicts of these.
-        path: Path of the value in the state, for messages.
+        share: The share; nothing is checked if it has no state.
+        values: Values that the saved state has under the same names.
 
     Raises:
-        ArgumentTypeError: The value contains another type.
-
-    Examples:
-        >>> from_json(to_json({1: (b"ab", 2.5)}))
-        {1: (b'ab', 2.5)}
+        StateError: One differs.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        return {_TAG: ["bytes", _text(value)]}
-    if isinstance(value, np.generic):
-        return to_json(value.item(), path)
-    if isinstance(value, list):
-        return [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {_TAG: ["tuple", *(to_json(item, f"{path}[{i}]") for i, item in enumerate(value))]}
-    if isinstance(value, Mapping):
-        pairs = [(key, to_json(item, f"{path}[{key!r}]")) for key, item in value.items()]
-        if all(isinstance(key, str) and key != _TAG for key, _ in pairs):
-            return dict(pairs)
-        return {_TAG: ["dict", *([to_json(key, f"a key of {path}"), item] for key, item in pairs)]}
-    kind = "array" if isinstance(value, np.ndarray) else "tensor" if type(value).__module__ == "torch" else None
-    array = np.ascontiguousarray(value) if kind else None
-    if array is None or array.dtype.hasobject:
-        raise ArgumentTypeError(f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}")
-    return {_TAG: [kind, array.dtype.str, list(value.shape), _text(array.tobytes())]}
-
-
-def from_json(value: Any) -> Any:
-    """Return the value that `to_json` has encoded.
-
-    Raises:
-        StateError: The value has an unknown kind, so `to_json` has not encoded it.
-    """
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    if set(value) != {_TAG}:
-        return {key: from_json(item) for key, item in value.items()}
-    kind, *rest = value[_TAG]
-    if kind == "bytes":
-        return base64.b64decode(rest[0])
-    if kind == "tuple":
-        return tuple(from_json(item) for item in rest)
-    if kind == "dict":
-        return {from_json(key): from_json(item) for key, item in rest}
-    if kind not in ("array", "tensor"):
-        raise StateError(f"state: {kind!r} is no kind of value that is known.")
-    dtype, shape, text = rest
-    array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
-    if kind == "array":
-        return array
-    import torch
-
-    return torch.from_numpy(array)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+    for name, value in values.items():
+        if share.state is not None and share.state.get(name) != value:
+            raise StateError(
+                f"state: {name} was {share.state.get(name)!r} when it was saved, and is {value!r} now. Go on with the "
+                "same data and batch size, or begin the epoch anew."
+            )

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched, needs
+from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched
+from paddle_shard.sources.files import needs
 
 
 def grain_dataset(map_dataset: Any) -> GrainDataset:

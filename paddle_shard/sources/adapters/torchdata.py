@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import signal
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.sources import external
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
-
-NAME = "torchdata"
+from paddle_shard.sources.files import needs
 
 
 def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
@@ -44,9 +43,9 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     _import()
 
     def build_pass(share: ShardOptions) -> _Pass:
-        return _Pass(external.build_watched(build, share, NAME), share)
+        return _Pass(external.build_watched(build, share, "torchdata"), share)
 
-    return ExternalLoader(build_pass, name=NAME, save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata", save=_Pass.state)
 
 
 def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> ExternalLoader:
@@ -96,11 +95,11 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
 
-    return ExternalLoader(build_pass, name=f"{NAME} StatefulDataLoader", save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata StatefulDataLoader", save=_Pass.state)
 
 
 def _import() -> None:
-    with external.needs("torchdata"):
+    with needs("torchdata"):
         import torchdata.nodes
         import torchdata.stateful_dataloader  # noqa: F401
 
@@ -129,13 +128,13 @@ class _Pass:
             built = built.root
         # By default, a Loader begins again if its state is at the end.
         self._loader = Loader(built, restart_on_stop_iteration=False) if isinstance(built, BaseNode) else built
-        self._kind = type(self._loader).__name__
-        self._key, self._same, self._start = derive_seed("torch", share.seed, share.epoch, share.shard), same, 0
+        self._key = derive_seed("torch", share.seed, share.epoch, share.shard)
+        self._same = {"kind": type(self._loader).__name__, **same}
+        self._batches = 0
         if share.state is not None:
-            state = external.opened(share.state, NAME, kind=self._kind, **same)
-            self._start = state["batches"]
-            self._loader.load_state_dict(external.from_json(state["library"]))
-        self._batches = self._start
+            external.check_same(share, **self._same)
+            self._batches = share.state["batches"]
+            self._loader.load_state_dict(from_json(share.state["library"]))
 
     def __iter__(self) -> Iterator[Any]:
         import torch
@@ -145,20 +144,19 @@ class _Pass:
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
         signal.siginterrupt(signal.SIGCHLD, False)
-        for number in count(self._start):
+        while True:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mix(self._key, number))
+                torch.manual_seed(mix(self._key, self._batches))
                 try:
                     batch = next(items)
                 except StopIteration:
                     return
-            self._batches = number + 1
+            self._batches += 1
             yield batch
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        library = external.to_json(self._loader.state_dict())
-        return external.sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
+        return {"batches": self._batches, "library": to_json(self._loader.state_dict()), **self._same}
 
 
 def _check_ranks(loader: Any, share: ShardOptions) -> None:
@@ -170,10 +168,10 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
     from torch.utils.data import DataLoader, IterableDataset, Sampler
     from torchdata.nodes import BaseNode, Loader
 
-    todo, seen = [loader], set()
+    todo, seen = [loader], set[int]()
     while todo:
         found = todo.pop()
-        if id(found) in seen:
+        if id(found) in seen or not isinstance(found, BaseNode | Loader | DataLoader | Sampler | IterableDataset):
             continue
         seen.add(id(found))
         name = type(found).__name__
@@ -181,9 +179,70 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
             if hasattr(found, "rank") and hasattr(found, count_name):
                 has = {"rank": found.rank, count_name: getattr(found, count_name)}
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
-                external.check_share(has, share, f"{NAME}: the {name}", fix)
-        if isinstance(found, BaseNode | Loader | DataLoader | Sampler):  # look at the samplers and nodes that it holds
+                external.check_share(has, share, f"torchdata: the {name}", fix)
+        if not isinstance(found, IterableDataset):  # look at the samplers and nodes that it holds
             held = list(vars(found).values())
-            held += [item for value in held if isinstance(value, dict) for item in value.values()]
-            kinds = BaseNode | Loader | DataLoader | Sampler | IterableDataset
-            todo += [value for value in held if isinstance(value, kinds)]
+            todo += held + [item for value in held if isinstance(value, dict) for item in value.values()]
+
+
+_TAG = "$"
+"""The only key of a dict that encodes a value of another kind: {"$": [kind, content, ...]}."""
+
+
+def to_json(value: Any, path: str = "state") -> Any:
+    """Return a value that JSON can hold and that `from_json` turns back. Nothing is pickled.
+
+    Args:
+        value: None, numbers, strings, bytes, numpy arrays, torch tensors, and lists, tuples and dicts of these.
+        path: Path of the value in the state, for messages.
+
+    Raises:
+        ArgumentTypeError: The value contains another type.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return to_json(value.item(), path)
+    if isinstance(value, list | tuple):
+        items = [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: ["tuple", items]}
+    if isinstance(value, Mapping):
+        pairs = [[to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        plain = all(isinstance(key, str) and key != _TAG for key in value)
+        return dict(pairs) if plain else {_TAG: ["dict", pairs]}
+    if isinstance(value, bytes):
+        return {_TAG: ["bytes", base64.b64encode(value).decode()]}
+    kind = "array" if isinstance(value, np.ndarray) else "tensor" if type(value).__module__ == "torch" else None
+    array = np.ascontiguousarray(value) if kind else None
+    if array is None or array.dtype.hasobject:
+        raise ArgumentTypeError(f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}")
+    return {_TAG: [kind, base64.b64encode(array.tobytes()).decode(), array.dtype.str, list(value.shape)]}
+
+
+def from_json(value: Any) -> Any:
+    """Return the value that `to_json` has encoded.
+
+    Raises:
+        StateError: The value has an unknown kind, so `to_json` has not encoded it.
+    """
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() != {_TAG}:
+        return {key: from_json(item) for key, item in value.items()}
+    kind, content, *about = value[_TAG]
+    if kind in ("tuple", "dict"):
+        return tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
+    if kind not in ("bytes", "array", "tensor"):
+        raise StateError(f"state: {kind!r} is no kind of value that is known.")
+    data = base64.b64decode(content)
+    if kind == "bytes":
+        return data
+    dtype, shape = about
+    array = np.frombuffer(data, dtype).reshape(shape).copy()
+    if kind == "array":
+        return array
+    import torch
+
+    return torch.from_numpy(array)

@@ -47,10 +47,10 @@ def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
     assert all({*"01"[: num_ranks // 2]} <= found and len(found) <= 3 * num_ranks // 2 for found in caches.values())
     for report in reports:
         refused = report["refused"]
-        assert "2 data ranks do not divide" in refused["batch size"]
+        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
         assert refused["streams"].startswith("ArgumentError: mds_stream: leave streams out")
         assert refused["begun"] == 1
-        assert "no state of the mds adapter" in refused["state"]
+        assert "no state of the mds loader" in refused["state"]
         assert "torch.distributed runs in this process" in refused["torch.distributed"]
     assert leftovers(tmp_path / "tmp") == before, "nothing is left behind, by passes that were given up neither"
 
