@@ -12,7 +12,7 @@ import paddle_shard
 
 PACKAGE = Path(paddle_shard.__file__).parent
 PURE = {"errors", "plan"}
-ADAPTED = {"torch", "torchdata", "streaming", "nvidia"}  # by sources/adapters, inside functions
+ADAPTED = {"torch", "torchdata", "nvidia"}  # inside functions
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
     "plan": ({"errors"}, {"numpy"}),
@@ -23,7 +23,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "samplers": (PURE, {"numpy"}),
     "stages": (PURE, {"numpy"}),
     "sources": (
-        PURE | {"tree", "collate", "stages", "say_once"},
+        PURE | {"stages", "say_once"},
         {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "tqdm"} | ADAPTED,
     ),
     "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle"}),

@@ -14,10 +14,9 @@ from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.stream_stages import StreamStages
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
-from paddle_shard.sources.external import ExternalSource
+from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
 from paddle_shard.sources.huggingface import HuggingFaceSource
-from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
 from paddle_shard.sources.webdataset import webdataset_source

@@ -22,7 +22,7 @@ from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.sharing import Publishing, Sender, Sharing, Subscribing
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Stage
 
 _END = object()

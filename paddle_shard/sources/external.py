@@ -1,4 +1,4 @@
-"""How is another library's loader a source?"""
+"""How is anything that can be iterated a source: another library's loader, which reads parts, or an iterable?"""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_shard.errors import ArgumentError, SplitError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
 
 VERSION = 1
@@ -100,6 +100,77 @@ class ExternalSource(Stage):
         batches = opening.drawn(iter(loader), key, state["at"])
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
             yield batch if save is None else Stated(batch, {"version": VERSION, "at": number, "saved": save(loader)})
+
+
+class IterableSource(Stage):
+    """A list, a function that returns an iterator, or anything that can be iterated once per epoch.
+
+    It cannot open a part by itself. The global random generators are seeded before each sample from (seed, epoch,
+    round, number of the sample), so every reader sees the same stream.
+    """
+
+    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        """Set up the source.
+
+        Args:
+            iterable: Iterated once per epoch. A generator can be read in one epoch only; to read it in several, give
+                the function that makes it, without calling it.
+
+        Raises:
+            ArgumentTypeError: The argument is neither iterable nor callable.
+        """
+        if not hasattr(iterable, "__iter__") and not callable(iterable):
+            raise ArgumentTypeError(
+                f"a stream must be iterable, or a function that returns something iterable, got "
+                f"{type(iterable).__name__}: {iterable!r}."
+            )
+        self._iterable = iterable
+        self._indexed = (
+            hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__") and not isinstance(iterable, Mapping)
+        )
+        self._one_shot = isinstance(iterable, Iterator)
+        self._used = False
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the whole stream: part 0 of 1."""
+        if opening.num_parts != 1:
+            raise AssertionError("an iterable is cut by a stage behind it")
+        return [self._items(opening)]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the length of a list; None for anything else."""
+        return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
+
+    @property
+    def once(self) -> bool:
+        """True if the iterable is an iterator."""
+        return self._one_shot
+
+    def fingerprint(self) -> list[Any]:
+        """Return the length of a list; nothing for anything else."""
+        return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]
+
+    def _items(self, opening: Opening) -> Iterator[Any]:
+        key, seed = opening.key(0, "source"), opening.seed_generators
+        if self._indexed:
+            for number in range(opening.skip, len(self._iterable)):  # type: ignore[arg-type]
+                seed(mix(key, number))
+                yield self._iterable[number]  # type: ignore[index]
+            return
+        seed(key)
+        yield from opening.drawn(self._begin(), key)
+
+    def _begin(self) -> Iterator[Any]:
+        if not self._one_shot:
+            return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
+        if self._used:
+            raise ArgumentError(
+                f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
+                "function that makes it, without calling it, so that each epoch can begin anew. (Describing the inputs "
+                "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
+            )
+        self._used = True
+        return iter(self._iterable)  # type: ignore[arg-type]
 
 
 # What adapters share

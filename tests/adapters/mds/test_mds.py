@@ -1,11 +1,14 @@
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from paddle_shard.sources.adapters.mds import _as_often_as, import_streaming
 from paddle_shard.testing import run_ranks
 from tests.adapters.claims import check
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
+from mds_recipe import _as_often_as, import_streaming
 
 MDSWriter = import_streaming().MDSWriter
 WORKER = Path(__file__).parent / "mds_worker.py"

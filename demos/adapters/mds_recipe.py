@@ -1,4 +1,8 @@
-"""How is a MosaicML StreamingDataset, in MDS format, used as a source?"""
+"""A recipe: a MosaicML StreamingDataset, in MDS format, as an `ExternalLoader`.
+
+Copy this file beside your training script. It tells the library its data rank by private attributes, and so needs one
+version of it: pip install 'paddle_shard[mds]'. `make test-adapters ADAPTERS=mds` runs its tests.
+"""
 
 from __future__ import annotations
 
