@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -69,7 +68,7 @@ class _Pass:
     ) -> None:
         self._fields, self._rows = fields, external.local_rows(batch_size, share)
         external.check_same(share, batch_size=batch_size)
-        state = share.state or {"delivered": 0, "checkpoint": ""}
+        state = share.state or {"delivered": 0, "checkpoint": None}
         self._delivered = state["delivered"]
         self._pipeline = build_pipeline(
             shard_id=share.shard,
@@ -77,7 +76,7 @@ class _Pass:
             batch_size=self._rows,
             seed=external.seed_of(share, share.shard),
             enable_checkpointing=True,
-            checkpoint=base64.b64decode(state["checkpoint"]) or None,
+            checkpoint=state["checkpoint"],
         )
         self._length = _checked(self._pipeline, share, self._rows)
         self._same = {"batch_size": batch_size, "samples": self._length}
@@ -119,8 +118,7 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        checkpoint = base64.b64encode(self._pipeline.checkpoint()).decode()
-        return {"delivered": self._delivered, "checkpoint": checkpoint, **self._same}
+        return {"delivered": self._delivered, "checkpoint": self._pipeline.checkpoint(), **self._same}
 
 
 def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
 from paddle_shard.plan.partition import check_batch_size
@@ -54,9 +57,9 @@ class ExternalLoader:
             build: Returns an iterable over the batches of an epoch: arrays, or tensors that support DLPack. All batches
                 except the last have the same number of rows. It is called in each process when a pass begins.
             name: Name of the library, for messages and the saved state.
-            save: Called after each batch with the result of `build`. It returns the state as a JSON value, which
-                `build` gets again in `ShardOptions.state`. None: a resumed pass reads the delivered batches again
-                and drops them.
+            save: Called after each batch with the result of `build`. It returns the state, which `build` gets again in
+                `ShardOptions.state`: numbers, strings, bytes, arrays, tensors of torch, and lists, tuples and dicts of
+                these. None: a resumed pass reads the delivered batches again and drops them.
         """
         self.build, self.name, self.save = build, name, save
 
@@ -91,7 +94,7 @@ class ExternalSource(Stage):
             num_shards=opening.num_parts,
             seed=opening.seed,
             epoch=opening.epoch + opening.round * ROUND,
-            state=state["saved"],
+            state=from_json(state["saved"]),
         )
         opening.seed_generators(key)
         loader = self._loader.build(share)
@@ -99,7 +102,10 @@ class ExternalSource(Stage):
             raise ArgumentError(f"{name}: build returned {type(loader).__name__}, which cannot be iterated.")
         batches = opening.drawn(iter(loader), key, state["at"])
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
-            yield batch if save is None else Stated(batch, {"version": VERSION, "at": number, "saved": save(loader)})
+            if save is None:
+                yield batch
+            else:
+                yield Stated(batch, {"version": VERSION, "at": number, "saved": to_json(save(loader))})
 
 
 class IterableSource(Stage):
@@ -271,3 +277,66 @@ def check_same(share: ShardOptions, **values: Any) -> None:
                 f"state: {name} was {share.state.get(name)!r} when it was saved, and is {value!r} now. Go on with the "
                 "same data and batch size, or begin the epoch anew."
             )
+
+
+_TAG = "$"
+"""The only key of a dict that encodes a value of another kind: {"$": [kind, content, ...]}."""
+
+
+def to_json(value: Any, path: str = "state") -> Any:
+    """Return a value that JSON can hold and that `from_json` turns back. Nothing is pickled.
+
+    Args:
+        value: None, numbers, strings, bytes, numpy arrays, torch tensors, and lists, tuples and dicts of these.
+        path: Path of the value in the state, for messages.
+
+    Raises:
+        ArgumentTypeError: The value contains another type.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return to_json(value.item(), path)
+    if isinstance(value, list | tuple):
+        items = [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: ["tuple", items]}
+    if isinstance(value, Mapping):
+        pairs = [[to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        plain = all(isinstance(key, str) and key != _TAG for key in value)
+        return dict(pairs) if plain else {_TAG: ["dict", pairs]}
+    if isinstance(value, bytes):
+        return {_TAG: ["bytes", base64.b64encode(value).decode()]}
+    kind = "array" if isinstance(value, np.ndarray) else "tensor" if type(value).__module__ == "torch" else None
+    array = np.ascontiguousarray(value) if kind else None
+    if array is None or array.dtype.hasobject:
+        raise ArgumentTypeError(f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}")
+    return {_TAG: [kind, base64.b64encode(array.tobytes()).decode(), array.dtype.str, list(value.shape)]}
+
+
+def from_json(value: Any) -> Any:
+    """Return the value that `to_json` has encoded.
+
+    Raises:
+        StateError: The value has an unknown kind, so `to_json` has not encoded it.
+    """
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() != {_TAG}:
+        return {key: from_json(item) for key, item in value.items()}
+    kind, content, *about = value[_TAG]
+    if kind in ("tuple", "dict"):
+        return tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
+    if kind not in ("bytes", "array", "tensor"):
+        raise StateError(f"state: {kind!r} is no kind of value that is known.")
+    data = base64.b64decode(content)
+    if kind == "bytes":
+        return data
+    dtype, shape = about
+    array = np.frombuffer(data, dtype).reshape(shape).copy()
+    if kind == "array":
+        return array
+    import torch
+
+    return torch.from_numpy(array)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
-from paddle_shard.sources.external import ShardOptions, build_watched, check_same
-from paddle_shard.sources.torchdata import from_json, to_json
+from paddle_shard.sources.external import ShardOptions, build_watched, check_same, from_json, to_json
 
 SHARE = ShardOptions(shard=1, num_shards=3, seed=0, epoch=0)
 
