@@ -483,14 +483,12 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int
 @contextmanager
 def held(file: IO[bytes]) -> Iterator[bool]:
     """Hold a lock among processes and threads; yield False if the file cannot be locked."""
-    try:
+    locked = False
+    with ignoring(ImportError, OSError):
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX)
         locked = True
-    except (ImportError, OSError) as error:
-        raise_if_a_handlers(error)
-        locked = False
     try:
         yield locked
     finally:

@@ -131,8 +131,7 @@ class ShardSource(Stage):
         self._check(opening)
         if self._counts is None or self._resample:
             return None
-        cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
-        return [stop - start for start, stop in cuts]
+        return [stop - start for start, stop in (self._cut(part, opening.num_parts) for part in opening.parts)]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
