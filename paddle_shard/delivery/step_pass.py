@@ -14,10 +14,10 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.plan.tails import Tail
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
+from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.verdict import failure_of_another, report_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
-from paddle_shard.reading.sharing import LeaderStoppedError
 from paddle_shard.reading.worker_guards import in_use
 
 

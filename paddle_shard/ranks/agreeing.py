@@ -43,7 +43,7 @@ def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
             timeout=timeout,
             end_process=_end_process,
             join_table=join_table,
-            introduction=own_name(),
+            introduction=own_name().encode(),
         )
     return _coordinators[found].open(terms)
 

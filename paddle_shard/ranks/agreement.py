@@ -117,6 +117,11 @@ class Agreement:
         """True if the ranks have agreed how the pass ends, or a rank is lost: `deliver` tells what has happened."""
         return self._verdict is not None or self._closed or self._coordinator.is_over
 
+    @property
+    def key(self) -> str:
+        """Name of the pass: the same on all its ranks, and no other pass of these processes has it."""
+        return f"{zlib.crc32(repr(tuple(self._coordinator.group.names)).encode())}-{self.number}"
+
     def introduction_of(self, rank: int) -> bytes | None:
         """Return what a global rank has told all others when they met; None if they have not met yet."""
         return self._coordinator.introductions.get(rank)
