@@ -76,7 +76,7 @@ class StepPass:
     def __init__(
         self,
         feed: Feed,
-        agreement: Agreement | AloneAgreement,
+        agreement: Agreement,
         *,
         place: Callable[[Batch], Batch | None],
         readiness: Callable[[Batch], Readiness] | None = None,
@@ -102,7 +102,7 @@ class StepPass:
         self._place, self._readiness, self._num_steps = place, readiness, num_steps
         self._notes, self._compares, self._process = notes, compares and not self._alone, os.getpid()
         # One step more than is needed, so that the ranks agree on it while the model computes.
-        self._reads_on = 0 if self._alone else max(int(ahead), agreement.reads_on)
+        self._reads_on = 0 if self._alone else max(int(ahead), agreement.outlook.reads_on)
         self._peeked: tuple[Batch | None, Exception | None] | None = None
         self._ready: deque[Batch | None] = deque()
         """Batches that can be delivered."""

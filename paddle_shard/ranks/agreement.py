@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
+from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.group import Group
 from paddle_shard.ranks.outlook import (
     CLOSED,
@@ -35,11 +35,11 @@ from paddle_shard.ranks.outlook import (
     FAIL,
     NEVER,
     OK,
+    STEPS_TOLD,
     WIDTH,
     Decision,
     Outlook,
     ProgressTable,
-    ReadHistory,
     Terms,
     decide,
 )
@@ -94,9 +94,8 @@ class Agreement:
         self.unsent: list[tuple[int, bytes]] = []
         """(step, note) for each note of this rank that was not sent to the others yet."""
         self._notes: dict[int, list[tuple[int, bytes]]] = {}
-        self._history = ReadHistory()
-        self._differing: tuple[int, list[int]] | None = None
-        """The first step at which the ranks have read different data, and each rank's digest."""
+        self._read: dict[int, int] = {}
+        """Step -> digest of all that this rank has read up to its end; of the steps that were not compared yet."""
         self._posts = True
         """True while this rank may post its progress on the table."""
         self.waited = 0.0
@@ -106,11 +105,6 @@ class Agreement:
     def window(self) -> int:
         """Number of steps that are announced ahead of the one that is asked for."""
         return max(TABLE_WINDOW if self.on_table else WINDOW, 1 + self.outlook.reads_on)
-
-    @property
-    def reads_on(self) -> int:
-        """Number of steps that every rank reads beyond the step that it asks for."""
-        return self.outlook.reads_on
 
     @property
     def is_decided(self) -> bool:
@@ -146,7 +140,7 @@ class Agreement:
             digest: A number below 2**62.
         """
         with self._changed:
-            self._history.note(digest)
+            self._read[self.outlook.step] = digest
 
     def report(self, decision: Decision) -> None:
         """Put what the others need to know of a decision into the report; called with the lock held."""
@@ -156,7 +150,8 @@ class Agreement:
         # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
         self._posts = False
         if self.terms.same_data and self.outlook.kind != FAIL:
-            self.outlook.report = self._history.report()
+            told = list(self._read.items())[-STEPS_TOLD:]
+            self.outlook.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]]).encode()
 
     def send_notes(self) -> list[tuple[int, bytes]]:
         """Return (step, note) for the notes that were not sent yet; called with the lock held.
@@ -238,7 +233,7 @@ class Agreement:
                 if verdict.kind == END and verdict.same and not unequal:
                     return False
                 ranks = dict(zip(self._coordinator.group.names, outlooks, strict=True))
-                raise error_of(verdict, ranks, self.number, self.terms, self._differing)
+                raise error_of(verdict, ranks, self.number, self.terms)
         self.outlook.delivered += 1
         return True
 
@@ -279,16 +274,17 @@ class Agreement:
             if self.outlook.read:  # what was read before `released` has been compared
                 news = news or released > self._compared
                 self._compared = released
-                self._history.forget(released)
-            self.outlook.read = self._history.before(self._released) or self.outlook.read
+                self._read = {step: digest for step, digest in self._read.items() if step >= released}
+            if (digest := self._read.get(self._released - 1)) is not None:
+                self.outlook.read = 1 + digest
         self._rounds_to_hear = max(0, self._rounds_to_hear - 1)
         if not self._rounds_to_hear:
             self._held = min((step for step, _ in self.unsent), default=NEVER)
         self._post()
         if decision.kind != OK:
             if same_data and (decision.kind == END or not decision.same):
-                self._differing = data_differs(outlooks, self.terms.ends_apart)
-                decision = replace(decision, same=decision.same and self._differing is None)
+                differ = data_differs(outlooks, self.terms.ends_apart) is not None
+                decision = replace(decision, same=decision.same and not differ)
                 if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
@@ -311,8 +307,12 @@ class Agreement:
             mine.kind, mine.report = kind, report
             mine.step += steps if kind == OK else 0
             self._post()
-            if self.due():
-                self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let the coordinator tell the others what this rank has announced; called with the lock held."""
+        if self.due():
+            self._changed.notify_all()
 
     @property
     def on_table(self) -> bool:
@@ -355,68 +355,20 @@ class Agreement:
             self.waited += time.monotonic() - start
 
 
-class AloneAgreement:
-    """The agreement of a rank that is alone. It never waits, and nothing has to be announced ahead.
+class AloneAgreement(Agreement):
+    """The agreement of a rank that is alone. It never waits, and nothing has to be announced ahead."""
 
-    It has the methods of `Agreement` that a pass calls.
-    """
-
-    on_table = False
-    window = reads_on = 0
+    window = 1
 
     def __init__(self) -> None:
-        """Start at step 0."""
-        self._announced, self._failed = 0, False
-        self._open = True
-        self._notes: dict[int, bytes] = {}
+        """Start at step 0; a rank that is alone has the number 0."""
+        nobody = Coordinator(Group(0, [0]), end_process=lambda: None)
+        super().__init__(nobody, 0, Terms())
 
-    def wanted(self, step: int) -> int:
-        """Return how many steps should be announced before `step` is asked for: that step, if there is one."""
-        return step + 1 if self._open else self._announced
-
-    def deliver(self, step: int) -> bool:
-        """Return whether a step may be delivered.
-
-        Raises:
-            AgreedFailure: Reading it failed.
-        """
-        if step < self._announced:
-            return True
-        if self._failed:
-            failure = AgreedFailure(f"Reading step {step} failed.")
-            failure.step = step
-            raise failure
-        return False
-
-    def announce_ok(self, steps: int = 1) -> None:
-        """Announce that the next step, or the next `steps`, can be served."""
-        if self._open:
-            self._announced += steps
-
-    def announce_end(self) -> None:
-        """Announce that the next step cannot be served."""
-        self._open = False
-
-    announce_exhausted = announce_end  # without real rows the pass ends, as there is nobody to keep in step with
-
-    def announce_failure(self, report: bytes) -> None:
-        """Announce that reading the next step failed."""
-        self._failed, self._open = self._failed or self._open, False
-
-    def note(self, payload: bytes) -> None:
-        """Store a note about the step that is announced next."""
-        self._notes[self._announced] = payload
-
-    def take_notes(self, step: int) -> list[tuple[int, bytes]]:
-        """Return (rank, note) of a step; a rank that is alone has the number 0."""
-        found = self._notes.pop(step, None)
-        return [] if found is None else [(0, found)]
-
-    def note_read(self, digest: int) -> None:
-        """Do nothing: there is no other rank to compare with."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+    def _tell(self) -> None:
+        self.advance(decide(self.outlook.vector()), [self.outlook])  # what one rank says is what all say
+        for step, payload in self.send_notes():
+            self.hear_note(0, step, payload)
 
 
 class Coordinator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ PASSES = 64
 
 _CUT = b"\n[cut: a report holds 64 KB]"
 _MAX_STEP = 1 << 32
-_STEPS_TOLD = 2000
+STEPS_TOLD = 2000
 """Most steps whose digests a rank reports if ranks differ: a report holds 64 KB."""
 
 
@@ -126,35 +125,6 @@ def decide(least: Sequence[int]) -> Decision:
         first = min(first, 4 * -negated + END)
     step, kind = divmod(first, 4)
     return Decision(step, kind if known > step else OK)
-
-
-class ReadHistory:
-    """For each step of a pass, a digest of all that this rank has read up to its end."""
-
-    def __init__(self) -> None:
-        """Begin at step 0."""
-        self._digests: list[int] = []
-        self._first = 0
-
-    def note(self, digest: int) -> None:
-        """Store the next step's digest, below 2**62."""
-        self._digests.append(digest)
-
-    def before(self, step: int) -> int:
-        """Return 1 + the digest of all that was read before a step; 0 if nothing was read, or it is not known."""
-        at = step - 1 - self._first
-        return 1 + self._digests[at] if 0 <= at < len(self._digests) else 0
-
-    def forget(self, step: int) -> None:
-        """Drop the digests of the steps before `step`, which are known to be the same on all ranks."""
-        if step > self._first:
-            del self._digests[: step - self._first]
-            self._first = step
-
-    def report(self) -> bytes:
-        """Return the newest digests, for the others to compare."""
-        told = self._digests[-_STEPS_TOLD:]
-        return json.dumps([self._first + len(self._digests) - len(told), told]).encode()
 
 
 class ProgressTable:

@@ -22,7 +22,7 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.ranks.group import FINE, LOST, MergingGroup, TwoLevelGroup, loss, told_loss
+from paddle_shard.ranks.group import FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
 
 _HEAD = struct.Struct("<Ic")
@@ -33,8 +33,8 @@ MAX_STAR = 64
 """Most ranks that one rank talks to if they are on several hosts."""
 
 
-class StarGroup(MergingGroup):
-    """A `Group` over TCP. Construction sends nothing: the first call connects."""
+class StarGroup(Group):
+    """A group over TCP. Construction sends nothing: the first call connects."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class StarGroup(MergingGroup):
             host: Host on which the first rank of the group can be reached.
             key: Key of this group in the store. It is the same on all ranks, and each rank uses it equally often:
                 their forked children may meet with it, too.
-            timeout: Seconds to wait for the others in one call; may be changed between calls.
+            timeout: See `Group`.
         """
-        self.rank, self.names = rank, tuple(names)
-        self._connect_store, self._host, self._key, self.timeout = connect_store, host, key, timeout
+        super().__init__(rank, names, timeout)
+        self._connect_store, self._host, self._key = connect_store, host, key
         self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
         self._connected = self._closed = False
 
@@ -228,9 +228,7 @@ class StarGroup(MergingGroup):
             self.close()
 
 
-def group_of(
-    ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None
-) -> StarGroup | TwoLevelGroup:
+def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None) -> Group:
     """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
 
     With more than `MAX_STAR` ranks on several hosts, it has two levels: the ranks of a host, and the first rank of each

@@ -131,13 +131,7 @@ def _ended_at(step: int, outlook: Outlook) -> bool:
     return outlook.kind == END and outlook.step == step
 
 
-def error_of(
-    verdict: Decision,
-    ranks: Mapping[int, Outlook],
-    number: int,
-    terms: Terms,
-    differing: tuple[int, Sequence[int]] | None,
-) -> PaddleShardError:
+def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms) -> PaddleShardError:
     """Return the error for a pass that did not end normally.
 
     Args:
@@ -145,7 +139,6 @@ def error_of(
         ranks: Global rank -> its outlook.
         number: Number of the pass, for messages.
         terms: Its terms.
-        differing: The result of `data_differs`.
     """
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
     if not verdict.matches:
@@ -155,6 +148,7 @@ def error_of(
             "arguments and data, and start every loop on all of them, in the same order."
         )
     if not verdict.same:
+        differing = data_differs(list(ranks.values()), terms.ends_apart)
         if differing is None:  # so long ago that no rank keeps the digests
             return difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
         first, digests = differing
