@@ -43,7 +43,7 @@ from paddle_shard.ranks.outlook import (
     Terms,
     decide,
 )
-from paddle_shard.ranks.verdict import data_differs, ended_unequally, error_of, log_wait, silence
+from paddle_shard.ranks.verdict import data_differs, error_of, log_wait, silence
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
@@ -111,14 +111,10 @@ class Agreement:
         """True if the ranks have agreed how the pass ends, or a rank is lost: `deliver` tells what has happened."""
         return self._verdict is not None or self._closed or self._coordinator.is_over
 
-    @property
-    def key(self) -> str:
-        """Name of the pass: the same on all its ranks, and no other pass of these processes has it."""
-        return f"{zlib.crc32(repr(tuple(self._coordinator.group.names)).encode())}-{self.number}"
-
-    def introduction_of(self, rank: int) -> bytes | None:
-        """Return what a global rank has told all others when they met; None if they have not met yet."""
-        return self._coordinator.introductions.get(rank)
+    def name_of(self, rank: int) -> str | None:
+        """Return by which name a global rank can be reached in this pass; None if the ranks have not met yet."""
+        name = self._coordinator.introductions.get(rank)
+        return None if name is None else f"{name}-{self.number}"
 
     def note(self, payload: bytes) -> None:
         """Send all ranks a note about the step that is announced next; it arrives before they deliver that step.
@@ -227,13 +223,12 @@ class Agreement:
             with self._changed:
                 self._wait(step)
             if not self._may_deliver(step):
-                verdict, outlooks = self._verdict, self._outlooks
-                assert verdict is not None
-                unequal = self.terms.ends_must_agree and ended_unequally(verdict, outlooks)
-                if verdict.kind == END and verdict.same and not unequal:
+                assert self._verdict is not None
+                ranks = dict(zip(self._coordinator.group.names, self._outlooks, strict=True))
+                error = error_of(self._verdict, ranks, self.number, self.terms)
+                if error is None:
                     return False
-                ranks = dict(zip(self._coordinator.group.names, outlooks, strict=True))
-                raise error_of(verdict, ranks, self.number, self.terms)
+                raise error
         self.outlook.delivered += 1
         return True
 
@@ -380,8 +375,8 @@ class Coordinator:
         *,
         timeout: float = 1800.0,
         end_process: Callable[[], None],
-        join_table: Callable[[Group], ProgressTable | None] = lambda group: None,
-        introduction: bytes = b"",
+        meet: Callable[[Group], tuple[ProgressTable | None, dict[int, str]]] = lambda group: (None, {}),
+        introduction: str = "",
     ) -> None:
         """Set up the coordinator; its thread starts with the first pass.
 
@@ -390,9 +385,9 @@ class Coordinator:
             timeout: Default timeout of a pass: seconds for which a rank may be silent while another waits for it.
             end_process: Called if a rank is lost, a pass has `exit_when_lost`, and its training thread has not learned
                 of the loss within `GRACE` seconds: it may be stuck in a collective.
-            join_table: Returns a progress table, if the ranks can have one; called once on each rank, in the
-                background.
-            introduction: What this rank tells all others when they first meet.
+            meet: Returns a progress table, if the ranks can have one, and the introduction of each global rank; called
+                once on each rank, in the background.
+            introduction: Name by which this rank can be reached.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
@@ -411,11 +406,10 @@ class Coordinator:
         self._heard = False
         """True if the training thread has learned that a rank is lost."""
         self._closed = False
-        self._join_table = join_table
+        self._meet = meet
         self.table: ProgressTable | None = None
-        self._introduction = introduction
-        self.introductions: dict[int, bytes] = {}
-        """Global rank -> its introduction; empty until the ranks have met."""
+        self.introductions: dict[int, str] = {self._name: introduction}
+        """Global rank -> its introduction; those of the others are known once the ranks have met."""
         self._thread: threading.Thread | None = None
 
     def open(self, terms: Terms) -> Agreement:
@@ -518,8 +512,7 @@ class Coordinator:
     def _run(self) -> None:
         pause = 0.0
         try:
-            self.table = self._join_table(self.group)
-            self.introductions = dict(zip(self.group.names, self.group.gather(self._introduction), strict=True))
+            self.table, self.introductions = self._meet(self.group)
             while True:
                 with self.changed:
                     if pause:  # this rank has sent all it knows, and now waits for the others

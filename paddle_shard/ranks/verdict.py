@@ -46,25 +46,28 @@ def differences(said: Mapping[int, str]) -> str:
             facts[rank] = dict(json.loads(text))
         except ValueError:  # no facts, or cut off because they were too long
             facts[rank] = {"loader": text}
-    names = list(dict.fromkeys(name for of_rank in facts.values() for name in of_rank))
     found = []
-    for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, of_rank in facts.items():
-            holders.setdefault(of_rank.get(name, "nothing"), []).append(rank)
+    for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
+        holders = _holders({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})
         if len(holders) > 1:
-            found.append(f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items()))
+            found.append(f"{name}: " + ", ".join(f"{value} on {ranks}" for value, ranks in holders.items()))
     return "; ".join(found)
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"global rank {ranks[0]}"
+def _holders(values: Mapping[int, Any]) -> dict[Any, str]:
+    """Return, for each value, which global ranks have it, in words."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return {value: _named(ranks) for value, ranks in found.items()}
+
+
+def _named(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return f"global ranks {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
+    return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
 
 
-def difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDataError:
+def _difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDataError:
     """Return the error that says which global ranks have read different data.
 
     Args:
@@ -72,12 +75,9 @@ def difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDa
         where: The step, as the beginning of a sentence.
         digests: Global rank -> digest of what it has read.
     """
-    by_digest: dict[int, list[int]] = {}
-    for rank, digest in digests.items():
-        by_digest.setdefault(digest, []).append(rank)
-    who = " and ".join(f"global rank{'s' * (len(ranks) > 1)} {str(ranks)[1:-1]}" for ranks in by_digest.values())
     return DifferentDataError(
-        f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
+        f"{where} of {name}, {' and '.join(_holders(digests).values())} have read different data. Each must read the "
+        "same stream, or draw the same "
         "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use the "
         "same seed on all ranks for every random generator in it: its own generators, or Paddle's "
         "(dataset.seed_paddle = True); and, with balance=, the same costs. "
@@ -119,20 +119,8 @@ def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[i
     return (first, [int(end > first) for end in ends]) if max(ends) - first > ends_apart else None
 
 
-def ended_unequally(verdict: Decision, outlooks: Sequence[Outlook]) -> bool:
-    """Return whether the data of some ranks has ended while that of others has not.
-
-    A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
-    """
-    return len({_ended_at(verdict.step, outlook) for outlook in outlooks if outlook.kind != CLOSED}) > 1
-
-
-def _ended_at(step: int, outlook: Outlook) -> bool:
-    return outlook.kind == END and outlook.step == step
-
-
-def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms) -> PaddleShardError:
-    """Return the error for a pass that did not end normally.
+def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms) -> PaddleShardError | None:
+    """Return the error for a pass that has ended; None if it has ended as it should.
 
     Args:
         verdict: How it ended.
@@ -150,24 +138,25 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
     if not verdict.same:
         differing = data_differs(list(ranks.values()), terms.ends_apart)
         if differing is None:  # so long ago that no rank keeps the digests
-            return difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
+            return _difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
         first, digests = differing
-        return difference(name, f"At step {terms.first_step + first}", dict(zip(ranks, digests, strict=True)))
+        return _difference(name, f"At step {terms.first_step + first}", dict(zip(ranks, digests, strict=True)))
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]
         failure = AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
         failure.step, failure.reports = step, tuple(failed)
         return failure
     if verdict.kind == END:
-        unequal = UnequalEndsError("")
-        unequal.step = at
-        unequal.ended = tuple(rank for rank, o in ranks.items() if _ended_at(step, o))
-        unequal.went_on = tuple(rank for rank, o in ranks.items() if o.kind != CLOSED and not _ended_at(step, o))
-        unequal.args = (
-            f"tail='error', but at step {at} the data of global ranks {list(unequal.ended)} has ended and that of "
-            f"{list(unequal.went_on)} has not. Make the data of equal length, or choose tail='drop', 'pad' or "
-            "'repeat', or num_batches=.",
+        ended = [rank for rank, o in ranks.items() if o.kind == END and o.step == step]
+        # A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
+        went_on = [rank for rank, o in ranks.items() if o.kind != CLOSED and rank not in ended]
+        if not (terms.ends_must_agree and ended and went_on):
+            return None
+        unequal = UnequalEndsError(
+            f"tail='error', but at step {at} the data of global ranks {ended} has ended and that of {went_on} has not. "
+            "Make the data of equal length, or choose tail='drop', 'pad' or 'repeat', or num_batches=."
         )
+        unequal.step, unequal.ended, unequal.went_on = at, tuple(ended), tuple(went_on)
         return unequal
     left = {rank: o.delivered for rank, o in ranks.items() if o.kind == CLOSED and o.step == step}
     told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())

@@ -11,7 +11,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_shard.errors import AgreedFailure, PeerLostError
-from paddle_shard.ranks.agreeing import join_table
+from paddle_shard.ranks.agreeing import meet
 from paddle_shard.ranks.agreement import Coordinator
 from paddle_shard.ranks.outlook import Terms
 from paddle_shard.ranks.star import group_of
@@ -24,8 +24,8 @@ class Job:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = float(os.environ.get("AGREEMENT_TIMEOUT", "60"))
         group = group_of(range(dist.get_world_size()), "test", self.timeout)
-        join = join_table if os.environ.get("AGREEMENT_BOARD") else lambda group: None
-        self.coordinator = Coordinator(group, timeout=self.timeout, join_table=join, end_process=lambda: os._exit(1))
+        meet_all = meet if os.environ.get("AGREEMENT_BOARD") else lambda group: (None, {})
+        self.coordinator = Coordinator(group, timeout=self.timeout, meet=meet_all, end_process=lambda: os._exit(1))
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""

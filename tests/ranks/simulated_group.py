@@ -84,8 +84,8 @@ class SimulatedGroup:
         assert isinstance(payload, bytes)
         return self.world.exchange(self.rank, "gather", payload)
 
-    def table(self):
-        return ProgressTable(self.world.words, self.rank, self.size)
+    def meet(self):
+        return ProgressTable(self.world.words, self.rank, self.size), {}
 
     def close(self):
         if self.rank not in self.world.gave_up:

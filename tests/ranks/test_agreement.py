@@ -214,10 +214,9 @@ def end_nothing():
 
 def pair(timeout=HANG, size=2, table=False, **options):
     world = World(size, random.Random(0), **options)
-    join = SimulatedGroup.table if table else lambda group: None
+    meet = SimulatedGroup.meet if table else lambda group: (None, {})
     made = [
-        Coordinator(SimulatedGroup(world, r), timeout=timeout, join_table=join, end_process=end_nothing)
-        for r in range(size)
+        Coordinator(SimulatedGroup(world, r), timeout=timeout, meet=meet, end_process=end_nothing) for r in range(size)
     ]
     MADE.extend(made)
     return made

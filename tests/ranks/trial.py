@@ -96,8 +96,8 @@ class Rank:
 
     def __init__(self, rank, group, rng, timeout, barrier, pause, table):
         self.rank, self.rng, self.barrier, self.pause = rank, rng, barrier, pause
-        join = SimulatedGroup.table if table else lambda group: None
-        self.coordinator = Coordinator(group, timeout=timeout, join_table=join, end_process=lambda: None)
+        meet = SimulatedGroup.meet if table else lambda group: (None, {})
+        self.coordinator = Coordinator(group, timeout=timeout, meet=meet, end_process=lambda: None)
         self.results = []  # a pass each: (steps delivered, how it ended, details)
         self.waited = []
         self.kill_at = None  # (pass, step)
