@@ -132,7 +132,7 @@ def violations(package):
     return found
 
 
-AGREEMENT = ("agreement", "group", "outlook", "verdict")  # of `ranks`: pure, so that it is tested without processes
+AGREEMENT = ("agreement", "group", "verdict")  # of `ranks`: pure, so that it is tested without processes
 
 
 def impurities(package):

@@ -13,8 +13,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreeing import open_agreement
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
-from paddle_shard.ranks.outlook import Terms
-from paddle_shard.ranks.verdict import described
+from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
 from paddle_shard.reading.executor import Executor

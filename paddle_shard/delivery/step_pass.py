@@ -239,7 +239,7 @@ class StepPass:
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._executor.stop()
-            return agreement.announce_failure(b"" if self._alone else report_of(failure))
+            return agreement.announce_failure("" if self._alone else report_of(failure))
         self._announced += 1
         if ready is OK:
             agreement.announce_ok()

@@ -17,9 +17,9 @@ from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
-from paddle_shard.ranks.group import Group
-from paddle_shard.ranks.outlook import PASSES, ProgressTable, Terms
+from paddle_shard.ranks.group import PASSES, Group, ProgressTable
 from paddle_shard.ranks.star import group_of
+from paddle_shard.ranks.verdict import Terms
 
 _TOKEN = 16
 

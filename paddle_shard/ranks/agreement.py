@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paddle_shard.errors import ArgumentError, PeerLostError
-from paddle_shard.ranks.group import Group
-from paddle_shard.ranks.outlook import (
+from paddle_shard.ranks.group import Group, ProgressTable
+from paddle_shard.ranks.verdict import (
     CLOSED,
     END,
     FAIL,
@@ -39,11 +39,13 @@ from paddle_shard.ranks.outlook import (
     WIDTH,
     Decision,
     Outlook,
-    ProgressTable,
     Terms,
+    data_differs,
     decide,
+    error_of,
+    log_wait,
+    silence,
 )
-from paddle_shard.ranks.verdict import data_differs, error_of, log_wait, silence
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
@@ -91,9 +93,9 @@ class Agreement:
         self._verdict: Decision | None = None
         self._outlooks: Sequence[Outlook] = ()
         self._waiting = self._closed = False
-        self.unsent: list[tuple[int, bytes]] = []
+        self.unsent: list[tuple[int, str]] = []
         """(step, note) for each note of this rank that was not sent to the others yet."""
-        self._notes: dict[int, list[tuple[int, bytes]]] = {}
+        self._notes: dict[int, list[tuple[int, str]]] = {}
         self._read: dict[int, int] = {}
         """Step -> digest of all that this rank has read up to its end; of the steps that were not compared yet."""
         self._posts = True
@@ -116,7 +118,7 @@ class Agreement:
         name = self._coordinator.introductions.get(rank)
         return None if name is None else f"{name}-{self.number}"
 
-    def note(self, payload: bytes) -> None:
+    def note(self, payload: str) -> None:
         """Send all ranks a note about the step that is announced next; it arrives before they deliver that step.
 
         Args:
@@ -141,15 +143,15 @@ class Agreement:
     def report(self, decision: Decision) -> None:
         """Put what the others need to know of a decision into the report; called with the lock held."""
         if not decision.matches:
-            self.outlook.report = self.terms.label.encode()
+            self.outlook.report = self.terms.label
             return
         # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
         self._posts = False
         if self.terms.same_data and self.outlook.kind != FAIL:
             told = list(self._read.items())[-STEPS_TOLD:]
-            self.outlook.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]]).encode()
+            self.outlook.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]])
 
-    def send_notes(self) -> list[tuple[int, bytes]]:
+    def send_notes(self) -> list[tuple[int, str]]:
         """Return (step, note) for the notes that were not sent yet; called with the lock held.
 
         All ranks have received them when they take part in the round after the one that sends them.
@@ -159,11 +161,11 @@ class Agreement:
             self._rounds_to_hear = 2
         return found
 
-    def hear_note(self, name: int, step: int, payload: bytes) -> None:
+    def hear_note(self, name: int, step: int, payload: str) -> None:
         """Store a rank's note; called with the lock held."""
         self._notes.setdefault(step, []).append((name, payload))
 
-    def take_notes(self, step: int) -> list[tuple[int, bytes]]:
+    def take_notes(self, step: int) -> list[tuple[int, str]]:
         """Return (global rank, note) of all ranks, including this one, for a delivered step; only the first call."""
         if not self._notes:  # the notes of a step arrive before it is released
             return []
@@ -185,7 +187,7 @@ class Agreement:
         """Announce that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
         self._announce(END)
 
-    def announce_failure(self, report: bytes) -> None:
+    def announce_failure(self, report: str) -> None:
         """Announce that reading the next step failed. All ranks raise the report there, or stop earlier.
 
         Args:
@@ -285,7 +287,7 @@ class Agreement:
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 
-    def _announce(self, kind: int, exhausted: bool = False, report: bytes = b"", steps: int = 1) -> None:
+    def _announce(self, kind: int, exhausted: bool = False, report: str = "", steps: int = 1) -> None:
         with self._changed:
             mine = self.outlook
             if mine.kind == CLOSED or self._verdict is not None:
@@ -482,7 +484,8 @@ class Coordinator:
             self._asking = False
             if told < timeout:
                 agreement.noticed = True
-                log_wait(self._name, agreement.terms, step, waited, behind)
+                if behind:
+                    log_wait(self._name, agreement.terms, step, waited, behind)
             elif over >= grace or behind:
                 raise silence(agreement.terms, step, behind)
             return  # no rank is late: the next round releases the step, or the next answer differs
@@ -593,15 +596,15 @@ class Coordinator:
                 self._passes[number].report(decision)
             told = [(number, agreement.outlook.told()) for number, agreement in self._passes.items()]
             notes = [
-                (number, step, payload.decode("latin-1"))
+                (number, step, payload)
                 for number in self._common
                 for step, payload in self._passes[number].send_notes()
             ]
         said = self.group.gather(json.dumps([told, notes]).encode())
         found = []
         for name, (outlooks, their_notes) in zip(self.group.names, map(json.loads, said), strict=True):
-            found.append({number: Outlook.heard(one) for number, one in outlooks})
+            found.append({number: Outlook(*one) for number, one in outlooks})
             with self.changed:
                 for number, step, payload in their_notes:
-                    self._passes[number].hear_note(name, step, payload.encode("latin-1"))
+                    self._passes[number].hear_note(name, step, payload)
         return found

@@ -1,15 +1,18 @@
-"""How do ranks exchange a few numbers?"""
+"""How do ranks exchange a few numbers: by calls that all of them make, or in memory that they share?"""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 from paddle_shard.errors import PeerLostError
 
 _HEAD = struct.Struct("<qq")
 """Position of a rank, and number of bytes of its payload, which follow."""
+PASSES = 64
+"""Most passes that are on a progress table at the same time; further open passes use rounds only."""
+_MAX_STEP = 1 << 32
 FINE, LOST = b".", b"!"
 """First byte of a message: it carries payloads, or the error `loss` of the rank that sends it."""
 
@@ -136,3 +139,32 @@ def _heard(words: Sequence[bytes]) -> list[bytes]:
         if word[:1] == LOST:
             raise loss(word[1:])
     return [word[1:] for word in words]
+
+
+class ProgressTable:
+    """The number of steps of a pass that each rank can serve, in memory that all ranks share.
+
+    Reading it costs a fraction of a microsecond, but it tells less than a round: neither why a rank stops, nor its
+    notes. A rank's entry is correct whenever it is read, and only grows within a pass.
+    """
+
+    def __init__(self, words: MutableSequence[int], rank: int, size: int) -> None:
+        """Use the shared memory.
+
+        Args:
+            words: `PASSES * size` int64 words, all 0 at first; each word is written as a whole.
+            rank: Position of this process among the ranks.
+            size: Number of ranks.
+        """
+        self._words, self._rank, self._size = words, rank, size
+
+    def post(self, number: int, step: int) -> None:
+        """Post that this rank can serve every step before `step` of pass `number`."""
+        self._words[number % PASSES * self._size + self._rank] = (number + 1) * _MAX_STEP + min(step, _MAX_STEP - 1)
+
+    def least(self, number: int) -> int:
+        """Return the number of steps of pass `number` that every rank can serve, as far as the table shows."""
+        start, none = number % PASSES * self._size, (number + 1) * _MAX_STEP
+        found: Sequence[int] = self._words[start : start + self._size]
+        least = min(found)
+        return least - none if least >= none and max(found) < none + _MAX_STEP else 0

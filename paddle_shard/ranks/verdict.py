@@ -1,10 +1,11 @@
-"""Why has a pass ended, which error reports it, and what is told of a wait?"""
+"""What does a rank know of the next steps, what follows from what all ranks know, and which error says so?"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard import errors
@@ -17,12 +18,119 @@ from paddle_shard.errors import (
     PeerLostError,
     UnequalEndsError,
 )
-from paddle_shard.ranks.outlook import CLOSED, END, FAIL, NEVER, Decision, Outlook, Terms
 
+FAIL, END, OK, CLOSED = range(4)
+"""A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
+
+NEVER = 2**60
+REPORT_LIMIT = 64 * 1024
 _MOST_RANKS = 8
 _LONGEST = 10_000
 """Most characters of an error text that are sent to the other ranks."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
+_CUT = "\n[cut: a report holds 64 KB]"
+STEPS_TOLD = 2000
+"""Most steps whose digests a rank reports if ranks differ: a report holds 64 KB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the ranks agree on in a pass."""
+
+    label: str = ""
+    """Text of `described` about the data. It must be equal on all ranks; errors name differences."""
+    name: str = "the data"
+    """Name of the loader, for messages."""
+    timeout: float | None = None
+    """Seconds for which a rank may be silent while another waits for it; None: the coordinator's."""
+    ends_must_agree: bool = False
+    """True if ends at different steps are an error."""
+    same_data: bool = False
+    """True if all ranks read the same data, and give a digest with each step (`Agreement.note_read`)."""
+    ends_apart: int | None = None
+    """With `same_data`, by how many steps their ends may differ; None: by any number."""
+    exit_when_lost: bool = False
+    """True if the process ends when a rank is lost while the pass is open."""
+    first_step: int = 0
+    """The epoch's step with which the pass begins, for messages."""
+
+
+@dataclass(slots=True)
+class Outlook:
+    """One rank's knowledge about one pass. `vector` is its contribution to a round."""
+
+    tag: int = 0
+    """Digest of the label of the pass; must be the same on all ranks."""
+    step: int = 0
+    """This rank can serve every step before this one."""
+    kind: int = OK
+    """Kind of `step`. OK: nothing is known yet. Any other value is final, and no step follows."""
+    exhausted: int = NEVER
+    """From this step on, this rank has no real rows; NEVER while it may have some."""
+    delivered: int = 0
+    read: int = 0
+    """Digest of all that was read before the last step that was agreed on; 0 if ranks need not read the same data."""
+    report: str = ""
+    """Report of the failure."""
+    reads_on: int = 0
+    """Extra steps that this rank reads before the end of another rank is settled, to see whether its data continues."""
+
+    def vector(self) -> list[int]:
+        """Return seven values; `decide` takes their minima over the ranks."""
+        known = self.step - self.reads_on if self.kind == OK else NEVER
+        return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
+
+    def told(self) -> list[Any]:
+        """Return what `Outlook(*told)` makes again on another rank; a long report is cut."""
+        cut = self.report if len(self.report) <= REPORT_LIMIT else self.report[: REPORT_LIMIT - len(_CUT)] + _CUT
+        return [self.tag, self.step, self.kind, self.exhausted, self.delivered, self.read, cut]
+
+
+WIDTH = len(Outlook().vector())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The result of a round, which follows from the minima; it is the same on all ranks."""
+
+    step: int
+    """Every step before this one may be delivered."""
+    kind: int
+    """Final event at `step`; OK: it is not decided yet."""
+    matches: bool = True
+    """True if all ranks refer to the same pass."""
+    same: bool = True
+    """True if all ranks that must read the same data have done so."""
+
+
+def decide(least: Sequence[int]) -> Decision:
+    """Return what the minima of all ranks' vectors decide.
+
+    The result depends only on what the ranks report in the end, not on when it is computed. The pass ends at the first
+    step that any rank cannot serve; the reason is decided when every rank has reported what it can do there.
+
+    Examples:
+        >>> ahead, ends, fails = Outlook(step=9), Outlook(step=5, kind=END), Outlook(step=5, kind=FAIL)
+        >>> def decided(*outlooks):
+        ...     return decide([min(column) for column in zip(*(o.vector() for o in outlooks))])
+        >>> decided(ahead, ends)
+        Decision(step=5, kind=1, matches=True, same=True)
+        >>> decided(ahead, ends, fails)
+        Decision(step=5, kind=0, matches=True, same=True)
+        >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
+        Decision(step=5, kind=2, matches=True, same=True)
+        >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
+        Decision(step=6, kind=1, matches=True, same=True)
+    """
+    first, negated, known, tag, negated_tag, read, negated_read = least
+    if tag != -negated_tag:
+        return Decision(0, CLOSED, matches=False)
+    if read != -negated_read:
+        return Decision(0, CLOSED, same=False)
+    if -negated < NEVER:
+        first = min(first, 4 * -negated + END)
+    step, kind = divmod(first, 4)
+    return Decision(step, kind if known > step else OK)
 
 
 def described(facts: Mapping[str, Any]) -> str:
@@ -90,11 +198,11 @@ def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[i
     """Return the first step at which the ranks have read different data, and each digest; None if there is none.
 
     Args:
-        outlooks: The outlooks of all ranks, with `ReadHistory.report` as the report.
+        outlooks: The outlooks of all ranks, each with its digests as the report: [first step, [digest of each]].
         ends_apart: By how many steps the ends of one stream may differ; None: by any number.
 
     Examples:
-        >>> one, two = Outlook(report=b"[0, [5, 7, 9]]"), Outlook(report=b"[0, [5, 8, 10]]")
+        >>> one, two = Outlook(report="[0, [5, 7, 9]]"), Outlook(report="[0, [5, 8, 10]]")
         >>> data_differs([one, two], None)
         (1, [7, 8])
     """
@@ -130,7 +238,7 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
     """
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
     if not verdict.matches:
-        differ = differences({rank: o.report.decode(errors="replace") for rank, o in ranks.items()})
+        differ = differences({rank: o.report for rank, o in ranks.items()})
         return ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
             "arguments and data, and start every loop on all of them, in the same order."
@@ -168,7 +276,7 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
 
 
 def log_wait(rank: int, terms: Terms, step: int, waited: float, behind: Mapping[int, str]) -> None:
-    """Log which ranks this one waits for, long before the timeout; nothing if no rank is late.
+    """Log which ranks this one waits for, long before the timeout.
 
     Args:
         rank: Global rank of this process.
@@ -177,42 +285,37 @@ def log_wait(rank: int, terms: Terms, step: int, waited: float, behind: Mapping[
         waited: Seconds so far.
         behind: Global rank -> how far it is.
     """
-    if not behind:
-        return
     logging.getLogger("paddle_shard").warning(
-        "global rank %s has waited %.0f s for the other ranks at step %d of %s: %s. All ranks of a loader's meshes "
-        "must iterate over it in the same way, so that they end or fail at the same step. If an iterator is open on "
-        "one rank only, close() it. This rank keeps waiting, up to timeout=%g s. For a loop on this rank alone, "
-        "make a loader on a mesh of this rank, ProcessMesh([%s]).",
-        rank,
-        waited,
-        terms.first_step + step,
-        terms.name,
-        "; ".join(f"global rank {one} {text}" for one, text in behind.items()),
-        terms.timeout,
-        rank,
+        f"global rank {rank} has waited {waited:.0f} s for the other ranks at step {terms.first_step + step} of "
+        f"{terms.name}: {_listed(behind)}. All ranks of a loader's meshes must iterate over it in the same way, so "
+        "that they end or fail at the same step. If an iterator is open on one rank only, close() it. This rank keeps "
+        f"waiting, up to timeout={terms.timeout:g} s. For a loop on this rank alone, make a loader on a mesh of this "
+        f"rank, ProcessMesh([{rank}])."
     )
 
 
 def silence(terms: Terms, step: int, behind: Mapping[int, str]) -> PeerLostError:
     """Return the error for ranks that did not respond before the timeout expired."""
-    listed = "; ".join(f"global rank {one} {text}" for one, text in behind.items())
     return PeerLostError.of(
-        f"Waited {terms.timeout:g} s for the other ranks to reach step {terms.first_step + step} of "
-        f"{terms.name}: {listed or 'no rank answers'}. If a step may take longer than that (evaluation, "
-        "saving), use a longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
+        f"Waited {terms.timeout:g} s for the other ranks to reach step {terms.first_step + step} of {terms.name}: "
+        f"{_listed(behind) or 'no rank answers'}. If a step may take longer than that (evaluation, saving), use a "
+        "longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
         behind,
         terms.timeout,
     )
 
 
-def report_of(failure: Any) -> bytes:
+def _listed(behind: Mapping[int, str]) -> str:
+    return "; ".join(f"global rank {rank} {text}" for rank, text in behind.items())
+
+
+def report_of(failure: Any) -> str:
     """Return the report of a failure that is sent to the other ranks."""
     told = {name: getattr(failure, name, None) for name in _TOLD}
     text = errors.text_of(failure)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... [cut]"
-    return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr).encode()
+    return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr)
 
 
 def failure_of_another(failure: AgreedFailure) -> Exception:
@@ -221,7 +324,7 @@ def failure_of_another(failure: AgreedFailure) -> Exception:
     try:
         told = json.loads(report)
     except ValueError:  # cut off because it was too long
-        told = {"kind": "DataReadError", "text": report.decode(errors="replace")}
+        told = {"kind": "DataReadError", "text": report}
     text = f"global rank {rank}: {told['text']}"
     kind = getattr(errors, told["kind"], None)
     if kind is not None and kind is not DataReadError:

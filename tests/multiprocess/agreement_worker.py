@@ -13,8 +13,8 @@ import paddle.distributed as dist
 from paddle_shard.errors import AgreedFailure, PeerLostError
 from paddle_shard.ranks.agreeing import meet
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.outlook import Terms
 from paddle_shard.ranks.star import group_of
+from paddle_shard.ranks.verdict import Terms
 from paddle_shard.testing import report
 
 
@@ -42,7 +42,7 @@ class Job:
                 step += 1
             return [step, "left"]
         except AgreedFailure as error:
-            return [step, "failed", [[rank, text.decode()] for rank, text in error.reports]]
+            return [step, "failed", [[rank, text] for rank, text in error.reports]]
         except PeerLostError as error:
             return [step, "lost", list(error.ranks), str(error), error.timeout]
         finally:
@@ -60,7 +60,7 @@ class Job:
 
     def fails(self):
         bad = 13 if self.rank == self.size - 1 else -1
-        return self.run(announce=lambda a: a.announce_failure(b"no disk") if a.outlook.step == bad else a.announce_ok())
+        return self.run(announce=lambda a: a.announce_failure("no disk") if a.outlook.step == bad else a.announce_ok())
 
     def breaks(self):
         return [self.run(steps=steps) for steps in (4, 0, 11)] + [self.ends()]

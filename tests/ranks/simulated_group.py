@@ -5,7 +5,7 @@ import threading
 import time
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.ranks.outlook import PASSES, ProgressTable
+from paddle_shard.ranks.group import PASSES, ProgressTable
 
 
 class World:
