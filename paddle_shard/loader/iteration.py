@@ -135,7 +135,7 @@ class ShardIterator:
         """
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
-        return self._setup.placer.valid(self._current.valid(), self._current.rows, self._current.layout)
+        return self._current.rows.valid(self._current.valid(), self._current.layout)
 
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""

@@ -150,7 +150,7 @@ def drawn_by_hand(shuffle, seed):
                 yield from (first + order).tolist()
 
         streams.append(stream())
-    for source in itertools.islice(itertools.cycle([0, 1, 0, 1, 0, 0, 2, 0, 1]), 130):
+    for source in itertools.islice(itertools.cycle([0, 1, 0, 1, 0, 0, 2, 0, 1]), 1000):
         drawn.append(next(streams[source]))
     return drawn
 
