@@ -16,8 +16,8 @@ from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.tails import INDEX_TAILS, find_tail
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
-from paddle_shard.testing.strategies import layouts_with_data_axes
 from tests.orders_and_tails import BLOCKS, OF_ANY_MESH
+from tests.strategies import layouts_with_data_axes
 from tests.trials import trials
 
 
