@@ -82,6 +82,18 @@ def mapped_at(
     return function(value, path)
 
 
+def named_leaves(value: Any, path: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return (path, leaf) of each leaf, in order; see `mapped_at`.
+
+    Examples:
+        >>> named_leaves({"a": [1, 2]})
+        [("['a'][0]", 1), ("['a'][1]", 2)]
+    """
+    found: list[tuple[str, Any]] = []
+    mapped_at(value, lambda leaf, at: found.append((at, leaf)), path, is_leaf)
+    return found
+
+
 def rebuild(like: Any, children: Any) -> Any:
     """Return children in a container of the same type as `like`, or in a list for a plain tuple or other sequence.
 

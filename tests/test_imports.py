@@ -40,7 +40,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     ),
     "loader": (
         PURE
-        | {"version", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
+        | {"version", "tree", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
         | {"inputs", "position", "delivery"},
         {"numpy", "paddle"},
     ),

@@ -13,10 +13,10 @@ import paddle
 
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.place.lengths import rows_of
-from paddle_shard.place.placer import named_tensors
 from paddle_shard.ranks.batch_check import summary
 from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
+from paddle_shard.tree import named_leaves
 
 
 def placed(setup: PassSetup, batch: Batch) -> Batch:
@@ -51,7 +51,7 @@ def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
     else:
         key = f"{zlib.crc32(ids.tobytes() if isinstance(ids, np.ndarray) else repr(ids).encode())} of {len(ids)}"
     found: dict[str, Any] = summary(
-        [(path, leaf.numpy()) for path, leaf in named_tensors(batch.value)],
+        [(path, leaf.numpy()) for path, leaf in named_leaves(batch.value) if isinstance(leaf, paddle.Tensor)],
         step=batch.step.number,
         first=batch.is_first,
         key=key,

@@ -266,13 +266,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, paddle.Tensor)
 
 
-def named_tensors(value: Any) -> list[tuple[str, Any]]:
-    """Return (path, tensor) of every tensor of a batch."""
-    found: list[tuple[str, Any]] = []
-    mapped_at(value, lambda leaf, path: found.append((path, leaf)) if _is_tensor(leaf) else None)
-    return found
-
-
 def _is_row_like(value: Any) -> bool:
     """True if a leaf other than a tensor may have one item per row, as collated strings have; not a list of numbers."""
     if isinstance(value, np.ndarray):
