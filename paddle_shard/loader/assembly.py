@@ -46,7 +46,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         options.meshes, options.input_keys, options.shard_dims, options.placements, me, replicated_in_name=auto_dp
     )
     placer = BatchPlacer(assigned, options.dense_tensor_idx, pad_to)
-    layouts = placer.layouts
+    layouts = assigned.layouts
     check_ranks(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)

@@ -185,7 +185,7 @@ AS_READ = "as read"
 """A field's entry in `placements`: its rows are not the samples; each data rank keeps what was made of its samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
     """The layout of each field of a batch, found by the field's position or key."""
 
@@ -196,8 +196,9 @@ class Assignment:
     overrides: Mapping[Any, FieldLayout]
     """Layouts of single fields, from `placements`."""
 
+    @cached_property
     def layouts(self) -> list[FieldLayout]:
-        """Return every layout."""
+        """Every layout."""
         entries = [*self.entries, *self.overrides.values()]
         return [layout for entry in entries for layout in (entry if isinstance(entry, list) else [entry])]
 

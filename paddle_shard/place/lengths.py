@@ -179,7 +179,7 @@ def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
         rows[path] = {rank: tuple(of_rank.get(path, ())) for rank, of_rank in said.items()}
         if not all(rows[path].values()):
             raise _differ(path, rows[path])
-    return mapped(batch, lambda leaf: leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf)
+    return mapped(batch, lambda leaf, _: leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf)
 
 
 def rows_of(batch: Any) -> dict[str, Row]:

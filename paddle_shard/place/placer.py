@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from paddle_shard.errors import BatchStructureError
 from paddle_shard.place.field import Assignment, FieldLayout
 from paddle_shard.place.lengths import PadTo, Unplaced, check_fill
 from paddle_shard.plan.partition import Rows, slice_rows
-from paddle_shard.tree import is_sequence, leaves, mapped_at, rebuild
+from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
 
 
 class BatchRows:
@@ -89,11 +88,6 @@ class BatchPlacer:
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
 
-    @cached_property
-    def layouts(self) -> list[FieldLayout]:
-        """The layouts of all fields."""
-        return self.assignment.layouts()
-
     def with_keys(self, keys: Sequence[Any] | None) -> BatchPlacer:
         """Return a placer that delivers the fields with these keys."""
         return replace(self, assignment=replace(self.assignment, keys=keys))
@@ -123,7 +117,7 @@ class BatchPlacer:
 
         def count(leaf: Any, path: str, layout: FieldLayout, dense: bool) -> None:
             rows = not dense and not layout.own_rows and (layout.data_axes or not path)
-            if rows and _is_tensor(leaf) and leaf.shape:
+            if rows and isinstance(leaf, paddle.Tensor) and leaf.shape:
                 found.append(int(leaf.shape[0]))
 
         self._mapped(batch, count)
@@ -136,7 +130,7 @@ class BatchPlacer:
             batch: It is not changed.
             function: A function of (leaf, its path, its layout, whether it stays local).
         """
-        layout = self.layouts[0]
+        layout = self.assignment.layouts[0]
         has_fields = is_sequence(batch) or isinstance(batch, Mapping)
         fields = self.assignment.fields(batch) if has_fields else [(0, layout)]
         if self.pad_to is not None:
@@ -145,7 +139,7 @@ class BatchPlacer:
             return function(batch, "", layout, False), layout
 
         def value_of(value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
-            return mapped_at(value, lambda leaf, at: function(leaf, at, layout, dense), path, _is_row_like)
+            return mapped(value, lambda leaf, at: function(leaf, at, layout, dense), path, _is_row_like)
 
         found: dict[Any, Any] = {}
         for number, (key, entry) in enumerate(fields):
@@ -160,7 +154,7 @@ class BatchPlacer:
                     )
                 items = enumerate(zip(value, entries, strict=True))
                 found[key] = rebuild(value, [value_of(v, f"{path}[{i}]", one, i in dense) for i, (v, one) in items])
-            elif isinstance(entry, list) and (_is_tensor(value) or isinstance(value, Mapping)):
+            elif isinstance(entry, list) and isinstance(value, paddle.Tensor | Mapping):
                 raise BatchStructureError(
                     f"field {path} is a {type(value).__name__}, but its entry in meshes is a list of "
                     f"{len(entry)}: give it one mesh, or make it a list of as many items."
@@ -195,7 +189,7 @@ class _Placing:
     def leaf(self, value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
         """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
         rows = self._rows
-        if not _is_tensor(value):
+        if not isinstance(value, paddle.Tensor):
             if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
                 positions = rows.positions(layout)
                 return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
@@ -262,14 +256,10 @@ def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: Batc
     )
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, paddle.Tensor)
-
-
 def _is_row_like(value: Any) -> bool:
     """True if a leaf other than a tensor may have one item per row, as collated strings have; not a list of numbers."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
-    if not isinstance(value, list) or not value or any(map(_is_tensor, leaves(value))):
+    if not isinstance(value, list) or not value or any(isinstance(leaf, paddle.Tensor) for leaf in leaves(value)):
         return False
     return not any(isinstance(item, int | float | complex | np.generic) for item in value)

@@ -75,13 +75,9 @@ class Job:
     def left(self, seconds: float = 10.0) -> set[int]:
         """Return which processes that the ranks have started run after them, when they have had time to end."""
         deadline = time.monotonic() + seconds
-        while (found := self.alive() - set(self.pids)) and time.monotonic() < deadline:
+        while (found := self._forks.alive() - set(self.pids)) and time.monotonic() < deadline:
             time.sleep(_POLL)
         return found
-
-    def alive(self) -> set[int]:
-        """Return the processes of the job that run: the ranks, and what they have started."""
-        return self._forks.alive()
 
     def logs(self) -> str:
         """Return the end of every rank's log."""
@@ -177,8 +173,15 @@ def run_ranks(
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
         ValueError: `env` has a variable that is read when Paddle is imported, and `launcher` is False.
     """
-    start, deadline, codes = _launch if launcher else start_ranks, time.monotonic() + timeout, dict[int, int]()
-    with start(script, num_ranks, directory, args=args, env=env, timeout=timeout) as job:
+    started: contextlib.AbstractContextManager[Job]
+    if launcher:
+        command = [sys.executable, "-u", "-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
+        command += ["--log_dir", str(directory), str(script), *map(str, args)]
+        started = _started({"launcher.log": (command, _variables(directory, env, timeout))}, Path(directory))
+    else:
+        started = start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout)
+    deadline, codes = time.monotonic() + timeout, dict[int, int]()
+    with started as job:
         while len(found := job.exit_codes()) < len(job.pids) and time.monotonic() < deadline:
             if any(found.values()) and not any(codes.values()):
                 # The others may be its victims, and have something to say.
@@ -186,7 +189,7 @@ def run_ranks(
             codes = found
             time.sleep(_POLL)
         codes = job.exit_codes()
-        running = _launched_ranks(job) if launcher else [rank for rank in range(num_ranks) if rank not in codes]
+        running = _launched_ranks() if launcher else [rank for rank in range(num_ranks) if rank not in codes]
     silent = job.silent(range(num_ranks))
     if bad := {rank: code for rank, code in codes.items() if code}:
         failure = f"the launcher exited with {bad[0]}" if launcher else f"exit codes {bad}"
@@ -200,25 +203,10 @@ def run_ranks(
     raise RanksFailed(f"{Path(script).name} on {num_ranks} ranks: {reason}\n{job.logs()}")
 
 
-def _launch(
-    script: str | Path,
-    num_ranks: int,
-    directory: str | Path,
-    *,
-    args: Sequence[str],
-    env: Mapping[str, str] | None,
-    timeout: float,
-) -> contextlib.AbstractContextManager[Job]:
-    """Start the ranks by Paddle's launcher, which is the one process of this job."""
-    command = [sys.executable, "-u", "-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
-    command += ["--log_dir", str(directory), str(script), *map(str, args)]
-    return _started({"launcher.log": (command, _variables(directory, env, timeout))}, Path(directory))
-
-
-def _launched_ranks(job: Job) -> list[int]:
+def _launched_ranks() -> list[int]:
     """Return the ranks of a launcher that still run; their environment tells which they are."""
-    found = set()
-    for pid in job.alive():
+    found = set[int]()
+    for pid in forks_of_process(os.getpid()).alive():
         with ignoring(OSError):  # ended meanwhile
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             found |= {int(one[18:]) for one in variables if one.startswith(b"PADDLE_TRAINER_ID=")}
