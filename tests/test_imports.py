@@ -40,11 +40,11 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     ),
     "loader": (
         PURE
-        | {"version", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
+        | {"version", "tree", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
         | {"inputs", "position", "delivery"},
         {"numpy", "paddle"},
     ),
-    "testing": (PURE | {"loader"}, {"numpy", "paddle", "hypothesis"}),
+    "testing": (PURE | {"loader"}, {"numpy", "paddle"}),
     "cli": (PURE | {"sources"}, {"numpy"}),
     "__init__": (PURE | {"version"}, set()),
 }

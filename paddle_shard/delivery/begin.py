@@ -66,13 +66,13 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
 
 
 def _notes(setup: PassSetup, *, alone: bool) -> StepNotes | None:
-    if alone and setup.pad_to is None:
+    if alone and setup.placer.pad_to is None:
         return None
     return StepNotes(
         holds_rows=setup.own_layout.on_mesh or not setup.source.split,
         split=setup.source.split,
         batch_check=None if alone else setup.batch_check,
-        pad_to=setup.pad_to,
+        pad_to=setup.placer.pad_to,
     )
 
 
