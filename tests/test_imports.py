@@ -12,7 +12,7 @@ import paddle_shard
 
 PACKAGE = Path(paddle_shard.__file__).parent
 PURE = {"errors", "plan"}
-ADAPTED = {"torch", "torchdata", "streaming", "nvidia"}  # by sources/adapters, inside functions
+ADAPTED = {"torch", "torchdata", "nvidia"}  # inside functions
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
     "plan": ({"errors"}, {"numpy"}),

@@ -14,12 +14,11 @@ from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.stream_stages import StreamStages
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
-from paddle_shard.sources.external import ExternalSource
+from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
-from paddle_shard.sources.huggingface import huggingface_source
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
+from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
 from paddle_shard.sources.webdataset import webdataset_source
 from paddle_shard.stages.mix import Mix, check_mixable
 from paddle_shard.stages.stage import Opening, Stage
@@ -128,7 +127,8 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        return cls(csv_source(paths, header, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        form = CSV_DICTS if header else CSV_ROWS
+        return cls(text_source(paths, form, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def lines(
@@ -152,7 +152,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        return cls(lines_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def jsonl(
@@ -173,7 +173,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        return cls(jsonl_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, JSON_LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def webdataset(
@@ -254,7 +254,7 @@ class Stream(StreamStages):
 
     @classmethod
     def huggingface(cls, dataset: Any) -> Stream:
-        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.huggingface_source`.
+        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.HuggingFaceSource`.
 
         Args:
             dataset: The data set. It may be mapped, filtered and shuffled (with a seed). It is not changed.
@@ -268,7 +268,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.huggingface(load_dataset("ag_news", split="train", streaming=True))  # doctest: +SKIP
         """
-        return cls(huggingface_source(dataset))
+        return cls(HuggingFaceSource(dataset))
 
     def __repr__(self) -> str:
         recipe = self._recipe

@@ -13,7 +13,7 @@ from paddle_shard.errors import ArgumentTypeError
 from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.webdataset import decode
+from paddle_shard.sources.webdataset import Decode
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.pack import PackedRows
 
@@ -43,7 +43,7 @@ class StreamStages(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.webdataset("data/*.tar").decode("rgb8", only=["jpg", "cls"])  # doctest: +SKIP
         """
-        return self.map(decode(*handlers, only=only))
+        return self.map(Decode(*handlers, only=only))
 
     def map(self, function: Callable[[Any], Any]) -> Self:
         """Return the stream with a function applied to each sample.
