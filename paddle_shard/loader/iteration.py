@@ -117,14 +117,14 @@ class ShardIterator:
             raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
         source, skipped, valid = self._setup.source, found.num_skipped(), found.valid()
         local = source.split or source.stream is not None
-        ids = found.own_ids(self._setup.own_layout, local=local)
+        ids, lost = found.own_ids(self._setup.own_layout, local=local)
         num_real, load = int(np.count_nonzero(valid)), found.step.load
         self._clock.leave(
             entered, rows=len(valid), samples=num_real, num_bytes=found.num_bytes, skipped=skipped, load=load
         )
         # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = found
-        self._setup.run.delivered(self._progress, found.step, ids)
+        self._setup.run.delivered(self._progress, found.step, ids, lost)
         return found.value
 
     @property

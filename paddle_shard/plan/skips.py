@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,17 +42,12 @@ class Skips:
 
     def joined(self, stretches: Iterable[Stretch], samples: Iterable[int | str]) -> Skips:
         """Return skips that leave out more."""
-        found: list[Stretch] = []
-        for epoch, first, end in sorted({*self.stretches, *stretches}):
-            if first >= end:
-                continue
-            if found and found[-1][0] == epoch and first <= found[-1][2]:
-                end = max(end, found[-1][2])
-                first = found.pop()[1]
-            found.append((epoch, first, end))
-        return Skips(
-            tuple(found), tuple(sorted({*self.samples, *samples}, key=lambda one: (isinstance(one, str), one)))
-        )
+        of_epochs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for epoch, first, end in (*self.stretches, *stretches):
+            of_epochs[epoch].append((first, end))
+        found = [(epoch, *stretch) for epoch in sorted(of_epochs) for stretch in united(of_epochs[epoch])]
+        known = {*self.samples, *samples}
+        return Skips(tuple(found), tuple(sorted(known, key=lambda one: (isinstance(one, str), one))))
 
     def concerns(self, epoch: int) -> bool:
         """Return False if nothing of an epoch can be left out."""
@@ -118,6 +114,22 @@ class Skips:
         if not fine:
             raise StateError(f"state is damaged: skips is {saved!r}.")
         return cls().joined(((epoch, first, end) for epoch, first, end in stretches), samples)
+
+
+def united(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the positions of some stretches [first, end) as stretches that are ascending and do not touch.
+
+    Examples:
+        >>> united([(6, 10), (0, 4), (3, 5), (5, 6), (12, 12)])
+        ((0, 10),)
+    """
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(stretches):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif first < end:
+            found.append((first, end))
+    return tuple(found)
 
 
 def counted(value: Any, least: int = 0) -> int:

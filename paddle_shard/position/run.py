@@ -15,7 +15,15 @@ import paddle.io
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.certificate import Account, Certificate, folded, merge, proof
+from paddle_shard.plan.certificate import (
+    Certificate,
+    Delivered,
+    account_from_json,
+    account_to_json,
+    added,
+    certify,
+    merged,
+)
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.partition import place_of_row, row_of_place
 from paddle_shard.plan.parts import check_count
@@ -155,19 +163,22 @@ class Run:
             segments = start.continued(source.batch_size)
         return PassProgress(start, segments, self._place, num_steps, plan)
 
-    def delivered(self, progress: PassProgress, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
+    def delivered(
+        self, progress: PassProgress, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64], lost: int
+    ) -> None:
         """Note that a pass has delivered a batch.
 
         Args:
             progress: Of the pass.
             batch: The global batch.
             ids: The samples in this process's slice of it.
+            lost: How many more could not be read.
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
         if not progress.counted:
             self._count(progress)
-        progress.deliver(batch, ids, drawn=not self._source.split)
+        progress.deliver(batch, ids, lost, drawn=not self._source.split)
 
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
@@ -210,8 +221,8 @@ class Run:
         if newest is None and state.sampler is None and isinstance(batches, UserBatches):
             state = replace(state, sampler=batches.snapshot())
         found = self._deliveries.of(state.epoch)
-        legs = tuple(folded([*found.known, *found.own]))
-        return replace(state, fingerprint=batches.fingerprint(), certificate=legs, history=self.history)
+        account = added(found.known, found.own)
+        return replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
 
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
@@ -374,13 +385,18 @@ class Run:
                 "nothing. Call it on the ranks of the meshes, all of them."
             )
         of_epochs = [self._deliveries.of(one) for one in epochs]
-        said = [Account(self._place, one.known, one.own) for one in of_epochs]
+        # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
+        nothing = {} if self._place is None else {self._place: Delivered()}
+        said = [[account_to_json(one.known), account_to_json({**nothing, **one.own})] for one in of_epochs]
         told = gathered(said, self._ranks, self._timeout, "certificate()")
-        accounts = {one: [Account(*rank[at]) for rank in told] for at, one in enumerate(epochs)}
+        accounts = {
+            one: [(account_from_json(rank[at][0]), account_from_json(rank[at][1])) for rank in told]
+            for at, one in enumerate(epochs)
+        }
         own = f"the loader's {type(self._sampler).__name__}"
-        found = proof(accounts[epoch], epoch, plan, self.skips, of_epochs[epochs.index(epoch)].end, own)
+        found = certify(accounts[epoch], epoch, plan, self.skips, of_epochs[epochs.index(epoch)].end, own)
         for one in epochs:
-            self._deliveries.replace(one, merge(accounts[one])[0])
+            self._deliveries.replace(one, merged(accounts[one])[0])
         return found
 
 
