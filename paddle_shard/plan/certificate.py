@@ -10,17 +10,15 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.mixture import Mixing, source_and_index
-from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.plan.seeding import as_ids, derive_seed
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips, counted, united
-
-if TYPE_CHECKING:
-    from paddle_shard.plan.shard_plan import ShardPlan
 
 Total = tuple[int, int, int, int]
 """Number of samples that belong somewhere, of those that were delivered, and two sums mod 2^64 of keyed hashes of the
@@ -62,20 +60,6 @@ def total_of(ids: Sequence[Any] | npt.NDArray[np.int64], num: int | None = None)
     h ^= h >> _SHIFT
     one, other = np.add.reduce(h, axis=1, dtype=np.uint64).tolist()
     return len(ids) if num is None else num, len(ids), one, other
-
-
-def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return numbers for a data set's indices: ints unchanged, others from a hash of their `repr`."""
-    if isinstance(indices, np.ndarray):
-        return indices
-    try:
-        found = np.array(indices)
-    except ValueError:  # tuples of several lengths
-        found = np.array(None)
-    if found.dtype.kind == "i" and found.ndim == 1:
-        return found.astype(np.int64, copy=False)
-    numbers = [index if isinstance(index, int) else derive_seed("id", index) for index in indices]
-    return np.array(numbers, dtype=object).astype(np.uint64).view(np.int64)
 
 
 def plus(one: Total, other: Total, times: int = 1) -> Total:
@@ -341,7 +325,13 @@ def total_of_plan(plan: ShardPlan, epoch: int, skips: Skips) -> Callable[[int, i
 def _kept(plan: ShardPlan, epoch: int, skips: Skips, first: int, end: int) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the real samples at positions [first, end) that are not left out."""
     for start in range(first, end, _CHUNK):
-        yield skips.kept(plan, epoch, start, min(start + _CHUNK, end))
+        stop = min(start + _CHUNK, end)
+        if not skips.concerns(epoch):
+            yield plan.samples(epoch=epoch, first=start, end=stop)
+            continue
+        found = plan.order(epoch=epoch).between(start, stop)
+        kept = ~skips.rows(epoch, start, found)  # Paddle's padding has numbers past the last sample
+        yield found[kept & (found < plan.num_samples)] if plan.ordering.pads_first else found[kept]
 
 
 def _of_sources(plan: ShardPlan, epoch: int, skips: Skips) -> Mapping[str, int] | None:

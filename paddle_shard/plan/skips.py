@@ -6,17 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.mixture import without_epoch
-from paddle_shard.plan.shuffle import Indices
-
-if TYPE_CHECKING:
-    from paddle_shard.plan.shard_plan import ShardPlan
 
 Stretch = tuple[int, int, int]
 """(epoch, first position, position after the last)."""
@@ -52,14 +48,6 @@ class Skips:
     def concerns(self, epoch: int) -> bool:
         """Return False if nothing of an epoch can be left out."""
         return bool(self.samples) or any(stretch[0] == epoch for stretch in self.stretches)
-
-    def kept(self, plan: ShardPlan, epoch: int, first: int, end: int) -> Indices:
-        """Return the real samples of a plan at positions [first, end) that are not left out."""
-        if not self.concerns(epoch):
-            return plan.samples(epoch=epoch, first=first, end=end)
-        found = plan.order(epoch=epoch).between(first, end)
-        kept = ~self.rows(epoch, first, found)  # Paddle's padding has numbers past the last sample
-        return found[kept & (found < plan.num_samples)] if plan.ordering.pads_first else found[kept]
 
     def rows(self, epoch: int, first: int, ids: Any) -> npt.NDArray[np.bool_]:
         """Return which rows are left out: one bool for each id.

@@ -1103,7 +1103,7 @@ ACTIONS = st.one_of(
 
 
 @UNSHARED
-@settings(max_examples=trials(700))
+@settings(max_examples=trials(60))
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     length=st.sampled_from([6, 17, 30, 36]),
