@@ -252,7 +252,6 @@ PLACES = {
     "filter": lambda strike: (Stream.of(range(16)).filter(on_call(3, strike, lambda x: True)), None),
     "unbatch": lambda strike: (Stream.of(range(16)).map(pairs(strike)).unbatch(), None),
     "source": lambda strike: (Stream.of(after(3, strike)), None),
-    "round robin": lambda strike: (Stream.of(after(3, strike)).round_robin(), None),
     "collate of a stream": lambda strike: (Stream.of(range(16)), on_call(1, strike, np.array)),
     "file": lambda strike: (file(3, strike), None),
     "end of a file": lambda strike: (file("end", strike, 8), None),

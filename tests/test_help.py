@@ -78,15 +78,15 @@ def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
     assert public == {
         *("of", "mixture", "csv", "jsonl", "lines", "parquet", "webdataset", "huggingface"),
         *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat", "pack"),
-        *("sharding_filter", "in_parts", "round_robin", "local_shuffle"),
+        *("sharding_filter", "in_parts"),
     }
     assert not [name for name in vars(Stream.of([1])) if not name.startswith("_")]
 
 
 def test_what_a_user_holds_says_what_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("1\n2\n")
-    stream = Stream.lines(tmp_path / "a.txt").map(int).shuffle(4).local_shuffle(2)
-    assert repr(stream) == "Stream(ShardSource of 1 shards > Map > Shuffle > local_shuffle(2))"
+    stream = Stream.lines(tmp_path / "a.txt").map(int).shuffle(4)
+    assert repr(stream) == "Stream(ShardSource of 1 shards > Map > Shuffle)"
     assert repr(Stream.of([1]).batch(2)) == "Stream(IterableSource > Batch)"
 
     given = paddle.io.DataLoader(Numbers(), batch_size=2)

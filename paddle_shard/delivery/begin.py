@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from paddle_shard.delivery.notes import StepNotes
@@ -11,8 +9,6 @@ from paddle_shard.delivery.placing import placed
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.step_pass import Feed, StepPass, stream_readiness
 from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
-from paddle_shard.inputs.stream_setup import StreamSetup
-from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreeing import open_agreement
@@ -30,18 +26,18 @@ from paddle_shard.samplers import UserBatches
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     """Return a pass from a position on; it yields placed batches."""
     source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
-    num_steps, mixed, compares = None, None, False
+    num_steps, compares = None, False
     place: Any = lambda batch: placed(setup, batch)  # noqa: E731
     if stream is None:
         compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
         steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
     else:
         num_steps, compares = stream.batches.steps_left(start), stream.read_by_all
-        steps, mixed = _stream_steps(setup, stream, start, num_steps, alone=alone)
+        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
         place = _PlacesStream(setup, start)
     feed = Feed(steps)
     end = setup.replicas.open(setup.options.timeout)
-    feed.executor = executor = setup.reading.start(feed.more, setup.replicas.sharing(end), mixed)
+    feed.executor = executor = setup.reading.start(feed.more, setup.replicas.sharing(end))
     try:
         follows = isinstance(end, Following) and not setup.reading.num_workers
         if setup.prefetch and not follows:  # what a follower gets is read by another process
@@ -94,27 +90,6 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
         first_step=start.steps,
     )
     return open_agreement(setup.agreeing_ranks, terms)
-
-
-def _stream_steps(
-    setup: PassSetup, stream: StreamSetup, start: LoaderState, num_steps: int | None, *, alone: bool
-) -> tuple[Iterator[Step], dict[str, Any] | None]:
-    """Return the steps of a stream, and how its rows are mixed (`local_shuffle`), if they are."""
-    compared, mixed = not alone or len(stream.chunks) > 1, stream.batches.mixed
-    if mixed is None:
-        return stream.steps(start, compared), None
-    assert stream.batches.plan is not None
-    # Rows are mixed in windows of batches, so reading begins at the start of a window.
-    skip, own = start.steps % mixed[0], setup.own_layout
-    begin = replace(start, steps=start.steps - skip, samples=start.samples - skip * stream.batches.plan.batch_size)
-    return stream.steps(begin, compared), {
-        "window": mixed[0],
-        "first_window": begin.steps // mixed[0],
-        "skip": skip,
-        "num_steps": None if num_steps is None else num_steps + skip,
-        "key": derive_key("local shuffle", setup.options.seed, start.epoch, own.data_rank if own.on_mesh else 0),
-        "even": setup.reading.even,
-    }
 
 
 class _PlacesStream:

@@ -152,7 +152,7 @@ def check_no_batch_sizes(options: LoaderOptions, what: str) -> None:
         )
 
 
-def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) -> tuple[int, bool]:
+def checked_prefetch(options: LoaderOptions, *, stream: bool) -> tuple[int, bool]:
     """Return how many batches a thread keeps ready, and whether the thread starts only if reading takes long enough.
 
     If a DataLoader's `use_buffer_reader` is set, Paddle moves batches to the device in a thread, and without workers
@@ -161,7 +161,6 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) 
     Args:
         options: The loader's options.
         stream: True if the data is a stream.
-        dispatched: True if this process reads the stream for its workers.
 
     Raises:
         ArgumentError: `prefetch` is not an int >= 0, or the DataLoader cannot be read in another thread.
@@ -170,7 +169,7 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) 
     own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
     if prefetch is None:
         moves = not is_cpu(dataloader.places[0])
-        helps = (moves and not dispatched) if dataloader.num_workers else not stream
+        helps = moves if dataloader.num_workers else not stream
         return (2, True) if helps and not own and dataloader.use_buffer_reader else (0, False)
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
@@ -179,7 +178,7 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool, dispatched: bool) 
             f"prefetch={prefetch}: the {type(dataloader).__name__} has an __iter__ of its own, which belongs to the "
             "thread that iterates. Leave prefetch out; workers (num_workers=) read ahead all the same."
         )
-    if prefetch and stream and (dispatched or not dataloader.num_workers):
+    if prefetch and stream and not dataloader.num_workers:
         say_once(
             "prefetch=%d: this stream is read by this process, by code that may draw random numbers, so it is read "
             "while the training waits for it. Give the DataLoader workers (num_workers=) to read ahead.",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paddle_shard.errors import ArgumentError
-from paddle_shard.stages import RoundRobin, Stripe
+from paddle_shard.stages import Stripe
 from paddle_shard.stages.stage import Opening, Stage
 
 Step = Callable[[Stage], Stage]
@@ -21,38 +20,21 @@ class Recipe:
     """Functions that each return a new stage, given the stage before it."""
     batched: int | None = None
     """Size of the lists that the last stage makes, if it is `batch`."""
-    mixed: int | None = None
-    """Number of batches whose rows a rank mixes (`local_shuffle`); None: rows are not mixed."""
     num_parts: int | None = None
     """P, as the user has chosen it (`in_parts`)."""
 
-    def then(self, step: Step, *, one_by_one: bool = False, batched: int | None = None) -> Recipe:
+    def then(self, step: Step, *, batched: int | None = None) -> Recipe:
         """Return the recipe with one more stage.
 
         Args:
             step: Makes the stage.
-            one_by_one: True if the stage takes each sample on its own, so that it may follow `round_robin`.
             batched: Size of the lists that the stage makes, if it is `batch`.
-
-        Raises:
-            ArgumentError: The stage cannot follow the stages before it.
         """
-        if self.mixed is not None:
-            raise ArgumentError("local_shuffle must be the last stage: it mixes finished batches.")
-        if self.is_dispatched and not (one_by_one and self.batched is None):
-            raise ArgumentError(
-                "round_robin: only map, and batch as the last stage, may follow it. Put the other stages before it; "
-                "they run in the main process."
-            )
         return replace(self, steps=(*self.steps, step), batched=batched)
 
     def cut(self) -> Recipe:
         """Return the recipe with a cut right after its source, unless it has a cut already."""
         return self if self.is_cut else replace(self, steps=(Stripe, *self.steps))
-
-    def without_dispatch(self) -> Recipe:
-        """Return the recipe without `round_robin`, for a single reader."""
-        return replace(self, steps=tuple(step for step in self.steps if step is not RoundRobin))
 
     def unbatched(self) -> Recipe:
         """Return the recipe without its last stage, `batch`."""
@@ -91,8 +73,3 @@ class Recipe:
     def is_read_whole(self) -> bool:
         """True if every reader reads the whole stream and keeps its own parts of it."""
         return not self.source.cuts
-
-    @property
-    def is_dispatched(self) -> bool:
-        """True if one reader of each data rank dispatches samples to its workers."""
-        return RoundRobin in self.steps

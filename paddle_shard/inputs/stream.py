@@ -275,8 +275,7 @@ class Stream(StreamStages):
         source, *names = [type(stage).__name__ for stage in recipe.whole.line()][::-1]
         if recipe.source.num_shards is not None:
             source += f" of {recipe.source.num_shards} shards"
-        mixed = [] if recipe.mixed is None else [f"local_shuffle({recipe.mixed})"]
-        return f"{type(self).__name__}({' > '.join([source, *names, *mixed])})"
+        return f"{type(self).__name__}({' > '.join([source, *names])})"
 
     def __bool__(self) -> bool:
         """Return True: only reading the stream shows whether it has a sample."""
@@ -290,7 +289,7 @@ class Stream(StreamStages):
         """Read the stream without a loader. In a worker, read its part only: there are as many parts as workers."""
         info = paddle.io.get_worker_info()
         part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
-        return self._recipe.without_dispatch().stage.open(Opening(parts=(part,), num_parts=num_parts))[0]
+        return self._recipe.stage.open(Opening(parts=(part,), num_parts=num_parts))[0]
 
 
 def recipe_of(stream: Stream) -> Recipe:
@@ -326,10 +325,10 @@ def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stag
                 f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
                 f"Stream.mixture(...).in_parts({recipe.num_parts})."
             )
-        if recipe.is_dispatched or recipe.mixed is not None or isinstance(recipe.stage, ExternalSource):
+        if isinstance(recipe.stage, ExternalSource):
             raise ArgumentError(
-                f"Stream.mixture: source {name!r} cannot be mixed: round_robin and local_shuffle come after the "
-                "mixture, and a library that reads for itself (ExternalLoader) mixes its own sources."
+                f"Stream.mixture: source {name!r} cannot be mixed: a library that reads for itself (ExternalLoader) "
+                "mixes its own sources."
             )
         stages[name] = recipe.stage
         check_mixable(name, recipe.stage)

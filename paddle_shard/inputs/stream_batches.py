@@ -25,8 +25,6 @@ class StreamBatches:
     seed: int
     split_over: int | None = None
     """Number of data ranks, if each has a stream of its own. Such a run is bound to this number."""
-    mixed: tuple[int, int] | None = None
-    """(batches whose rows each rank mixes, data ranks), if rows are mixed. Such a run is bound to both numbers."""
 
     @property
     def repeats(self) -> bool:
@@ -92,8 +90,4 @@ class StreamBatches:
             found["num_batches"] = self.num_batches
         if self.split_over is not None:
             found["num_data_ranks"] = self.split_over
-        if self.mixed is not None:
-            assert self.plan is not None
-            found |= {"local_shuffle": self.mixed[0], "num_data_ranks": self.mixed[1]}
-            found |= {"batch_size": self.plan.batch_size}
         return found

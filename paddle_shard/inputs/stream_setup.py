@@ -37,8 +37,6 @@ class StreamSetup:
     """True if other ranks read other rows."""
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an invalid row."""
-    dispatched: bool = False
-    """True if the main process reads samples for its workers."""
     foreign: bool = False
     """True if another library reads the data of a given data rank."""
     pads: bool = False
@@ -53,7 +51,7 @@ class StreamSetup:
     def read_by_all(self) -> bool:
         """True if each reader reads the whole stream and keeps its own samples of it."""
         striped = any(isinstance(stage, Stripe) for stage in self.stage.line())
-        return striped and not self.dispatched and self.batches.split_over is None
+        return striped and self.batches.split_over is None
 
     @property
     def ends_apart(self) -> int | None:

@@ -103,28 +103,12 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         ranks = 1 if is_dataset_splitted else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = _plan(stream, size, accumulation, ranks, chosen, num_batches)
         stage = stream.stage
-        if stream.mixed is not None and any(layout.num_data_ranks != own.num_data_ranks for layout in layouts):
-            raise ArgumentError(
-                "local_shuffle: each rank mixes the rows that it reads, so all fields must be split over the same data "
-                "ranks, but shard_dims splits them differently. Use shuffle(window), or split all fields alike."
-            )
-    elif stream.mixed is not None:
-        raise ArgumentError("local_shuffle mixes rows: give the DataLoader a batch_size, or the stream a batch stage.")
-    elif stream.is_dispatched:
-        raise ArgumentError(
-            "round_robin dispatches samples: give the DataLoader a batch_size, or the stream a batch stage."
-        )
     elif stream.num_parts is not None:
         raise ArgumentError(f"in_parts({stream.num_parts}): its items are whole global batches, which have no parts.")
     else:
         stage = stream.stage if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
         if not is_dataset_splitted:
             chosen = TAILS["drop"]  # all ranks read the same batches, so they end together
-    if own_rows and stream.mixed is not None:
-        raise ArgumentError(
-            "local_shuffle mixes rows, but fields of dense_tensor_idx, and those placed 'as read', need not have a row "
-            "for each sample. Use shuffle(window)."
-        )
     _check_off_mesh(own, is_dataset_splitted and num_batches is None)
     batches = StreamBatches(
         stage=stage,
@@ -133,7 +117,6 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         num_batches=num_batches,
         seed=options.seed,
         split_over=own.num_data_ranks if is_dataset_splitted else None,
-        mixed=None if stream.mixed is None else (stream.mixed, own.num_data_ranks),
     )
     if batches.knows_length and len(batches) == 0:  # this also refuses lengths that the tail forbids
         raise ArgumentError(
@@ -169,7 +152,6 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         num_workers=num_workers if plan is None else min(num_workers, len(parts)),
         several=own.num_data_ranks > 1,
         skip_errors=options.skip_errors,
-        dispatched=stream.is_dispatched,
         foreign=foreign,
         pads=options.pad_to is not None,
     )
@@ -216,16 +198,12 @@ def _say_how_often_it_is_read(
     if own.global_rank != 0 or not stream.is_read_whole:
         return
     ranks = 1 if split else own.num_data_ranks
-    workers = (
-        1
-        if stream.is_dispatched
-        else max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
-    )
+    workers = max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
     if ranks * workers > 1:
         say_once(
             "this stream has nothing that it could be cut at before it is read, so each of %d data ranks x %d workers "
             "reads all of it and keeps its own samples: %d times the reads. Files (Stream.csv, .lines, .webdataset), "
-            "a data set that splits itself (Stream.of(..., splits_itself=True)) or round_robin() read it less often.",
+            "or a data set that splits itself (Stream.of(..., splits_itself=True)) read it less often.",
             ranks,
             workers,
             ranks * workers,

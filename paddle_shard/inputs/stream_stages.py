@@ -14,7 +14,7 @@ from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.webdataset import decode
-from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, RoundRobin, Shuffle, Stripe, Unbatch
+from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.pack import PackedRows
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class StreamStages(paddle.io.IterableDataset):
             [0, 10, 20]
         """
         _check_function("map", function)
-        return self._made(self._recipe.then(lambda stage: Map(stage, function), one_by_one=True))
+        return self._made(self._recipe.then(lambda stage: Map(stage, function)))
 
     def filter(self, predicate: Callable[[Any], bool]) -> Self:
         """Return the stream of the samples for which a function is true.
@@ -115,7 +115,7 @@ class StreamStages(paddle.io.IterableDataset):
             >>> list(Stream.of(range(5)).batch(2))
             [[0, 1], [2, 3], [4]]
         """
-        return self._made(self._recipe.then(lambda stage: Batch(stage, size), one_by_one=True, batched=size))
+        return self._made(self._recipe.then(lambda stage: Batch(stage, size), batched=size))
 
     def unbatch(self) -> Self:
         """Return the stream of the items of its samples.
@@ -225,40 +225,6 @@ class StreamStages(paddle.io.IterableDataset):
         """
         check_count("num_parts", num_parts)
         return self._made(replace(self._recipe, num_parts=int(num_parts)))
-
-    def round_robin(self) -> Self:
-        """Return the stream read by the main process of each data rank, which dispatches samples to its workers.
-
-        Use it for data that workers cannot open, or only at a high cost. Stages before it run in the main process.
-        Only `map`, and `batch` as the last stage, may follow. They run in the workers.
-
-        Examples:
-            >>> from paddle_shard import Stream
-            >>> stream = Stream.of(range(4)).round_robin().map(lambda x: -x)
-            >>> list(stream)
-            [0, -1, -2, -3]
-        """
-        return self._made(self._recipe.cut().then(RoundRobin))
-
-    def local_shuffle(self, batches: int) -> Self:
-        """Return the stream with the rows of several batches mixed; each rank mixes its own rows.
-
-        Rows are mixed in the main process after batching, over all parts that a rank holds; `shuffle` mixes only within
-        a part. The batches then depend on the number of data ranks and the batch size, so a saved state is bound to
-        both. `local_shuffle` must be the last stage.
-
-        Args:
-            batches: Number of batches that are held and mixed.
-
-        Raises:
-            ArgumentError: The number is less than 1.
-
-        Examples:
-            >>> from paddle_shard import Stream
-            >>> stream = Stream.of(range(100)).shuffle(10).local_shuffle(4)
-        """
-        check_count("batches", batches)
-        return self._made(replace(self._recipe, mixed=batches))
 
     def _made(self, recipe: Recipe) -> Self:
         made = copy.copy(self)

@@ -59,8 +59,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         source = read_source(options, layouts)
     else:
         source = read_stream(options, layouts, own)
-    dispatched = source.stream is not None and source.stream.dispatched
-    prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None, dispatched=dispatched)
+    prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
     members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
     members = members if num_ranks() > 1 else (me,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,19 +14,6 @@ from paddle_shard.reading.batch import Batch, Chunk
 from paddle_shard.reading.parcel import as_array
 from paddle_shard.stages.stage import Opening
 from paddle_shard.tree import is_sequence, leaves, rebuild
-
-
-class Dispatched(NamedTuple):
-    """Samples that the main process has read for a reader."""
-
-    samples: Mapping[int, Sequence[Any]]
-    """Part -> its samples; at the end of a part, those that fill its missing rows too."""
-    num_real: Mapping[int, int]
-    """Part -> how many of them are its own."""
-    fresh: bool
-    """True if a sample comes from the first round of its part."""
-    why: str = ""
-    """Why missing rows could not be filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +48,6 @@ class ChunkRequest:
     """True if other rows of the global batch are collated elsewhere."""
     compared: bool = False
     """True if the samples are compared with those that other readers of the same stream read."""
-    dispatched: Dispatched | None = None
-    """The samples, if the main process has read them; None: the reader reads them."""
 
     @property
     def samples_per_part(self) -> int:

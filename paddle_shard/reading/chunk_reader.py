@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import repeat, takewhile
+from itertools import takewhile
 from typing import Any
 
 from paddle_shard.errors import PaddleShardError
@@ -54,7 +54,6 @@ class ChunkReader:
         self._ahead_digest = 0
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
-        self._dispatched: dict[int, deque[Any]] = {}
         self._padding: Padding | None = None
         self._why = ""  # why missing rows could not be filled
         self._state: Any = None
@@ -72,9 +71,6 @@ class ChunkReader:
         try:
             if request.number != self._number:
                 self._begin(request)
-            if request.dispatched is not None:
-                for part, own in request.dispatched.samples.items():
-                    self._dispatched[part].extend(own)
             if request.step != self._next_step:
                 raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
             self._next_step += request.stride
@@ -105,7 +101,7 @@ class ChunkReader:
     def close(self) -> None:
         """Drop the open parts."""
         self._padding = None
-        self._number, self._parts, self._dispatched = None, [], {}
+        self._number, self._parts = None, []
 
     def _seed(self, seed: int) -> None:
         for generator in self.generators:
@@ -116,12 +112,6 @@ class ChunkReader:
         self._number, self._next_step, self._parts = request.number, request.first_step, []
         self._state, self._digest, self._ahead_digest = request.opening.state, 0, 0
         self._ahead.clear()
-        if request.dispatched is not None:  # the dispatching process counts the rounds and leaves out `skip`
-            self._padding = Padding(self._stage, opening)
-            self._dispatched = {part: deque() for part in opening.parts}
-            opening = replace(opening, dispatched={part: _taken(queue) for part, queue in self._dispatched.items()})
-            self._parts = [zip(repeat(0), items, strict=False) for items in self._stage.open(opening)]
-            return
         self._padding = Padding(self._stage, opening)
         self._whole_items = request.whole_items
         self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
@@ -150,8 +140,6 @@ class ChunkReader:
         """Return the samples in the order of the rows, whether each is real, and whether any row is fresh."""
         size, fresh, padding = request.samples_per_part, False, self._padding
         assert padding is not None
-        if request.dispatched is not None:
-            fresh = request.dispatched.fresh
         # columns[part][row of the part]
         columns: list[list[Any]] = []
         for part, items in zip(request.opening.parts, self._parts, strict=True):
@@ -162,7 +150,7 @@ class ChunkReader:
                 found = next(items, None)
                 if found is None:
                     break
-                fresh = fresh or (request.dispatched is None and found[0] == 0)
+                fresh = fresh or found[0] == 0
                 sample = found[1]
                 if isinstance(sample, Stated):
                     sample, self._state = sample
@@ -177,8 +165,6 @@ class ChunkReader:
             for row in range(request.stripe)
         ]
         num_real = [len(column) for column in columns]
-        if request.dispatched is not None:
-            num_real = [request.dispatched.num_real[part] for part in request.opening.parts]
         real = [num_real[part] > row for part, row in order]
         if min(map(len, columns)) < size and not self._padded(columns, request, at):
             return [], real, fresh
@@ -187,9 +173,6 @@ class ChunkReader:
     def _padded(self, columns: list[list[Any]], request: ChunkRequest, at: dict[str, Any]) -> bool:
         """Fill missing rows if the request says so; return whether they are filled now."""
         if not request.pad or request.whole_items:
-            return False
-        if request.dispatched is not None:
-            self._why = request.dispatched.why
             return False
         assert self._padding is not None
         delivers = any(columns)
@@ -252,12 +235,6 @@ class ChunkReader:
         if request.whole_items:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
         return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
-
-
-def _taken(queue: deque[Any]) -> Iterator[Any]:
-    """Yield the samples that are dispatched to a part. If there are fewer than requested, the part has ended."""
-    while queue:
-        yield queue.popleft()
 
 
 def _splits_after_the_cut(stage: Stage) -> bool:

@@ -10,17 +10,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk
-from paddle_shard.reading.chunk import Even, as_they_are, joined, take_rows
-from paddle_shard.reading.dispatch import Dispatcher
+from paddle_shard.reading.chunk import Even, as_they_are, joined
 from paddle_shard.reading.failure import ReadFailure, log_skipped
 from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.reading.parcel import ToTensors, map_leaves
@@ -93,30 +88,15 @@ class Executor:
 class _Reads(Executor):
     """What the executors that read have in common: they join what several readers have read for a step."""
 
-    def __init__(
-        self, places: Sequence[Rows] | None = None, even: Even = as_they_are, dispatcher: Dispatcher | None = None
-    ) -> None:
+    def __init__(self, places: Sequence[Rows] | None = None, even: Even = as_they_are) -> None:
         """Set up.
 
         Args:
             places: For each part of a step, the places of its rows in the batch; None: a step has one part, in order.
             even: Pads the rows of several parts to one length.
-            dispatcher: Reads the samples that are dispatched to the readers, if there are such.
         """
-        self._places, self._even, self._dispatcher, self._own_rows = places, even, dispatcher, OwnRows()
-        self._steps: deque[tuple[Step, Exception | None]] = deque()
-
-    def _dispatched(self, step: Step) -> Step | None:
-        """Note a step, and return it with the samples that are dispatched; None if they cannot be read."""
-        failure = None
-        if self._dispatcher is not None and not (self._steps and self._steps[-1][1]):
-            try:
-                step = self._dispatcher.filled(step)
-            except Exception as error:  # raised when the step is taken
-                raise_if_a_handlers(error)
-                failure = error
-        self._steps.append((step, failure))
-        return None if failure else step
+        self._places, self._even, self._own_rows = places, even, OwnRows()
+        self._steps: deque[Step] = deque()
 
     def _batch(self, step: Step, answers: Sequence[Chunk | ReadFailure]) -> Batch:
         for answer in answers:
@@ -149,10 +129,9 @@ class InlineExecutor(_Reads):
         reader: Reader,
         places: Sequence[Rows] | None = None,
         even: Even = as_they_are,
-        dispatcher: Dispatcher | None = None,
     ) -> None:
         """Set up; see `_Reads`."""
-        super().__init__(places, even, dispatcher)
+        super().__init__(places, even)
         self._reader = reader
 
     @property
@@ -172,13 +151,11 @@ class InlineExecutor(_Reads):
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
-        self._dispatched(step)
+        self._steps.append(step)
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
-        step, failure = self._steps[0]
-        if failure is not None:
-            raise failure
+        step = self._steps[0]
         if isinstance(self._reader, IdReader):
             answers = [self._reader.read(step, None, beside=beside)]
         else:
@@ -201,7 +178,6 @@ class WorkerExecutor(_Reads):
         idle: list[WorkerPool],
         places: Sequence[Rows] | None = None,
         even: Even = as_they_are,
-        dispatcher: Dispatcher | None = None,
     ) -> None:
         """Start a pass.
 
@@ -210,9 +186,8 @@ class WorkerExecutor(_Reads):
             idle: Takes the pool when the pass has ended, if its workers are persistent.
             places: See `_Reads`.
             even: See `_Reads`.
-            dispatcher: See `_Reads`.
         """
-        super().__init__(places, even, dispatcher)
+        super().__init__(places, even)
         self._pool: WorkerPool | None = pool
         self._idle, self._num_parts = idle, 1 if places is None else len(places)
         try:
@@ -228,9 +203,9 @@ class WorkerExecutor(_Reads):
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
-        filled = self._dispatched(step)
-        if filled is not None and self._pool is not None:
-            for part in filled.parts or (filled.to_read(),):
+        self._steps.append(step)
+        if self._pool is not None:
+            for part in step.parts or (step.to_read(),):
                 self._pool.ask(part)
 
     def take(self, *, beside: bool = False) -> Batch:
@@ -238,10 +213,7 @@ class WorkerExecutor(_Reads):
         pool = self._pool
         if pool is None:
             raise StopIteration
-        step, failure = self._steps[0]
-        if failure is not None:
-            self.close()
-            raise failure
+        step = self._steps[0]
         try:
             answers = [pool.take() for _ in step.parts or (step,)]
         except WorkersLostError as lost:
@@ -380,99 +352,3 @@ class Tensors(Wrapper):
             what = "making tensors of the batch"
             raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
         return found
-
-
-class Mixed(Wrapper):
-    """Mixes the rows of several batches at a time, in the main process (`local_shuffle`).
-
-    A window of batches is permuted by a key and its number. A pass that is resumed begins to read at the beginning of a
-    window, and passes over what was delivered before.
-    """
-
-    def __init__(
-        self,
-        inner: Executor,
-        *,
-        window: int,
-        first_window: int,
-        skip: int,
-        num_steps: int | None,
-        key: bytes,
-        even: Even,
-    ) -> None:
-        """Wrap an executor.
-
-        Args:
-            inner: The executor.
-            window: Batches of a window.
-            first_window: Number of the first window.
-            skip: Batches of it that were delivered before; they are submitted again.
-            num_steps: Batches to read, those included; None: the end shows when it comes.
-            key: The key; each window has its own.
-            even: Pads the rows of several batches to one length.
-        """
-        super().__init__(inner)
-        self._window, self._number, self._skip, self._extra = window, first_window, skip, skip
-        self._left = -1 if num_steps is None else num_steps  # below 0: the end is not known
-        self._key, self._even = key, even
-        self._mixed: deque[Batch] = deque()
-        self._behind: Batch | None = None
-
-    @property
-    def depth(self) -> int:
-        """A window, those that are passed over, and what keeps the readers busy."""
-        return self._window + self._extra + self._inner.depth
-
-    def take(self, *, beside: bool = False) -> Batch:
-        """See `Executor`."""
-        while not self._mixed:
-            self._fill()
-            while self._skip and self._mixed:  # the whole last window may have been delivered before
-                self._mixed.popleft()
-                self._skip -= 1
-        return self._mixed.popleft()
-
-    def ready(self) -> bool:
-        """See `Executor`."""
-        return bool(self._mixed) and not self._skip
-
-    def _fill(self) -> None:
-        held: list[Batch] = []
-        while len(held) < self._window and (self._left != 0 or self._behind is not None):
-            found, self._behind = self._behind, None
-            if found is None:
-                self._left -= 1
-                found = self._inner.take()
-            if found.value is None or found.empty or (self._left < 0 and not found.fresh):  # it is after the end
-                if held:
-                    self._behind = found
-                else:
-                    self._mixed.append(found)
-                break
-            held.append(found)
-        number, self._number = self._number, self._number + 1
-        if not held:
-            if not self._mixed:
-                raise StopIteration
-            return
-        real = np.concatenate([one.served() for one in held])
-        # Missing rows stay in their places, so that each batch has as many real rows as without mixing.
-        order, own = np.arange(len(real)), np.flatnonzero(real)
-        order[own] = own[Permutation(len(own), derive_key(self._key, number, size=64))(np.arange(len(own)))]
-        sizes = [len(one.served()) for one in held]
-        lost = np.concatenate([np.zeros_like(o.served()) if o.skipped is None else o.skipped for o in held])
-        try:
-            values = self._even([one.value for one in held])
-            mixed = [
-                take_rows(values, sizes, order[end - size : end])
-                for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True)
-            ]
-        except Exception as error:
-            raise_if_a_handlers(error)
-            what = "mixing the rows of several batches"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(held[0].step) from None
-        for value, end, size, one in zip(mixed, np.cumsum(sizes).tolist(), sizes, held, strict=True):
-            rows = order[end - size : end]
-            one.value = value
-            one.skipped = lost[rows] if lost.any() else None
-            self._mixed.append(one)

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 from paddle_shard.reading.skipping import TRIED
-from paddle_shard.stages.cut import RoundRobin
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
 
 _NOTHING = object()
@@ -31,7 +30,6 @@ class Padding:
             opening: The opening of the pass.
         """
         self._stage = stage
-        self._dispatch = next((one for one in stage.line() if isinstance(one, RoundRobin)), None)
         self._opening = replace(opening, skip=0, state=None)
         self._from_beginning = opening.skip == 0
         self._most = TRIED if stage.endless else None
@@ -57,8 +55,6 @@ class Padding:
         for candidate in (part, *range(self._opening.num_parts)):
             if candidate not in self._first:
                 opening = replace(self._opening, parts=(candidate,), rounds=Counter())
-                if self._dispatch is not None:  # no samples are dispatched to it: it reads its own
-                    opening = replace(opening, dispatched={candidate: self._dispatch.read.open(opening)[0]})
                 opened = self._stage.open(opening)[0]
                 self._first[candidate] = next(_readable(islice(opened, self._most)), _NOTHING)
             if self._first[candidate] is not _NOTHING:

@@ -15,8 +15,7 @@ from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.dispatch import Dispatcher
-from paddle_shard.reading.executor import Executor, InlineExecutor, Mixed, Tensors, WorkerExecutor, Wrapper
+from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, WorkerExecutor, Wrapper
 from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
@@ -24,7 +23,6 @@ from paddle_shard.reading.sharing import Publishing, Sender, Sharing, Subscribin
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
 from paddle_shard.sources.iterable import IterableSource
-from paddle_shard.stages.cut import RoundRobin
 from paddle_shard.stages.stage import Stage
 
 _END = object()
@@ -78,16 +76,13 @@ class Reading:
         self.dataloader._iterator = None
         self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
         self.num_workers = dataloader.num_workers if stream is None else stream.num_workers
-        dispatch = None if stream is None else (one for one in stream.stage.line() if isinstance(one, RoundRobin))
-        self._dispatch = None if dispatch is None else next(dispatch, None)
 
-    def start(self, more: Callable[[], bool], sharing: Sharing = None, mixed: dict[str, Any] | None = None) -> Executor:
+    def start(self, more: Callable[[], bool], sharing: Sharing = None) -> Executor:
         """Start a new pass; any number may be open at once.
 
         Args:
             more: Submits the next step; returns False if there is none.
             sharing: How reading is shared with other ranks; None: it is not.
-            mixed: The arguments of `Mixed`, if rows are mixed.
         """
         if isinstance(sharing, Sender):
             core: Executor = Publishing(self._core(), sharing)
@@ -95,28 +90,21 @@ class Reading:
             core = Subscribing(sharing, None if self._stream is not None else self._core)
         else:
             core = self._core()
-        if mixed is not None:
-            core = Mixed(core, **mixed)
         core = Tensors(core, self._copied, self._zero_copy)
         return UserIterated(core, self.dataloader, more) if self._iterates_itself else core
 
     def _core(self) -> Executor:
         stream = self._stream
         places = None if stream is None or len(stream.places) == 1 else stream.places
-        dispatcher = None if self._dispatch is None else Dispatcher(self._dispatch.read, self._generators)
+        even = as_they_are if stream is None else stream.even
         if not self.num_workers:
-            return InlineExecutor(self._reader(), places, self.even, dispatcher)
+            return InlineExecutor(self._reader(), places, even)
         pool = self._idle.pop() if self._idle else self._new_pool()
-        return WorkerExecutor(pool, self._idle, places, self.even, dispatcher)
+        return WorkerExecutor(pool, self._idle, places, even)
 
     def inline(self) -> Executor:
         """Return an executor that reads in this process, whatever the settings, and makes tensors."""
         return Tensors(InlineExecutor(self._reader()), self._copied, self._zero_copy)
-
-    @property
-    def even(self) -> Even:
-        """Pads the rows of several batches to one length, if lengths may differ."""
-        return as_they_are if self._stream is None else self._stream.even
 
     def _reader(self) -> Reader:
         if self._stream is None:

@@ -163,7 +163,7 @@ class ShardSource(Stage):
                 f"num_parts={parts}: {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
                 f"that work: in_parts() with at most {shards}; counted samples, so that shards are cut in mid-file "
                 "(counts=True; for tars an index file, index=, made by `python -m paddle_shard.cli.index_shards`); "
-                "resample=True; or an uncut stream, dispatched by turns (round_robin), of which each reader reads all."
+                "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all."
             )
 
     def _part(self, part: int, opening: Opening, pause: Iterator[float]) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
@@ -53,9 +53,6 @@ class Opening:
 
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""
-
-    dispatched: Mapping[int, Iterator[Any]] = field(default_factory=dict)
-    """Part -> the samples that are dispatched to it, if another process reads them (`RoundRobin`)."""
 
     rounds: Counter[int] = field(default_factory=Counter)
     """Part -> number of whole rounds of an endless source that it saw before the last delivered sample.

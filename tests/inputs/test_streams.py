@@ -57,32 +57,11 @@ def test_a_run_goes_on_with_another_batch_size_without_losing_a_sample(known, be
     assert len(gone_on) == (64 - 2 * before) // after
 
 
-def test_local_shuffle_is_refused_where_fields_are_split_differently():
-    stream = Stream.of([(i, -i) for i in range(32)]).local_shuffle(2)
-
-    with pytest.raises(ArgumentError, match="all fields must be split over the same data ranks"):
-        sharded(stream, mesh=[TWO, TWO], shard_dims=["dp", None])
-
-
-def test_local_shuffle_mixes_within_windows_and_keeps_to_the_end():
-    mixed = Stream.of(range(64)).local_shuffle(3)
-    batches = real_rows(sharded(mixed, num_parts=4))
-
-    for first in range(0, 8, 3):
-        window = flat(batches[first : first + 3])
-        assert sorted(window) == list(range(8 * first, min(8 * first + 24, 64)))
-        assert window != sorted(window)
-    assert len(real_rows(sharded(Stream.of(lambda: iter(range(32))).local_shuffle(10), tail="repeat"))) == 4
-    exact = real_rows(sharded(Stream.of(lambda: iter(range(32))).local_shuffle(3), num_batches=4))
-    assert sorted(flat(exact)) == list(range(32))
-
-
 REPEATED = {
     "repeated": lambda: Stream.of(range(21)).repeat(2),
     "cut, then repeated": lambda: Stream.of(range(21)).sharding_filter().repeat(2),
     "shuffled, cut, then repeated": lambda: Stream.of(range(21)).shuffle(5).sharding_filter().repeat(2),
     "repeated, then cut": lambda: Stream.of(range(21)).repeat(2).sharding_filter(),
-    "mixed": lambda: Stream.of(range(21)).local_shuffle(3),
 }
 
 
@@ -99,28 +78,10 @@ def test_a_pass_goes_on_with_readers_that_begin_in_the_midst_of_it(kind):
         assert real_rows(second) == straight[stop:], stop
 
 
-@pytest.mark.parametrize("workers", [0, 2, 3])
-def test_round_robin_reads_once_and_maps_in_the_workers(workers):
-    opened = []
-
-    def source():
-        opened.append(1)
-        return iter(range(45))
-
-    stream = Stream.of(source).shuffle(16).round_robin().map(lambda i: -i)
-    found = real_rows(sharded(stream, workers=workers))
-
-    assert sorted(flat(found)) == sorted(-i for i in range(45))
-    assert len(opened) == 1
-    assert found == real_rows(sharded(Stream.of(range(45)).shuffle(16).map(lambda i: -i)))
-
-
 PASSES_AT_ONCE = {
     "a list": lambda: Stream.of(range(45)),
     "a function": lambda: Stream.of(lambda: iter(range(45))).map(lambda i: i),
     "shuffled": lambda: Stream.of(range(45)).shuffle(7).batch(3).unbatch(),
-    "round robin": lambda: Stream.of(range(45)).round_robin(),
-    "round robin, mapped": lambda: Stream.of(lambda: iter(range(45))).shuffle(4).round_robin().map(lambda i: i),
 }
 
 
@@ -158,20 +119,6 @@ def test_readers_of_one_stream_that_are_not_equally_far_have_read_the_same(name)
         return real_rows(sharded(BEHIND_THE_CUT[name](Stream.of(range(96)).sharding_filter()), workers=workers))
 
     assert rows(2) == rows(3) == rows(0)
-
-
-def test_round_robin_reports_what_cannot_be_sent_to_a_worker():
-    loader = sharded(Stream.of([lambda: 1] * 8).round_robin(), workers=2)
-
-    with pytest.raises(DataReadError, match="sending the request failed"):
-        next(iter(loader))
-
-
-def test_round_robin_is_for_samples_and_only_maps_follow_it():
-    with pytest.raises(ArgumentError, match="only map, and batch as the last stage"):
-        Stream.of(range(8)).round_robin().filter(bool)
-    with pytest.raises(ArgumentError, match="round_robin dispatches samples"):
-        sharded(Stream.of([np.arange(4)]).round_robin(), size=None)
 
 
 @pytest.mark.parametrize("workers", [0, 2, 3])
@@ -364,8 +311,6 @@ PADDED = {
     "empty parts": lambda: Stream(_Uneven([0, 0, 5, 0])).map(rolled),
     "striped": lambda: Stream.of(list(range(21))).map(rolled),
     "fewer samples than parts": lambda: Stream.of(list(range(3))).map(rolled),
-    "round robin": lambda: Stream(_Uneven([3, 0, 6, 1])).shuffle(2).round_robin().map(rolled),
-    "round robin of fewer than parts": lambda: Stream.of([1, 2, 3]).round_robin().map(rolled),
 }
 
 

@@ -58,7 +58,6 @@ KINDS = {
     "collating": lambda: (Rows(bad=()), collated),
     "a stream's map": lambda: (Stream.of(range(61)).map(checked), None),
     "a stream's filter": lambda: (Stream.of(range(61)).filter(lambda x: checked(x)[0] >= 0).map(unchecked(0)), None),
-    "round robin": lambda: (Stream.of(range(61)).round_robin().map(checked), None),
 }
 
 
@@ -316,33 +315,15 @@ def test_what_cannot_be_read_reaches_no_function_through_any_stage_and_no_row_tw
     stream = Stream.of(range(60)).map(unless(bad, lambda x: x)).shuffle(5).batch(3).shuffle(2).unbatch()
     stream = stream.map(unless(set(), lambda x: x)).filter(unless(set(), lambda x: True)).repeat(2)
     for workers in (0, 2):
-        for last in (stream, stream.local_shuffle(2)):
-            rows = last.map(row({})) if last is stream else last
-            given = paddle.io.DataLoader(rows.in_parts(4), batch_size=8, num_workers=workers)
-            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
-            leaked.clear()
-            batches, found = iter(loader), []
-            for batch in batches:
-                x = batch["x"][:, 0] if last is stream else batch
-                found += x._local_value()[batches.valid._local_value()].tolist()
-            assert sorted(found) == sorted(2 * [x for x in range(60) if x not in bad])
-            assert loader.stats.total.skipped == 2 * len(bad)
-            assert leaked == []
-
-
-def test_dealt_samples_of_which_the_first_cannot_be_read_are_no_special_case():
-    for workers, bad in [(0, {0, 1, 20}), (1, {0, 1, 20}), *((n, {*range(8), 20}) for n in (0, 1, 2, 3))]:
-        for stream in (
-            Stream.of(range(64)).map(unless(bad, lambda x: x)).round_robin(),
-            Stream.of(range(64)).round_robin().map(unless(bad, lambda x: x)),
-        ):
-            given = paddle.io.DataLoader(stream.in_parts(4), batch_size=8, num_workers=workers)
-            loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
-            batches, found = iter(loader), []
-            for batch in batches:
-                found += batch._local_value()[batches.valid._local_value()].tolist()
-            assert found == [x for x in range(64) if x not in bad]
-            assert loader.stats.total.skipped == len(bad)
+        given = paddle.io.DataLoader(stream.map(row({})).in_parts(4), batch_size=8, num_workers=workers)
+        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        leaked.clear()
+        batches, found = iter(loader), []
+        for batch in batches:
+            found += batch["x"][:, 0]._local_value()[batches.valid._local_value()].tolist()
+        assert sorted(found) == sorted(2 * [x for x in range(60) if x not in bad])
+        assert loader.stats.total.skipped == 2 * len(bad)
+        assert leaked == []
 
 
 def files(tmp_path, length):
@@ -362,7 +343,6 @@ STREAMS = {
     "shuffled": lambda made, length, path: Stream.of(range(length)).shuffle(5).sharding_filter().map(made),
     "twice": lambda made, length, path: Stream.of(range(length)).sharding_filter().map(made).repeat(2),
     "read once": lambda made, length, path: Stream.of(iter(range(length))).map(made),
-    "dispatched": lambda made, length, path: Stream.of(range(length)).round_robin().map(made),
     "files": lambda made, length, path: files(path, length).map(lambda line: made(int(line))),
 }
 
@@ -404,7 +384,7 @@ def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(stream, lengt
         assert sorted(chain(*found.values())) == sorted(times * [i for i in range(length) if i not in bad])
 
 
-@pytest.mark.parametrize("stream", ["by turns", "dispatched", "files"])
+@pytest.mark.parametrize("stream", ["by turns", "files"])
 def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behind_a_resume(stream, tmp_path):
     bad, length = {6, 14, 22}, 24
 

@@ -83,17 +83,17 @@ def thinned(i):
 
 
 def mixed():
-    """Rows that are mixed within a rank, of parts that end at different times: by the number of samples."""
+    """Rows that are shuffled in windows, of parts that end at different times: by the number of samples."""
     found = {}
     for length in (17, 18, 33, 40):
-        stream = Stream.of(range(length)).local_shuffle(3)
+        stream = Stream.of(range(length)).shuffle(3)
         found[f"{length} of {length}"] = steps_of(sharded(stream, size=8))
         uneven = Stream.of(range(length)).filter(thinned)
         kept = sum(map(thinned, range(length)))
         for window in (2, 3):
-            found[f"{kept} of {length}, {window}"] = steps_of(sharded(uneven.local_shuffle(window), num_parts=4))
+            found[f"{kept} of {length}, {window}"] = steps_of(sharded(uneven.shuffle(window), num_parts=4))
     for workers in (0, 2):
-        stream = Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=False).map(number_of).local_shuffle(3)
+        stream = Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=False).map(number_of).shuffle(3)
         found[f"159 of files, {workers}"] = steps_of(sharded(stream, num_parts=2, workers=workers))
     return found
 

@@ -138,9 +138,6 @@ def same_as_each():
         "stream, other workers": lambda **how: sharded(
             given(Stream.of(range(45)).map(lambda i: np.array([i])), workers=0 if RANK % 2 else 3), **how
         ),
-        "stream, local shuffle": lambda **how: sharded(
-            given(Stream.of(range(96)).map(lambda i: np.array([i])).local_shuffle(16), workers=2), **how
-        ),
         "bare rank fields": lambda **how: sharded(given(Samples(24), workers=1), shard_dims=None, **how),
     }
     found = {}

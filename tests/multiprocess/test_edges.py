@@ -62,7 +62,7 @@ def test_uneven_files_make_the_same_steps_on_all_ranks_and_deliver_each_row_once
         assert sorted(row for steps in passes for step in steps for row in step) == list(range(1, sum(ROWS) + 1))
 
 
-def test_rows_that_are_mixed_within_uneven_parts_are_each_delivered_once_in_as_many_steps_on_all_ranks(of_ranks):
+def test_rows_that_are_shuffled_in_uneven_parts_are_each_delivered_once_in_as_many_steps_on_all_ranks(of_ranks):
     first, second = of_ranks(2, "mixed")
     for name in first:
         assert len(first[name]) == len(second[name]), name

@@ -45,7 +45,6 @@ def test_one_rank_of_those_with_the_same_rows_reads_them_once(run_once):
         "stream",
         "stream, workers",
         "stream, other workers",
-        "stream, local shuffle",
         "bare rank fields",
     ],
 )

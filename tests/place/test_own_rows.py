@@ -118,13 +118,6 @@ def test_of_a_stream_too_it_is_made_of_all_samples_of_a_batch_at_once(workers, o
     ]
 
 
-def test_rows_that_are_none_cannot_be_mixed():
-    given = paddle.io.DataLoader(paddle_shard.Stream.of(range(8)).local_shuffle(2), batch_size=4)
-
-    with pytest.raises(ArgumentError, match="local_shuffle mixes rows"):
-        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", dense_tensor_idx=[[0]])
-
-
 def test_what_would_have_to_be_cut_is_refused():
     for options in ({"dense_tensor_idx": DENSE}, {"placements": {1: "as read"}}):
         loader = None

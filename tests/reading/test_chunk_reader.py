@@ -528,10 +528,9 @@ def collate_of_many_shapes(samples):
     [
         (Stream.of(range(40)).map(fails), None),
         (Stream.of(range(40)).map(dies), None),
-        (Stream.of(range(40)).map(fails).round_robin(), None),
         (Stream.of(range(40)), collate_of_many_shapes),
     ],
-    ids=["a sample fails", "a worker dies", "the dispatch fails", "rows do not fit together"],
+    ids=["a sample fails", "a worker dies", "rows do not fit together"],
 )
 def test_whatever_breaks_a_step_its_failure_names_samples_that_were_read_for_it(stream, collate_fn):
     given = DataLoader(stream.in_parts(4), batch_size=4, num_workers=2, collate_fn=collate_fn)

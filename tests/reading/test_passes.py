@@ -15,9 +15,7 @@ from paddle_shard.inputs.generators import generators_of
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import AloneAgreement
-from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.chunk import as_they_are
-from paddle_shard.reading.executor import Executor, InlineExecutor, Mixed, Tensors
+from paddle_shard.reading.executor import InlineExecutor, Tensors
 from paddle_shard.reading.prefetcher import Prefetcher
 from paddle_shard.reading.reader import HowToRead, IdReader
 from tests.trials import trials
@@ -184,33 +182,3 @@ def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
     assert [batch.tolist() for batch in found] == [
         [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
     ]
-
-
-class Waits(Executor):
-    """Serves batches of one row; those that are not yet there would have to be waited for."""
-
-    def __init__(self):
-        self.there = self.taken = 0
-
-    def take(self, *, beside=False):
-        self.taken += 1
-        return Batch(step=step_of(self.taken), value=np.array([self.taken]), real=np.array([True]))
-
-    def ready(self):
-        return self.taken < self.there
-
-
-def test_a_mixed_pass_says_whether_its_next_window_has_to_be_waited_for():
-    reading = Waits()
-    mixed = Mixed(reading, window=3, first_window=0, skip=0, num_steps=6, key=b"k" * 64, even=as_they_are)
-
-    assert not mixed.ready()
-    reading.there = 4
-    found = [mixed.take()]
-    for _ in range(2):
-        assert mixed.ready(), "it was read with the first"
-        found.append(mixed.take())
-    assert not mixed.ready(), "the next window has three batches, of which one is there"
-    assert reading.taken == 3
-    assert sorted(int(batch.value[0]) for batch in found) == [1, 2, 3]
-    assert [batch.step.number for batch in found] == [1, 2, 3]

@@ -169,7 +169,7 @@ def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work()
     for call in (stage.open, stage.lengths):
         with pytest.raises(ArgumentError, match="3 shards cannot be assigned to 4 parts") as caught:
             call(opening(4))
-        for way in ("at most 3", "index_shards", "resample=True", "round_robin"):
+        for way in ("at most 3", "index_shards", "resample=True", "each reader reads all"):
             assert way in str(caught.value)
 
 

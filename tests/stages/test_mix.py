@@ -137,8 +137,6 @@ def test_a_sample_is_named_by_its_source():
         ({}, {}, ArgumentError, "at least one source"),
         ({"a": Stream.of([1])}, {"stop": "last"}, ArgumentError, "stop must be"),
         ({"a": Stream.of([1])}, {"weights": {"b": 1}}, ArgumentError, "missing ['a'], unknown ['b']"),
-        ({"a": Stream.of([1]).round_robin()}, {}, ArgumentError, "come after the mixture"),
-        ({"a": Stream.of([1]).local_shuffle(2)}, {}, ArgumentError, "come after the mixture"),
         ({"a": Stream.of(iter([1]))}, {}, ArgumentError, "can be opened only once"),
     ],
 )
