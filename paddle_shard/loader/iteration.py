@@ -99,7 +99,7 @@ class ShardIterator:
             if found is None:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
             valid, local = found.valid(), setup.source.split or setup.source.stream is not None
-            ids = found.own_ids(setup.own_layout, local=local)
+            ids, lost = found.own_ids(setup.own_layout, local=local)
             self._clock.leave(
                 entered,
                 rows=len(valid),
@@ -110,7 +110,7 @@ class ShardIterator:
             )
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
-            setup.run.delivered(self._progress, found.step, ids)
+            setup.run.delivered(self._progress, found.step, ids, lost)
             return found.value
         except StopIteration:
             self.close()
