@@ -122,4 +122,4 @@ def _reads_whole(source: Source) -> bool:
         return False
     if source.stream is None:
         return source.item_is_batch
-    return source.stream.batches.plan is None and source.stream.batches.split_over is None
+    return source.stream.whole_items and source.stream.split_over is None

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle.io
 
@@ -15,6 +15,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.costs import SampleCosts, costs_of
 from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
+from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
@@ -30,16 +31,13 @@ from paddle_shard.say_once import say_once
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.sources.packed import Packed
 
-if TYPE_CHECKING:
-    from paddle_shard.inputs.stream_setup import StreamSetup
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """The order of a DataLoader, read once at construction."""
 
     batches: Any
-    """The order: `IndexBatches`, or `StreamBatches`."""
+    """The order: `IndexBatches`, or `StreamOrder`."""
     batch_size: int | None
     """Rows of the global batch, at the start of the run if there is a schedule; None if batches differ in size."""
     accumulation: int = 1
@@ -50,10 +48,13 @@ class Source:
     tail: Tail = TAILS["pad"]
     custom_sampler: Any = None
     """The user's batch sampler, if it decides on the order."""
-    stream: StreamSetup | None = None
-    """The way a stream is read, for data without an index."""
     costs: SampleCosts | None = None
     """The cost of each sample, if rows are dealt to data ranks by cost."""
+
+    @property
+    def stream(self) -> StreamOrder | None:
+        """The order, if the data has no index."""
+        return self.batches if isinstance(self.batches, StreamOrder) else None
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:

@@ -122,8 +122,7 @@ def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
-    parts = None if source.stream is None else source.stream.batches.plan
-    facts["num_parts"] = None if parts is None else parts.num_parts
+    facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
     if source.costs is not None:
