@@ -12,7 +12,7 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
+from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.other_library import check_is_paddles
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream import Stream, batches_of, last_stage
@@ -249,13 +249,13 @@ def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> in
 
 
 def _check_arguments(options: LoaderOptions) -> None:
-    if options.shuffle:
-        raise ArgumentError(
-            f"shuffle={options.shuffle!r}: a stream has no index to be shuffled by. Leave shuffle at None, and "
-            "permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
+    if options.shuffle is not False:
+        options.refuse(
+            "shuffle",
+            "a stream has no index to be shuffled by. Permute it in windows: paddle_shard.Stream.of(...).shuffle(size).",
         )
-    check_no_batch_sizes(options, "a stream")
-    check_no_balance(options, "is a stream, whose samples have no number")
+    options.refuse("batch_size", f"the loader has a stream, {DECIDES}")
+    options.refuse("balance", f"the data is a stream, whose samples have no number, and {DEALS}")
     if options.num_batches is not None:
         check_count("num_batches", options.num_batches)
     given = type(options.dataloader)

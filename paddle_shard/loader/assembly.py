@@ -16,7 +16,7 @@ from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators_of
-from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
+from paddle_shard.inputs.options import LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
@@ -54,11 +54,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     stream = as_stream_loader(options.dataloader, split=split)
     options = replace(options, dataloader=options.dataloader if stream is None else stream, is_dataset_splitted=split)
     dataloader = options.dataloader
-    if stream is None:
-        check_no_stream_options(options)
-        source = read_source(options, layouts)
-    else:
-        source = read_stream(options, layouts, own)
+    source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
     members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
