@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.order import Indices
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shuffle import Indices
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.counts import SLOW, said_if_slow
 from paddle_shard.sources.files import held, replacing

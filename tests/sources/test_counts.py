@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ShardReadError
-from paddle_shard.inputs.stream import recipe_of
+from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources import counts
 from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, LINES, text_source
 from paddle_shard.sources.webdataset import tar_starts, webdataset_source
@@ -111,7 +111,7 @@ def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(kind, wher
     paths = write(tmp_path, kind, [3, 2], pack)
 
     def knows_length(names, **options):
-        return recipe_of(stream(names, **options)).stage.lengths(Opening(parts=(0,), num_parts=1)) is not None
+        return stage_of(stream(names, **options)).lengths(Opening(parts=(0,), num_parts=1)) is not None
 
     with serving({path.name: path.read_bytes() for path in map(Path, paths)}) as server:
         urls = [f"{server.url}/{os.path.basename(path)}" for path in paths]
@@ -150,14 +150,14 @@ def counted(monkeypatch, tmp_path):
 
 def test_a_file_is_counted_once_and_again_when_it_has_changed(kind, counted, tmp_path):
     stream, paths = KINDS[kind][1], write(tmp_path, kind)
-    first = recipe_of(stream(paths)).stage.fingerprint()
+    first = stage_of(stream(paths)).fingerprint()
     assert len(counted) == 8
-    assert recipe_of(stream(paths)).stage.fingerprint() == first
+    assert stage_of(stream(paths)).fingerprint() == first
     assert len(counted) == 8
 
     (tmp_path / f"3.{kind}").write_bytes(KINDS[kind][0](range(999)))
 
-    assert recipe_of(stream(paths)).stage.lengths(Opening(parts=(0,), num_parts=1)) == [160 - 7 + 999]
+    assert stage_of(stream(paths)).lengths(Opening(parts=(0,), num_parts=1)) == [160 - 7 + 999]
     assert counted[8:] == [f"3.{kind}"]
 
 
@@ -184,12 +184,12 @@ def test_a_file_that_has_just_changed_is_not_kept(counted, monkeypatch, tmp_path
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{", b'{"x": 1}', None])
 def test_a_damaged_cache_is_no_cache(kind, damage, counted, tmp_path):
     stream, paths = KINDS[kind][1], write(tmp_path, kind, [3, 2])
-    first = recipe_of(stream(paths)).stage.fingerprint()
+    first = stage_of(stream(paths)).fingerprint()
     [kept] = (tmp_path / "cache" / "paddle_shard" / "counts").iterdir()
     other = json.dumps({path: [1] for path in json.loads(kept.read_bytes())}).encode()
     kept.write_bytes(other if damage is None else damage)
 
-    assert recipe_of(stream(paths)).stage.fingerprint() == first
+    assert stage_of(stream(paths)).fingerprint() == first
     assert len(counted) == 4
 
 
@@ -199,7 +199,7 @@ def test_without_a_place_to_keep_counts_they_are_counted_each_time(kind, folder,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))
     stream, paths = KINDS[kind][1], write(tmp_path, kind, [3, 2])
 
-    assert recipe_of(stream(paths)).stage.fingerprint() == recipe_of(stream(paths)).stage.fingerprint()
+    assert stage_of(stream(paths)).fingerprint() == stage_of(stream(paths)).fingerprint()
     assert len(counted) == 4
 
 
@@ -278,7 +278,7 @@ def test_csv_that_is_begun_in_mid_file_is_what_python_reads(tmp_path_factory, en
 def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp_path):
     _, stream, number, _ = KINDS[kind]
     with few_places():
-        source = recipe_of(stream(write(tmp_path, kind, [70, 0, 30])).map(number)).stage
+        source = stage_of(stream(write(tmp_path, kind, [70, 0, 30])).map(number))
     opening = Opening(parts=tuple(range(num_parts)), num_parts=num_parts)
 
     parts = [list(items) for items in source.open(opening)]
@@ -289,7 +289,7 @@ def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp
 
 def test_a_part_reads_few_samples_before_its_first(kind, tmp_path):
     [path] = write(tmp_path, kind, [20_000])
-    entry = recipe_of(KINDS[kind][1](path)).stage._read.keywords["entries"][path]
+    entry = stage_of(KINDS[kind][1](path))._read.keywords["entries"][path]
 
     assert len(entry.starts) <= 128
     assert max(entry.before(skip)[1] for skip in range(20_000)) < 20_000 / 64

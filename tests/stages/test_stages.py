@@ -255,6 +255,12 @@ def test_a_random_filter_may_drop_all_of_many_short_rounds():
     assert len(list(islice(items, 30))) == 30
 
 
+def test_what_a_window_of_several_rounds_holds_at_its_beginning_is_no_round_without_a_result():
+    (items,) = Filter(Shuffle(Repeat(Parts([list(range(500))])), 2000), lambda sample: sample == 7).open(opening())
+
+    assert len(list(islice(items, 200))) == 200
+
+
 def test_a_part_of_several_rounds_may_be_dropped_whole():
     assert contents(Filter(Repeat(Parts([list(range(900))]), 9), lambda sample: False)) == []
 
