@@ -14,6 +14,7 @@ from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import Segment, Weights, integer_weights, num_positions_to_read
+from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.packed import Packed
 
 STOPS = ("first", "all")
@@ -186,18 +187,14 @@ def _check_rows(sources: Mapping[str, Any]) -> None:
 def _length(name: str, source: Any) -> int:
     if source is None:
         return 0
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise ArgumentTypeError(
-            f"Mixture: source {name!r} must have a length and an index (__len__, __getitem__), got "
-            f"{type(source).__name__}. Streams are mixed by paddle_shard.Stream.mixture."
-        )
+    streams = "Streams are mixed by paddle_shard.Stream.mixture."
+    check_indexed(f"Mixture: source {name!r}", source, streams)
     try:
         length = len(source)
     except Exception as error:  # a Stream's says that it has none, and so do Paddle's iterable data sets
         raise_if_a_handlers(error)
         raise ArgumentTypeError(
-            f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). Streams are mixed by "
-            "paddle_shard.Stream.mixture."
+            f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
         ) from error
     if not 1 <= length <= MAX_LENGTH:
         raise ArgumentError(

@@ -281,12 +281,10 @@ def expand(urls: Paths) -> list[str]:
         import webdataset.shardlists  # type: ignore[import-untyped]
     if isinstance(urls, str | os.PathLike):
         urls = [urls]
-    braces = isinstance(urls, Iterable)
-    found = matched(
-        [name for url in urls for name in webdataset.shardlists.expand_urls(os.fspath(url))] if braces else urls
-    )
+    braces = webdataset.shardlists.expand_urls
+    found = matched([name for url in urls for name in braces(os.fspath(url))] if isinstance(urls, Iterable) else urls)
     if not found:
-        raise ArgumentError("urls names no shard. Give at least one.")
+        raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
     return found
 
 
