@@ -137,7 +137,7 @@ class _Pass:
     def __iter__(self) -> Iterator[Any]:
         import torch
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the generator is the user's: it is put back
             torch.manual_seed(self._key)
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
