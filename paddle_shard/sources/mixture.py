@@ -64,7 +64,16 @@ class Mixture:
             ArgumentTypeError: A source is not a data set with an index, or an argument has another type.
             ArgumentError: A source is empty, the weights do not fit the sources, or no epoch ends.
         """
-        self.sources: dict[str, Any] = dict(_checked(sources))
+        if not isinstance(sources, Mapping):
+            raise ArgumentTypeError(
+                f"Mixture: sources must be a dict of named data sets, got {type(sources).__name__}: {sources!r}."
+            )
+        if not 1 <= len(sources) <= MAX_SOURCES:
+            raise ArgumentError(f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}.")
+        for name in sources:
+            if not isinstance(name, str):
+                raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
+        self.sources: dict[str, Any] = dict(sources)
         """The data sets, by name."""
         names, lengths = tuple(self.sources), tuple(_length(name, source) for name, source in self.sources.items())
         if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer | None):
@@ -156,19 +165,6 @@ DROPPED_OF_MIXTURE = (
     "tail='drop': the last %d samples of each epoch of the Mixture are drawn, but not delivered, so what is delivered "
     "may drift from the weights. Give a num_samples that the batch size divides, or tail='pad'."
 )
-
-
-def _checked(sources: Any) -> Mapping[str, Any]:
-    if not isinstance(sources, Mapping):
-        raise ArgumentTypeError(
-            f"Mixture: sources must be a dict of named data sets, got {type(sources).__name__}: {sources!r}."
-        )
-    if not 1 <= len(sources) <= MAX_SOURCES:
-        raise ArgumentError(f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}.")
-    for name in sources:
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
-    return sources
 
 
 def _check_rows(sources: Mapping[str, Any]) -> None:
