@@ -99,25 +99,6 @@ class StreamSetup:
                 parts=tuple(of_readers),
             )
 
-    def first_item(self, epoch: int, local_rows: int) -> ChunkRequest:
-        """Return the request for the first whole batch of an epoch."""
-        batches = self.batches
-        return ChunkRequest(
-            number=next(_numbers),
-            opening=Opening(
-                parts=self.parts if self.foreign else (0,),
-                num_parts=batches.split_over or 1 if self.foreign else 1,
-                seed=batches.seed,
-                epoch=epoch,
-            ),
-            step=0,
-            first_step=0,
-            stripe=1,
-            pad=True,
-            whole_items=True,
-            local_rows=None if batches.split_over is None else local_rows,
-        )
-
     def _rows(self, number: int, start: LoaderState, compared: bool) -> Iterator[list[ChunkRequest]]:
         plan = self.batches.plan
         assert plan is not None

@@ -113,7 +113,7 @@ class ShardIterator:
     def _deliver(self, entered: float) -> Any:
         with RecordEvent("paddle_shard: next batch"):
             found = next(self._pass)
-        if found is None:
+        if not found.placed:
             raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
         source, skipped, valid = self._setup.source, found.num_skipped(), found.valid()
         local = source.split or source.stream is not None

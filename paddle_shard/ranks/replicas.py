@@ -139,15 +139,11 @@ class Publishing(Wrapper):
     def stop(self) -> None:
         """See `Executor`."""
         self._end(STOP)
+        self._inner.stop()
 
-    def finish(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
-        self._inner.finish()
-        self._broadcast.close()
-
-    def close(self) -> None:
-        """See `Executor`."""
-        self._inner.close()
+        self._inner.close(ended=ended)
         self._broadcast.close()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -193,10 +189,13 @@ class _Received(Executor):
         """See `Executor`.
 
         Raises:
+            StopIteration: All steps that were submitted were taken.
             LeaderStoppedError: The leader has stopped, or the pass is over.
             PeerLostError: The leader is lost, or has said nothing for too long.
             DifferentDataError: The leader has read other samples.
         """
+        if not self.steps:
+            raise StopIteration
         kind, key, content = self._receive()
         if kind == STOP:
             raise self._stopped()
@@ -228,7 +227,7 @@ class _Received(Executor):
         if self._receiver is not None:
             self._receiver.interrupt()
 
-    def close(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
         self._closed = True
         if self._receiver is not None:
@@ -246,8 +245,7 @@ class _Received(Executor):
                 self._receiver = self._connected()
             try:
                 if self._receiver is not None:
-                    (message,) = self._receiver.receive(_failed)
-                    return message  # type: ignore[no-any-return]
+                    return self._receiver.receive(_failed)  # type: ignore[no-any-return]
             except BlockingIOError:
                 pass
             except (EOFError, OSError) as error:

@@ -8,8 +8,6 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
 
 import numpy as np
 import paddle
@@ -35,7 +33,7 @@ class WorkerSettings:
     seed: int
     """Seed of the workers' random generators."""
     num_ahead: int
-    """Number of messages with requests that a worker is sent ahead."""
+    """Number of requests that a worker is sent ahead."""
 
 
 def work(number: int, connection: socket.socket, settings: WorkerSettings) -> None:
@@ -50,18 +48,19 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings) -> No
         def lost(error: Exception) -> ReadFailure:
             return ReadFailure.of(error, what="receiving the request", index=None, worker=number)
 
-        for turn in count():
+        while True:
             try:
-                requests = channel.receive(lost)
+                asked = channel.receive(lost)
             except EOFError:
                 return
-            (asked,) = requests
             answer = failure or (asked if isinstance(asked, ReadFailure) else settings.reader.read(asked, number))
             try:
-                # At most `num_ahead` requests are here, so the answer of that many turns ago was taken.
-                _send(channel, answer, number, turn % settings.num_ahead)
+                # At most `num_ahead` requests are here, so the answer that was sent so many turns ago was taken.
+                channel.send(answer)
             except ConnectionError:
                 return
+            except Exception as error:  # nothing was sent
+                channel.send(ReadFailure.of(error, what="sending the batch", index=None, worker=number))
             del answer  # else it takes memory while the next one is read
 
 
@@ -88,12 +87,3 @@ def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
     except BaseException as error:  # also SystemExit, which would end the worker silently
         return ReadFailure.of(error, what="worker_init_fn", index=None, worker=number)
     return None
-
-
-def _send(channel: Channel, answer: Any, number: int, slot: int) -> None:
-    try:
-        channel.send(answer, slot=slot)
-    except ConnectionError:
-        raise
-    except Exception as error:
-        channel.send(ReadFailure.of(error, what="sending the batch", index=None, worker=number), slot=slot)
