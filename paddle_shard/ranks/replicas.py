@@ -115,7 +115,7 @@ class Publishing(Wrapper):
         except Exception as error:
             raise_if_a_handlers(error)
             what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
+            raise ReadFailure.of(error, what=what).error(found.step) from None
         if self._replicas.measured:
             self._measure(read - began, time.perf_counter() - read)
         return found
@@ -313,4 +313,4 @@ def _key_of(step: Step) -> int:
 
 def _failed(error: Exception) -> tuple[int, int, ReadFailure]:
     raise_if_a_handlers(error)
-    return FAILED, 0, ReadFailure.of(error, what="receiving the batch", index=None, worker=None)
+    return FAILED, 0, ReadFailure.of(error, what="receiving the batch")

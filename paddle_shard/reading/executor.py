@@ -117,7 +117,7 @@ class _Reads(Executor):
         except Exception as error:
             raise_if_a_handlers(error)
             what = "joining the rows of several workers"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(step) from None
+            raise ReadFailure.of(error, what=what).error(step) from None
 
 
 class InlineExecutor(_Reads):
@@ -230,7 +230,7 @@ class WorkerExecutor(_Reads):
             if pool.interrupted:
                 raise StopIteration from None
             self.close()
-            failure = ReadFailure.of(lost, what="reading", index=None, worker=lost.worker)
+            failure = ReadFailure.of(lost, what="reading", worker=lost.worker)
             raise failure.error(self._steps[0]) from None
         return self._batch(answers)
 
@@ -328,5 +328,5 @@ class Tensors(Wrapper):
         except Exception as error:
             raise_if_a_handlers(error)
             what = "making tensors of the batch"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
+            raise ReadFailure.of(error, what=what).error(found.step) from None
         return found

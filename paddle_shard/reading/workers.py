@@ -87,9 +87,14 @@ class WorkerPool:
                 `worker_init_fn` is told that there is a single worker, so that it leaves the data set whole.
         """
         self.persistent = bool(settings._persistent_workers)
-        self.num_workers: int = num_workers or settings.num_workers
-        self._reader, self._reads_all = reader, reads_all
-        self._init_fn, self._ahead = settings.worker_init_fn, int(settings.prefetch_factor)
+        self._num_workers: int = num_workers or settings.num_workers
+        self._settings = WorkerSettings(
+            reader=reader,
+            num_workers=self._num_workers,
+            init_fn=settings.worker_init_fn,
+            reads_all=reads_all,
+            num_ahead=int(settings.prefetch_factor),
+        )
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
@@ -104,7 +109,7 @@ class WorkerPool:
     @property
     def depth(self) -> int:
         """Number of requests that keep all workers busy."""
-        return self.num_workers * self._ahead
+        return self._num_workers * self._settings.num_ahead
 
     def start(self) -> None:
         """Start a pass; the previous pass must have ended."""
@@ -130,7 +135,7 @@ class WorkerPool:
         self._send()
         answer = self._failures.get(self._num_taken)
         if answer is None:
-            answer = self._received(self._num_taken % self.num_workers)
+            answer = self._received(self._num_taken % self._num_workers)
         self._num_taken += 1
         self._send()
         return answer
@@ -139,8 +144,8 @@ class WorkerPool:
         """Return whether the next `count` answers have come or will never come."""
         first, asked = self._num_taken, self._num_sent + len(self._unsent)
         return all(
-            number in self._failures or (number < self._num_sent and self._channels[number % self.num_workers].wait(0))
-            for number in range(first, min(first + min(count, self.num_workers), asked))
+            number in self._failures or (number < self._num_sent and self._channels[number % self._num_workers].wait(0))
+            for number in range(first, min(first + min(count, self._num_workers), asked))
         )
 
     def drained(self) -> bool:
@@ -188,26 +193,17 @@ class WorkerPool:
     def _start_workers(self) -> None:
         with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
             seed = int(np.random.randint(sys.maxsize))
-        settings = WorkerSettings(
-            reader=self._reader,
-            num_workers=self.num_workers,
-            init_fn=self._init_fn,
-            reads_all=self._reads_all,
-            seed=seed,
-            num_ahead=self._ahead,
-        )
+        settings = self._settings
         try:
             with garbage_left_to_the_parent(), signals_held():
-                for number in range(self.num_workers):
+                for number in range(self._num_workers):
                     with in_use:  # no other thread may fork before the new socket is noted
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                         ours.setblocking(False)
-                        self._channels.append(Channel(ours, self._ahead))
-                        name = f"paddle_shard-worker-{number}"
+                        self._channels.append(Channel(ours, settings.num_ahead))
+                        name, args = f"paddle_shard-worker-{number}", (number, theirs, settings, seed)
                         with theirs:
-                            worker = multiprocessing.Process(
-                                target=work, args=(number, theirs, settings), name=name, daemon=True
-                            )
+                            worker = multiprocessing.Process(target=work, args=args, name=name, daemon=True)
                             worker.start()
                         self._workers.append(worker)
         except BaseException:
@@ -216,11 +212,11 @@ class WorkerPool:
 
     def _send(self) -> None:
         """Send as many requests as the workers may have, in their order."""
-        # Every `num_workers`th request that was sent and not taken is with the worker of the next one.
-        while self._unsent and (self._num_sent - self._num_taken) // self.num_workers < self._ahead:
+        # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
+        while self._unsent and (self._num_sent - self._num_taken) // self._num_workers < self._settings.num_ahead:
             request = self._unsent[0]
             try:
-                self._channels[self._num_sent % self.num_workers].send(request)
+                self._channels[self._num_sent % self._num_workers].send(request)
             except BlockingIOError:  # the worker is busy with earlier messages
                 return
             except ConnectionError:  # told when the answer is due
@@ -228,9 +224,7 @@ class WorkerPool:
             except Exception as error:
                 raise_if_a_handlers(error)  # by a signal handler: the message may have been sent
                 indices = tuple(getattr(request, "indices", ()))
-                self._failures[self._num_sent] = ReadFailure.of(
-                    error, what="sending the request", index=None, worker=None, indices=indices
-                )
+                self._failures[self._num_sent] = ReadFailure.of(error, what="sending the request", indices=indices)
             self._unsent.popleft()
             self._num_sent += 1
 
@@ -238,7 +232,7 @@ class WorkerPool:
         """Return the next answer of a worker."""
 
         def failed(error: Exception) -> ReadFailure:
-            return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
+            return ReadFailure.of(error, what="receiving the batch", worker=number)
 
         channel, waited = self._channels[number], 0.0
         while True:

@@ -451,7 +451,7 @@ def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
         if step < bad:
             return [np.full(10, step)]
         if what == "reading":
-            return ReadFailure.of(ValueError("this one"), what=what, index=None, worker=step % 2)
+            return ReadFailure.of(ValueError("this one"), what=what, worker=step % 2)
         return [lambda: "this one"]
 
     found = []
