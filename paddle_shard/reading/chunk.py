@@ -92,28 +92,37 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, e
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
         LookupError: Some rows are real, and no sample can fill the missing ones.
     """
-    first = chunks[0]
-    real = step.real if first.real is None else np.concatenate([np.frombuffer(c.real or b"", np.bool_) for c in chunks])
-    if first.state is not None:
-        step = replace(step, sampler_state=first.state)
-    found = Batch(step=step, value=first.value, real=real, digest=first.digest or step.digest)
-    found.fresh = any(chunk.fresh for chunk in chunks)
-    order = None if places is None else np.argsort(np.concatenate(places), kind="stable")
-    if order is not None and real is not None and len(real) == len(order):  # not so in a rank's own batch
-        found.real = real[order]
-    if any(chunk.value is None for chunk in chunks):
-        found.value, found.why = None, next((chunk.why for chunk in chunks if chunk.why), "")
-        if found.why and not found.empty:
-            raise LookupError(NO_STAND_IN.format(found.why))
-    elif order is not None and places is not None:
-        sizes = [len(place) for place in places]
-        found.value = take_rows(even([chunk.value for chunk in chunks]), sizes, order)
-    if any(chunk.skipped for chunk in chunks):
-        num_rows = len(step.ids) if found.real is None else len(found.real)
-        found.skipped = np.zeros(num_rows, np.bool_)
-        for chunk, place in zip(chunks, [np.arange(num_rows)] if places is None else places, strict=True):
-            found.skipped[place[[row for row, _ in chunk.skipped]]] = True
+    one = chunks[0] if places is None else _one_of(chunks, places, even)
+    if one.state is not None:
+        step = replace(step, sampler_state=one.state)
+    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why)
+    found.digest = one.digest or step.digest
+    if one.real is not None:
+        found.real = np.frombuffer(one.real, np.bool_)
+    if one.value is None and one.why and not found.empty:
+        raise LookupError(NO_STAND_IN.format(one.why))
+    if one.skipped:
+        found.skipped = np.zeros(len(step.ids) if found.real is None else len(found.real), np.bool_)
+        found.skipped[[row for row, _ in one.skipped]] = True
     return found
+
+
+def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chunk:
+    """Return the chunk that one reader of all parts would have returned."""
+    order = np.argsort(np.concatenate(places), kind="stable")
+    real = np.concatenate([np.frombuffer(chunk.real or b"", np.bool_) for chunk in chunks])[order]
+    value = None
+    if not any(chunk.value is None for chunk in chunks):
+        value = take_rows(even([chunk.value for chunk in chunks]), [len(place) for place in places], order)
+    return chunks[0]._replace(
+        value=value,
+        real=real.tobytes(),
+        fresh=any(chunk.fresh for chunk in chunks),
+        skipped=[
+            (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
+        ],
+        why=next((chunk.why for chunk in chunks if chunk.why), ""),
+    )
 
 
 def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: str = "") -> Any:

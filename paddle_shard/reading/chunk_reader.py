@@ -88,21 +88,22 @@ class ChunkReader(Reader):
             raise AssertionError(f"step {asked.step} was asked for, but step {self._next_step} is next")
         self._next_step += asked.stride
         columns, fresh = self._columns(asked, at)
-        # (which of the parts, row of the part) of each row, micro-batch by micro-batch
-        rows = [
-            (which, first + row)
-            for first in range(0, asked.samples_per_part, asked.stripe)
-            for which in range(len(columns))
-            for row in range(asked.stripe)
-        ]
-        real = [row < len(columns[which]) for which, row in rows]
-        why = "" if all(real) else self._filled(columns, asked, at)
+        parts, position, size = asked.opening.parts, asked.position, asked.samples_per_part
+        num_real, why = list(map(len, columns)), ""
+        if min(num_real) < size:
+            why = self._fill(columns, asked, at)
+        # Rows of the batch, micro-batch by micro-batch: samples, (part, number in the part), and which are real.
+        samples, places, real = list[Any](), list[tuple[int, int]](), list[bool]()
+        for first in range(0, size, asked.stripe):
+            for part, column, count in zip(parts, columns, num_real, strict=True):
+                samples += column[first : first + asked.stripe]
+                for row in range(first, first + asked.stripe):
+                    places.append((part, position + row))
+                    real.append(row < count)
         value, skipped = None, list[tuple[int, str]]()
-        if all(len(column) == asked.samples_per_part for column in columns):
-            samples = [columns[which][row] for which, row in rows]
-            failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
+        if len(samples) == len(real):  # else rows are missing
+            failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
             at.update(what=f"collating {len(samples)} samples", index=None)
-            parts, position = asked.opening.parts, asked.position
             self._seed(asked.opening.key(parts[0], "collate", asked.step))
             value, skipped = self._collated(
                 samples,
@@ -110,16 +111,16 @@ class ChunkReader(Reader):
                 whole=asked.whole_items,
                 split=asked.rows_are_split,
                 stand_in=lambda: self._padding.of(parts[0]),
-                name_of=lambda row: self._named(parts[rows[row][0]], position + rows[row][1], asked),
+                name_of=lambda row: self._named(*places[row], asked),
             )
-            skipped = [(row, why) for row, why in skipped if real[row]]
+            skipped = [one for one in skipped if real[one[0]]]
             if asked.local_rows is not None:
                 real = real * num_rows_of(value)
         state = None
         if asked.local_rows is not None:
-            state = {"shard": asked.opening.parts[0], "rows": asked.local_rows, "library": self._state}
-        last = (asked.position + asked.samples_per_part - 1) // asked.opening.stripe
-        return Chunk(value, bytes(real), fresh, state, skipped, why, self._digests.until(last))
+            state = {"shard": parts[0], "rows": asked.local_rows, "library": self._state}
+        digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
+        return Chunk(value, bytes(real), fresh, state, skipped, why, digest)
 
     def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
@@ -142,7 +143,7 @@ class ChunkReader(Reader):
                 self._padding.note(part, column, ended=len(column) < asked.samples_per_part)
         return columns, fresh
 
-    def _filled(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
+    def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
         """Fill missing rows if the request says so; return why they cannot be filled."""
         delivers = any(columns)
         for part, column in zip(asked.opening.parts, columns, strict=True):

@@ -6,6 +6,7 @@ An executor takes steps and gives back their batches, in the same order. Two of 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk
 from paddle_shard.reading.chunk import Even, OwnBatches, as_they_are, joined
-from paddle_shard.reading.failure import ReadFailure, log_skipped
+from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.tensors import ToTensors, map_leaves
 from paddle_shard.reading.worker_guards import in_use
@@ -97,18 +98,19 @@ class _Reads(Executor):
 
     def _batch(self, answers: Sequence[Chunk | ReadFailure]) -> Batch:
         """Return the batch of the next step, for which the readers have given these answers."""
-        step = self._steps.popleft()
+        step, chunks = self._steps.popleft(), list[Chunk]()
         for answer in answers:
             if isinstance(answer, ReadFailure):
                 self.close()
                 raise answer.error(step)
-        chunks = [Chunk(*answer) for answer in answers]  # type: ignore[misc]
-        log_skipped(why for chunk in chunks for _, why in chunk.skipped)
-        if any(chunk.digest != chunks[0].digest for chunk in chunks):
-            raise DifferentDataError(
-                f"step {step.number}: the workers of this rank have read different data, though each reads the same "
-                "stream and keeps its own rows. Seed what draws random numbers in it alike in all of them."
-            )
+            chunks.append(answer)
+            if answer.digest != chunks[0].digest:
+                raise DifferentDataError(
+                    f"step {step.number}: the workers of this rank have read different data, though each reads the "
+                    "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them."
+                )
+            for _, why in answer.skipped:
+                logging.getLogger("paddle_shard").warning("skipped %s", why)
         try:
             found = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
@@ -145,21 +147,17 @@ class InlineExecutor(_Reads):
         """See `Executor`."""
         if not self._steps:
             raise StopIteration
-        step = self._steps[0]
-        answer = self._read_beside(step) if beside else self._read(step)
-        found = self._batch([answer])
-        found.owned = self._reader.owns_arrays
-        return found
-
-    def _read(self, step: Step) -> Chunk | ReadFailure:
-        answer = self._reader.read(step.parts[0] if step.parts else step, None)
+        step, reader = self._steps[0], self._reader
+        answer = self._read_beside(step) if beside else reader.read(step.parts[0] if step.parts else step, None)
         if self._drew is not None:
             (before, after), self._drew = self._drew, None
             # If it is the data set that drew beside the training loop, and nothing else since, the loop's numbers are
             # to be as if it had not.
-            if self._reader.draws and states(self._reader.generators) == after:
-                restore(self._reader.generators, before)
-        return answer
+            if reader.draws and states(reader.generators) == after:
+                restore(reader.generators, before)
+        found = self._batch([answer])
+        found.owned = reader.owns_arrays
+        return found
 
     def _read_beside(self, step: Step) -> Chunk:
         """Read in another thread than the caller's, which may not touch the generators: without seeds."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +13,6 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 
 _SHOWN = 16
-
-
-def log_skipped(told: Iterable[str]) -> None:
-    """Log the samples that were not read (`on_error="skip"`)."""
-    for why in told:
-        logging.getLogger("paddle_shard").warning("skipped %s", why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

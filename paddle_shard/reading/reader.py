@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,10 +109,7 @@ class Reader:
         """
         if whole:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0]), []
-
-        def collate(rows: Sequence[Any]) -> Any:
-            return collate_rows(rows, self._collate_fn, rows_are_split=split)
-
+        collate = partial(collate_rows, collate_fn=self._collate_fn, rows_are_split=split)
         if not self._skips:
             return collate(samples), []
         value = collate_skipping(samples, failed, collate, stand_in, name_of)
