@@ -13,8 +13,7 @@ from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import open_agreement
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
-from paddle_shard.ranks.outlook import Terms
-from paddle_shard.ranks.verdict import described
+from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
 from paddle_shard.reading.prefetcher import Prefetcher
@@ -30,7 +29,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
         steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
     else:
-        num_steps, compares = stream.batches.steps_left(start), stream.read_by_all
+        num_steps, compares = stream.steps_left(start), stream.read_by_all
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
         place = partial(_placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)
@@ -39,11 +38,11 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     follows = replicas.follows
     core = executor = None if follows else reading.core()
     try:
-        agreement: Agreement | AloneAgreement = AloneAgreement()
-        if not alone:
+        if alone:
+            agreement: Agreement = AloneAgreement()
+        else:
             agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
-            core = replicas.shared(core, reading.core, agreement)
-        feed.executor = executor = reading.start(feed.more, core)
+        feed.executor = executor = reading.start(feed.more, replicas.shared(core, reading.core, agreement))
         if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
         if reading.num_workers:  # they begin to read before the first batch is asked for
@@ -65,13 +64,13 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
 
 
 def _notes(setup: PassSetup, *, alone: bool) -> StepNotes | None:
-    if alone and setup.pad_to is None:
+    if alone and setup.placer.pad_to is None:
         return None
     return StepNotes(
         holds_rows=setup.own_layout.on_mesh or not setup.source.split,
         split=setup.source.split,
         batch_check=None if alone else setup.batch_check,
-        pad_to=setup.pad_to,
+        pad_to=setup.placer.pad_to,
     )
 
 

@@ -62,7 +62,7 @@ class StepPass:
     def __init__(
         self,
         feed: Feed,
-        agreement: Agreement | AloneAgreement,
+        agreement: Agreement,
         *,
         place: Callable[[Batch], Batch],
         num_steps: int | None = None,
@@ -86,7 +86,7 @@ class StepPass:
         self._place, self._num_steps = place, num_steps
         self._notes, self._compares, self._process = notes, compares and not self._alone, os.getpid()
         # One step more than is needed, so that the ranks agree on it while the model computes.
-        self._reads_on = 0 if self._alone else max(int(ahead), agreement.reads_on)
+        self._reads_on = 0 if self._alone else max(int(ahead), agreement.outlook.reads_on)
         self._peeked: Batch | Exception | None = None
         """The first batch, or why it could not be read, if it was looked at."""
         self._ready: deque[Batch] = deque()
@@ -213,7 +213,7 @@ class StepPass:
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._executor.stop()
-            agreement.announce_failure(b"" if self._alone else report_of(failure))
+            agreement.announce_failure("" if self._alone else report_of(failure))
         else:
             self._announced += 1
             if made.exhausted:

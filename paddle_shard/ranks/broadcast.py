@@ -87,6 +87,7 @@ class Broadcast:
         with self._lock:
             followers, self._followers = self._followers, []
             for follower in followers:
+                follower.go_on()  # it may have connected just now
                 follower.close()
             slots, self._slots = self._slots, None
             if slots is not None:
@@ -123,7 +124,7 @@ class _Follower:
             self._socket.setblocking(False)
             self._socket.bind(address)
             self._socket.listen(1)
-            _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self._go_on)
+            _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self.go_on)
         except BaseException:
             self.close()
             raise
@@ -162,21 +163,34 @@ class _Follower:
             if file >= 0:
                 os.close(file)
 
-    def _go_on(self) -> None:
-        """Accept the follower, or send what did not fit into its socket; called by the watcher."""
-        connection = None if self._connected else _accepted(self._socket)  # without the lock, as it may take a moment
+    def go_on(self) -> bool:
+        """Accept the follower if it has come, and send what did not fit into its socket; return False if it cannot."""
         with self._lock:
             if self._taken == _ALL:
-                if connection is not None:
-                    connection.close()
-                return
-            if connection is not None:
-                self._socket.close()
-                self._socket, self._connected = connection, True
+                return True
+            accepted = self._connected or self._accept()
             if self._connected:
                 self._flush()
             else:
-                _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self._go_on)
+                _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self.go_on)
+            return accepted
+
+    def _accept(self) -> bool:
+        try:
+            connection = noted(lambda: self._socket.accept()[0])
+        except OSError as error:
+            raise_if_a_handlers(error)
+            return isinstance(error, BlockingIOError)  # else too many files are open, most likely
+        try:
+            _check_user(connection)
+        except PermissionError as error:
+            raise_if_a_handlers(error)
+            connection.close()
+            return True
+        connection.setblocking(False)
+        self._socket.close()
+        self._socket, self._connected = connection, True
+        return True
 
     def _flush(self) -> None:
         """Send what fits into the socket."""
@@ -189,7 +203,7 @@ class _Follower:
                     socket.send_fds(self._socket, [frame], [file])
                     os.close(file)
             except BlockingIOError:
-                _watcher(os.getpid()).when_ready(self._socket, select.EPOLLOUT, self._go_on)
+                _watcher(os.getpid()).when_ready(self._socket, select.EPOLLOUT, self.go_on)
                 return
             except OSError as error:  # it has closed its pass or was killed, of which the agreement tells
                 raise_if_a_handlers(error)
@@ -198,32 +212,22 @@ class _Follower:
             self._unsent.popleft()
 
 
-def _accepted(listening: socket.socket) -> socket.socket | None:
-    """Return the connection of a follower; None if there is none, or it cannot be had now."""
-    try:
-        connection = noted(lambda: listening.accept()[0])
-    except OSError as error:  # most likely, too many files are open: the follower waits
-        raise_if_a_handlers(error)
-        time.sleep(_PAUSE)
-        return None
-    with ignoring(PermissionError):
-        _check_user(connection)
-        connection.setblocking(False)
-        return connection
-    connection.close()
-    return None
-
-
 class _Watcher:
     """A thread that makes a call when a socket is ready."""
 
     def __init__(self) -> None:
-        self._poll, self._calls = select.epoll(), dict[int, Callable[[], None]]()
+        self._poll, self._calls = select.epoll(), dict[int, Callable[[], bool]]()
         with signals_held():
             threading.Thread(target=self._run, name="paddle_shard-reception", daemon=True).start()
 
-    def when_ready(self, connection: socket.socket, event: int, call: Callable[[], None]) -> None:
-        """Make a call, once, when a socket is ready; a later one for the same socket replaces it."""
+    def when_ready(self, connection: socket.socket, event: int, call: Callable[[], bool]) -> None:
+        """Make a call, once, when a socket is ready; a later one for the same socket replaces it.
+
+        Args:
+            connection: The socket.
+            event: What it must be ready for, as `select.epoll` calls it.
+            call: Returns False if the next call had better come a little later.
+        """
         number = connection.fileno()
         self._calls[number] = call
         try:
@@ -236,8 +240,8 @@ class _Watcher:
             for number, _ in self._poll.poll():
                 # If another socket has got the number in the meantime, it is called too early, and waits again.
                 call = self._calls.pop(number, None)
-                if call is not None:
-                    call()
+                if call is not None and not call():
+                    time.sleep(_PAUSE)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from paddle_shard.errors import DifferentDataError, PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
-from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected, own_name
+from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.digest import digest
 from paddle_shard.reading.executor import Executor, Wrapper
@@ -87,7 +87,9 @@ class Replicas:
             return Subscribing(_Received(self, agreement), read)
         if not self.ranks or dist.get_rank() != self.ranks[0]:
             return core
-        return Publishing(core, self, Broadcast(f"{own_name()}-{agreement.key}", len(self.ranks) - 1))
+        name = agreement.name_of(self.ranks[0])
+        assert name is not None
+        return Publishing(core, self, Broadcast(name, len(self.ranks) - 1))
 
 
 class Publishing(Wrapper):
@@ -262,10 +264,9 @@ class _Received(Executor):
 
     def _connected(self) -> Receiver | None:
         """Return a connection to the leader's pass; None if the leader has not opened it yet."""
-        name = self._agreement.introduction_of(self._leader)
+        name = self._agreement.name_of(self._leader)
         try:
-            position = self._replicas.ranks.index(dist.get_rank()) - 1
-            return None if name is None else connected(f"{name.decode()}-{self._agreement.key}", position)
+            return None if name is None else connected(name, self._replicas.ranks.index(dist.get_rank()) - 1)
         except OSError as error:
             raise_if_a_handlers(error)
             raise PeerLostError.of(

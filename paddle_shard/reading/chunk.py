@@ -70,13 +70,13 @@ NO_STAND_IN = (
     "tail='pad': no sample can stand in for this rank's missing rows ({}). Use tail='drop', or more samples than parts."
 )
 
-Even = Callable[[Sequence[Any]], Sequence[Any]]
-"""Pads the rows of several batches to the same length, if lengths may differ."""
+Even = Callable[[Sequence[Any], str], Sequence[Any]]
+"""Pads the rows of several arrays to the same length, if lengths may differ, given the path of their field."""
 
 
-def as_they_are(batches: Sequence[Any]) -> Sequence[Any]:
-    """Return the batches unchanged, as their rows must be alike."""
-    return batches
+def as_they_are(arrays: Sequence[Any], path: str) -> Sequence[Any]:
+    """Return the arrays unchanged, as their rows must be alike."""
+    return arrays
 
 
 def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, even: Even = as_they_are) -> Batch:
@@ -113,7 +113,7 @@ def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chun
     real = np.concatenate([np.frombuffer(chunk.real or b"", np.bool_) for chunk in chunks])[order]
     value = None
     if not any(chunk.value is None for chunk in chunks):
-        value = take_rows(even([chunk.value for chunk in chunks]), [len(place) for place in places], order)
+        value = take_rows([chunk.value for chunk in chunks], [len(place) for place in places], order, even)
     return chunks[0]._replace(
         value=value,
         real=real.tobytes(),
@@ -125,13 +125,16 @@ def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chun
     )
 
 
-def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: str = "") -> Any:
+def take_rows(
+    batches: Sequence[Any], sizes: Sequence[int], rows: Rows, even: Even = as_they_are, path: str = ""
+) -> Any:
     """Return some rows of several batches, joined one after the other.
 
     Args:
         batches: Batches of the same structure. In a single one, what has no row for each sample stays as it is.
         sizes: Number of rows of each batch.
         rows: The rows to take, counted over all batches.
+        even: Pads the rows of several arrays to one length.
         path: Path of this field in the batches, for messages.
 
     Raises:
@@ -142,7 +145,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: st
     if isinstance(first, Mapping):
         _check_alike([sorted(map(str, batch)) for batch in batches], "keys", at)
         columns = {key: [batch[key] for batch in batches] for key in first}
-        return rebuild(first, {key: take_rows(c, sizes, rows, f"{path}[{key!r}]") for key, c in columns.items()})
+        return rebuild(first, {key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]") for key, c in columns.items()})
     if hasattr(first, "shape"):
         if [batch.shape[0] if len(batch.shape) else None for batch in batches] != list(sizes):
             if len(batches) == 1:
@@ -151,6 +154,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: st
                 f"{cannot}: shapes {[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn "
                 "must make one row a sample; add what is the same for all samples in the training loop."
             )
+        batches = even(batches, path)
         _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", at)
         return np.concatenate([as_array(batch) for batch in batches])[rows]
     if not is_sequence(first):
@@ -165,7 +169,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: st
         return [flat[row] for row in rows.tolist()]
     _check_alike([len(batch) for batch in batches], "number of fields", at)
     fields = enumerate(zip(*batches, strict=True))
-    return rebuild(first, [take_rows(column, sizes, rows, f"{path}[{i}]") for i, column in fields])
+    return rebuild(first, [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields])
 
 
 def _check_alike(found: Sequence[Any], what: str, at: str) -> None:

@@ -19,7 +19,7 @@ from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, Wor
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.tensors import ToTensors, arrays_of
 from paddle_shard.reading.workers import WorkerPool
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Stage
 
 _END = object()

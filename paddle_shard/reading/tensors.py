@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.tree import leaves, mapped, mapped_at
+from paddle_shard.tree import leaves, mapped
 
 _NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
@@ -71,9 +71,9 @@ def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
         if _check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf):
             found.append(leaf)
 
-    mapped_at(value, note)
+    mapped(value, note)
     converted, tensors = set(map(id, found)), iter(to_tensors(found))
-    return mapped(value, lambda leaf: next(tensors) if id(leaf) in converted else leaf)
+    return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
 
 
 def _check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
