@@ -11,7 +11,7 @@ import paddle
 
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.place.field import Assignment, FieldLayout
-from paddle_shard.place.lengths import PadTo, Unplaced, check_fill
+from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
 
@@ -73,10 +73,10 @@ class Placed(NamedTuple):
     batch: Any
     last: FieldLayout
     """The layout of its last field."""
-    shapes: tuple[tuple[Any, ...], ...]
-    """(dtype, *shape) of each tensor that was delivered, as it was read."""
-    apart: tuple[tuple[Any, ...], ...]
-    """(field, *shape) of each distributed tensor over several data ranks whose rows are not the samples."""
+    row_shapes: dict[str, Row]
+    """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
+    num_bytes: int
+    """Size in bytes of what was read of the fields."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class BatchPlacer:
                 f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
                 "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
             )
-        return Placed(placed, last, tuple(placing.shapes), tuple(placing.apart))
+        return Placed(placed, last, placing.row_shapes, placing.num_bytes)
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
@@ -177,14 +177,14 @@ class BatchPlacer:
 class _Placing:
     """Places the leaves of one batch."""
 
-    __slots__ = ("_pad_to", "_rows", "apart", "local", "padded", "shapes")
+    __slots__ = ("_pad_to", "_rows", "local", "num_bytes", "padded", "row_shapes")
 
     def __init__(self, rows: BatchRows, pad_to: PadTo | None) -> None:
         self._rows, self._pad_to = rows, pad_to
         self.local, self.padded = set[str](), set[str]()
         """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
-        self.shapes: list[tuple[Any, ...]] = []
-        self.apart: list[tuple[Any, ...]] = []
+        self.row_shapes: dict[str, Row] = {}
+        self.num_bytes = 0
 
     def leaf(self, value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
         """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
@@ -195,7 +195,7 @@ class _Placing:
                 return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
             return value
         shape, dtype = list(value.shape), value.dtype
-        self.shapes.append((dtype, *shape))
+        self.num_bytes += value.size * value.element_size()
         has_row_each = shape[:1] == [len(rows.read)]
         by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
         own_rows = False
@@ -207,18 +207,20 @@ class _Placing:
         pad = None if self._pad_to is None else self._pad_to.pad_of(path)
         if pad is not None:
             (self.local if dense else self.padded).add(pad.path)
+        waits = self._pad_to is not None and not dense and len(shape) > 0
+        if waits or self._pad_to is None:
+            kind = f"{kind_of(dtype)}, {shape[0]} rows of " if own_rows and not dense else kind_of(dtype)
+            self.row_shapes[path] = [kind, *shape[1:]]
         if dense:
             return value
         if not layout.on_mesh:  # no data is here, so only the metadata matters
             first = [rows.num_rows // layout.num_data_ranks] if has_row_each else shape[:1]
             value = paddle.empty([*first, *shape[1:]], dtype)
-        if self._pad_to is None or not shape:
-            if own_rows:
-                self.apart.append((f"field {path or 'batch'}", *shape))
+        if not waits:
             return layout.distributed(value, path)
         if pad is not None:
             check_fill(pad.value, dtype, path)
-        return Unplaced(value, layout, path, own_rows, pad)
+        return Unplaced(value, layout, path, pad)
 
 
 def _take_rows(tensor: Any, positions: Rows) -> Any:
