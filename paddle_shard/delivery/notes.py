@@ -51,7 +51,7 @@ class StepNotes:
         self._shapes: dict[int, Any] = {}
         self._rows: dict[int, int] = {}
 
-    def say(self, batch: Batch | None) -> bytes | None:
+    def say(self, batch: Batch | None) -> str | None:
         """Return the note on a step; None if there is nothing to say."""
         if batch is None:
             return None
@@ -64,7 +64,7 @@ class StepNotes:
             told["skipped"] = batch.rows.read[batch.skipped].tolist()
         if batch.summary is not None:
             told["read"] = batch.summary
-        return json.dumps(told).encode() if told else None
+        return json.dumps(told) if told else None
 
     def alone(self, batch: Batch | None) -> Batch | None:
         """Return what would be delivered if there were no other ranks."""
@@ -72,7 +72,7 @@ class StepNotes:
             batch.value = finished(batch.value, {0: batch.row_shapes})
         return batch
 
-    def heed(self, batch: Batch | None, heard: Sequence[tuple[int, bytes]]) -> Batch | None:
+    def heed(self, batch: Batch | None, heard: Sequence[tuple[int, str]]) -> Batch | None:
         """Apply the ranks' notes on a step that is about to be delivered, and return the step to deliver.
 
         Raises:

@@ -77,8 +77,7 @@ class LoaderRows:
         assert stream is not None
         if source.split:
             return self.of_split(source.batch_size)
-        assert stream.batches.plan is not None
-        rows = BatchRows(source.batch_size, stream.batches.plan.micro_rows, self._layouts)
+        rows = BatchRows(source.batch_size, stream.plan.micro_rows, self._layouts)
         rows.read = stream.read_rows()
         return rows
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import paddle.io
 
-from paddle_shard.delivery.replicas import Replicas
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.inputs.options import LoaderOptions
@@ -17,6 +16,7 @@ from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import BatchCheck
+from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.reading import Reading
 
 

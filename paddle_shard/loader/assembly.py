@@ -16,7 +16,7 @@ from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators_of
-from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
+from paddle_shard.inputs.options import LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
@@ -54,11 +54,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     stream = as_stream_loader(options.dataloader, split=split)
     options = replace(options, dataloader=options.dataloader if stream is None else stream, is_dataset_splitted=split)
     dataloader = options.dataloader
-    if stream is None:
-        check_no_stream_options(options)
-        source = read_source(options, layouts)
-    else:
-        source = read_stream(options, layouts, own)
+    source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
     members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
@@ -120,8 +116,7 @@ def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
-    parts = None if source.stream is None else source.stream.batches.plan
-    facts["num_parts"] = None if parts is None else parts.num_parts
+    facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
     if source.costs is not None:

@@ -23,7 +23,7 @@ from paddle_shard.errors import (
     UnequalEndsError,
 )
 from paddle_shard.inputs.source import Source
-from paddle_shard.inputs.stream_setup import StreamSetup
+from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
@@ -99,7 +99,7 @@ class ShardIterator:
             if found is None:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
             valid, local = found.valid(), setup.source.split or setup.source.stream is not None
-            ids = found.own_ids(setup.own_layout, local=local)
+            ids, lost = found.own_ids(setup.own_layout, local=local)
             self._clock.leave(
                 entered,
                 rows=len(valid),
@@ -110,7 +110,7 @@ class ShardIterator:
             )
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
-            setup.run.delivered(self._progress, found.step, ids)
+            setup.run.delivered(self._progress, found.step, ids, lost)
             return found.value
         except StopIteration:
             self.close()
@@ -157,9 +157,9 @@ class ShardIterator:
 def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     """Log, at the end of a loader's first pass, how many of this rank's rows were padding, or what was dropped."""
     stream, stats = setup.source.stream, setup.stats
-    plan = None if stream is None else stream.batches.plan
-    if stream is None or plan is None or plan.repeats or stats.total.batches != stats.epoch.batches:
+    if stream is None or stream.whole_items or stream.plan.repeats or stats.total.batches != stats.epoch.batches:
         return
+    plan = stream.plan
     counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
     if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
@@ -173,7 +173,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             _remedy(stream),
         )
     stage = stream.stage
-    if plan.ending.drops and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
+    if plan.ending.drops and rank == 0 and stage.source.num_shards is not None and not stream.knows_length:
         parts, source = tuple(range(plan.num_parts)), stage.source
         opening = Opening(parts=parts, num_parts=len(parts), seed=setup.options.seed, epoch=epoch)
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
@@ -191,8 +191,8 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             )
 
 
-def _remedy(stream: StreamSetup) -> str:
-    if stream.batches.split_over is not None:
+def _remedy(stream: StreamOrder) -> str:
+    if stream.split_over is not None:
         return _OWN
     source = stream.stage.source
     parts = Opening(parts=(0,), num_parts=1)

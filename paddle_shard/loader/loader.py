@@ -88,8 +88,8 @@ class ShardDataloader(PaddleShardDataloader):
     def __repr__(self) -> str:
         source, own, plan = self._shared.setup.source, self._shared.setup.own_layout, self.plan
         order = "sequential" if source.custom_sampler is None else type(source.custom_sampler).__name__
-        if source.stream is not None and source.stream.batches.plan is not None:
-            order = f"stream in {source.stream.batches.plan.num_parts} parts"
+        if source.stream is not None and not source.item_is_batch:
+            order = f"stream in {source.stream.plan.num_parts} parts"
         if source.custom_sampler is None and plan is not None and plan.ordering.shuffles:
             order = f"shuffled with seed {self.seed}"
         return (
