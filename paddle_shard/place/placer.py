@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.place.field import Assignment, FieldLayout
+from paddle_shard.place.field import Entry, FieldLayout
 from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
@@ -79,18 +80,55 @@ class Placed(NamedTuple):
     """Size in bytes of what was read of the fields."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchPlacer:
     """Turns the tensors of a batch into distributed tensors; its structure and its other leaves stay as they are."""
 
-    assignment: Assignment
+    entries: list[Entry]
+    """One entry for each given mesh; a single entry is used for every field."""
+    overrides: Mapping[Any, FieldLayout]
+    """Layouts of single fields, by key or position."""
+    input_keys: Sequence[Any] | None
+    """The keys that the entries belong to, if the batch is a dict. None: all that it has."""
     dense_tensor_idx: Sequence[Sequence[int]] | None
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
 
-    def with_keys(self, keys: Sequence[Any] | None) -> BatchPlacer:
-        """Return a placer that delivers the fields with these keys."""
-        return replace(self, assignment=replace(self.assignment, keys=keys))
+    @cached_property
+    def layouts(self) -> list[FieldLayout]:
+        """Every layout."""
+        entries = [*self.entries, *self.overrides.values()]
+        return [layout for entry in entries for layout in (entry if isinstance(entry, list) else [entry])]
+
+    def _fields(self, batch: Any) -> list[tuple[Any, Entry]]:
+        """Return (key or position, layouts) for each field of a batch, in the order of the result.
+
+        Args:
+            batch: A dict or a list.
+
+        Raises:
+            BatchStructureError: The fields do not match the meshes.
+        """
+        wanted: Sequence[Any] = range(len(batch))
+        what, kind = f"is a list of {len(batch)} fields", "field"
+        if isinstance(batch, Mapping):
+            wanted = tuple(batch if self.input_keys is None else self.input_keys)
+            missing = [key for key in wanted if key not in batch]
+            if missing:
+                raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
+            what, kind = f"has {len(wanted)} keys {list(wanted)}", "key"
+        entries = self.entries * len(wanted) if len(self.entries) == 1 else self.entries
+        if len(wanted) != len(entries):
+            raise BatchStructureError(
+                f"the batch {what}, but meshes has {len(entries)} entries: give one mesh per {kind}, or one for all."
+            )
+        unknown = [key for key in self.overrides if key not in wanted]
+        if unknown:
+            raise BatchStructureError(
+                f"placements names {unknown}, which the batch does not have, or input_keys leaves out; there are "
+                f"{list(wanted)}."
+            )
+        return [(key, self.overrides.get(key, entry)) for key, entry in zip(wanted, entries, strict=True)]
 
     def place(self, batch: Any, rows: BatchRows) -> Placed:
         """Return the batch as distributed tensors.
@@ -130,9 +168,9 @@ class BatchPlacer:
             batch: It is not changed.
             function: A function of (leaf, its path, its layout, whether it stays local).
         """
-        layout = self.assignment.layouts[0]
+        layout = self.layouts[0]
         has_fields = is_sequence(batch) or isinstance(batch, Mapping)
-        fields = self.assignment.fields(batch) if has_fields else [(0, layout)]
+        fields = self._fields(batch) if has_fields else [(0, layout)]
         if self.pad_to is not None:
             self.pad_to.check([key for key, _ in fields])
         if not has_fields:
