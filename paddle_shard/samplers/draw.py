@@ -26,7 +26,7 @@ class Draw:
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
-        with randomness:
+        with randomness():
             self.began = self._state()
             """The owner's state at the beginning of the epoch."""
 
@@ -41,15 +41,15 @@ class Draw:
                 f"state has the state of a sampler, but the loader's {type(self._sampler).__name__} has no "
                 "load_state_dict. Give the loader the sampler that it had."
             )
-        with self._randomness:
+        with self._randomness():
             self.owner.load_state_dict(copy.deepcopy(now))
         self.began = began
 
     def __iter__(self) -> Iterator[Drawn]:
-        with self._randomness:
+        with self._randomness():
             source = iter(self._sampler)
         for step in count():
-            with self._randomness:
+            with self._randomness():
                 found = next(source, _END)
                 after = self._state() if found is not _END else None
             if found is _END:
