@@ -53,6 +53,19 @@ def without_epoch(samples: Indices) -> Indices:
     return np.where(samples >= _MARK, samples & ~np.int64((ROUNDS - 1) << 52), samples)
 
 
+def first_sample(lengths: Sequence[tuple[int, int]], length: int, epoch: int) -> int:
+    """Return how many samples a run has before an epoch.
+
+    Args:
+        lengths: (first epoch, samples of an epoch from there on); empty if all epochs have `length` samples.
+        length: Samples of every epoch, unless `lengths` says otherwise.
+        epoch: The epoch.
+    """
+    ends = [*(first for first, _ in lengths[1:]), epoch]
+    stretches = zip(lengths, ends, strict=False) if lengths else [((0, length), epoch)]
+    return sum(max(0, min(end, epoch) - first) * samples for (first, samples), end in stretches)
+
+
 @dataclass(frozen=True)
 class Mixing(Ordering):
     """The order of a mixture: which source is drawn at each position, and which of its samples.
@@ -133,12 +146,17 @@ class Mixing(Ordering):
             epoch: The epoch.
             length: Samples of every epoch, unless `lengths` says otherwise.
         """
-        if not self.lengths:
-            return epoch * length
-        ends = [*(first for first, _ in self.lengths[1:]), epoch]
-        return sum(
-            max(0, min(end, epoch) - first) * samples for (first, samples), end in zip(self.lengths, ends, strict=True)
-        )
+        return first_sample(self.lengths, length, epoch)
+
+    def switched(self, at: int, parts: tuple[int, ...]) -> tuple[Segment, ...]:
+        """Return the segments of a run that has other weights from a position on.
+
+        Args:
+            at: The position of the run.
+            parts: Integer weight of each source.
+        """
+        past = [segment for segment in self.segments if segment.first < at]
+        return *past, Segment(at, parts, self.segments[self.segment_at(at)].lengths)
 
     def counts(self, position: int) -> Indices:
         """Return how often each source is drawn before a position of the run: int64[number of sources]."""

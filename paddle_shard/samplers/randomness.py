@@ -100,6 +100,7 @@ class PrivateRandomness:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        """Let the generators hold the private states."""
         with _private, kept(self._generators):
             if self._states is None:
                 for generator in self._generators:
