@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import paddle.io
@@ -16,12 +17,12 @@ from paddle_shard.inputs.costs import SampleCosts, costs_of
 from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.balance import dealt
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.step import Deal
 from paddle_shard.plan.stretches import BatchSizes
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import PlanBatches, UserBatches
@@ -71,7 +72,7 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
     costs = costs_of(options.balance, options.dataloader.dataset)
     batches = copy(found.batches)
-    object.__setattr__(batches, "deal", Deal(num_data_ranks=ranks, costs_of=costs))
+    object.__setattr__(batches, "deal", partial(dealt, num_data_ranks=ranks, costs_of=costs))
     return replace(found, batches=batches, costs=costs)
 
 

@@ -306,7 +306,7 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     segments = history.segments or tuple(
         Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
     )
-    at = Mixing(tuple(old), segments, lengths=history.lengths).first_position(epoch, then) + samples
+    at = history.first_sample(before, epoch) + samples
     past = [
         Segment(segment.first, segment.parts + more, segment.lengths + more)
         for segment in segments

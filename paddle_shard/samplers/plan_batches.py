@@ -97,7 +97,7 @@ class PlanBatches(IndexBatches):
                 changed, plan = self._changed, self.plan_of(epoch, resumed)
             found = global_batch(plan, epoch, step)
             if isinstance(plan.ordering, Mixing):
-                end = plan.first_position(step=step) + found.num_real
+                end = plan.first_position(step=step) + found.step.num_real
                 self.drawn = max(self.drawn, plan.ordering.first_position(epoch, plan.num_samples) + end)
             yield found
 
