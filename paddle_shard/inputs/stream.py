@@ -20,7 +20,6 @@ from paddle_shard.sources.iterable import IterableSource
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
-from paddle_shard.stages import Batch
 from paddle_shard.stages.cut import cut
 from paddle_shard.stages.mix import Mix
 from paddle_shard.stages.stage import Opening, Stage
@@ -300,14 +299,6 @@ def stage_of(stream: Stream) -> Stage:
 def last_stage(stream: Stream) -> tuple[Stage, int | None]:
     """Return the last stage of a stream, as the user put it together, and the number of parts that was chosen."""
     return stream._stage, stream._num_parts
-
-
-def batches_of(stream: Stream) -> paddle.io.DataLoader:
-    """Return a DataLoader for a stream that the user gave without a DataLoader."""
-    stage = stream._stage
-    if not isinstance(stage, Batch):
-        return paddle.io.DataLoader(stream, batch_size=None)
-    return paddle.io.DataLoader(stream._then(stage.upstream), batch_size=stage.size)
 
 
 def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stage:

@@ -11,11 +11,11 @@ import paddle
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.other_library import check_is_paddles
 from paddle_shard.inputs.source import Source
-from paddle_shard.inputs.stream import Stream, batches_of, last_stage
+from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
@@ -36,9 +36,13 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
 
     Raises:
         ArgumentTypeError: `given` is neither a DataLoader nor anything that yields batches.
+        SplitError: `given` is sharded already.
     """
     if isinstance(given, ShardDataloader):
-        return None  # `read_source` refuses it
+        raise SplitError(
+            f"dataloader is sharded already (a {type(given).__name__}); sharding it again would lose data. "
+            "Give the paddle.io.DataLoader that it was made from."
+        )
     if isinstance(given, paddle.io.DataLoader):
         if split and _reads_for_itself(given):  # use its batches as they are
             return paddle.io.DataLoader(Stream.of(lambda: iter(given)), batch_size=None, places=given.places)
@@ -48,7 +52,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
     if isinstance(given, ExternalLoader):
         return paddle.io.DataLoader(Stream(ExternalSource(given)), batch_size=None)
     if isinstance(given, Stream):
-        return batches_of(given)
+        return paddle.io.DataLoader(given, batch_size=None)
     if isinstance(given, paddle.io.IterableDataset):
         raise ArgumentTypeError(
             f"dataloader is the {type(given).__name__} itself; give paddle.io.DataLoader(it, batch_size=...), or "
@@ -187,7 +191,7 @@ def _order_of_rows(
         parts=parts,
         num_workers=num_workers,
         split_over=own.num_data_ranks if split else None,
-        skip_errors=options.skip_errors,
+        skip_errors=options.on_error == "skip",
         rows_are_split=(own.num_data_ranks > 1 or num_workers > 1) and options.pad_to is None,
     )
 
@@ -250,10 +254,8 @@ def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> in
 
 def _check_arguments(options: LoaderOptions) -> None:
     if options.shuffle is not False:
-        options.refuse(
-            "shuffle",
-            "a stream has no index to be shuffled by. Permute it in windows: paddle_shard.Stream.of(...).shuffle(size).",
-        )
+        permute = "Permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
+        options.refuse("shuffle", f"a stream has no index to be shuffled by. {permute}")
     options.refuse("batch_size", f"the loader has a stream, {DECIDES}")
     options.refuse("balance", f"the data is a stream, whose samples have no number, and {DEALS}")
     if options.num_batches is not None:

@@ -33,7 +33,7 @@ class IterableSource(Stage):
                 f"{type(iterable).__name__}: {iterable!r}."
             )
         self._iterable = iterable
-        self._one_shot = isinstance(iterable, Iterator)
+        self.once = isinstance(iterable, Iterator)
         self._used = False
 
     @property
@@ -51,11 +51,6 @@ class IterableSource(Stage):
         """Return the length of a list; None for anything else."""
         return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
 
-    @property
-    def once(self) -> bool:
-        """True if the iterable is an iterator."""
-        return self._one_shot
-
     def fingerprint(self) -> list[Any]:
         """Return the length of a list; nothing for anything else."""
         return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]
@@ -71,7 +66,7 @@ class IterableSource(Stage):
         yield from opening.drawn(self._begin(), key)
 
     def _begin(self) -> Iterator[Any]:
-        if not self._one_shot:
+        if not self.once:
             return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
         if self._used:
             raise ArgumentError(

@@ -72,10 +72,13 @@ class PackedRows:
         given = document if isinstance(document, dict) else {self.key: document}
         tokens = np.asarray(tokens_of(given, self.key))
         found = {
-            name: _signed(np.asarray(value))
+            name: np.asarray(value)
             for name, value in given.items()
             if not isinstance(value, str | bytes) and np.shape(value)[:1] == tokens.shape[:1]
         }
+        for name, array in found.items():
+            if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # Paddle would take uint16 for bfloat16
+                found[name] = array.astype(np.int64)
         if taken := sorted(set(found) & {*MADE, self.labels}):
             raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")
         if names is not None:
@@ -136,11 +139,6 @@ class PackedRows:
         row["cu_seqlens"][: len(begins)] = begins
         row["max_seqlen"] = np.int32(max(*sizes, self.length - end))
         return row
-
-
-def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array with a dtype that Paddle has; it would take uint16 for bfloat16."""
-    return array.astype(np.int64) if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array
 
 
 LONG = ("split", "drop", "error")
