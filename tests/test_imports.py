@@ -12,7 +12,7 @@ import paddle_shard
 
 PACKAGE = Path(paddle_shard.__file__).parent
 PURE = {"errors", "plan"}
-ADAPTED = {"torch", "torchdata", "streaming", "nvidia"}  # by sources/adapters, inside functions
+ADAPTED = {"torch", "torchdata", "nvidia"}  # inside functions
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
     "plan": ({"errors"}, {"numpy"}),
@@ -40,11 +40,11 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     ),
     "loader": (
         PURE
-        | {"version", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
+        | {"version", "tree", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
         | {"inputs", "position", "delivery"},
         {"numpy", "paddle"},
     ),
-    "testing": (PURE | {"loader"}, {"numpy", "paddle", "hypothesis"}),
+    "testing": (PURE | {"loader"}, {"numpy", "paddle"}),
     "cli": (PURE | {"sources"}, {"numpy"}),
     "__init__": (PURE | {"version"}, set()),
 }
@@ -132,7 +132,7 @@ def violations(package):
     return found
 
 
-AGREEMENT = ("agreement", "group", "outlook", "verdict")  # of `ranks`: pure, so that it is tested without processes
+AGREEMENT = ("agreement", "group", "verdict")  # of `ranks`: pure, so that it is tested without processes
 
 
 def impurities(package):

@@ -15,13 +15,12 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.external import ExternalSource
+from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
-from paddle_shard.sources.huggingface import huggingface_source
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
-from paddle_shard.sources.webdataset import decode, webdataset_source
+from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
+from paddle_shard.sources.webdataset import Decode, webdataset_source
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.cut import cut, is_cut
 from paddle_shard.stages.mix import Mix
@@ -135,7 +134,8 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        return cls(csv_source(paths, header, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        form = CSV_DICTS if header else CSV_ROWS
+        return cls(text_source(paths, form, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def lines(
@@ -159,7 +159,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        return cls(lines_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def jsonl(
@@ -180,7 +180,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        return cls(jsonl_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, JSON_LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def webdataset(
@@ -261,7 +261,7 @@ class Stream(paddle.io.IterableDataset):
 
     @classmethod
     def huggingface(cls, dataset: Any) -> Stream:
-        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.huggingface_source`.
+        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.HuggingFaceSource`.
 
         Args:
             dataset: The data set. It may be mapped, filtered and shuffled (with a seed). It is not changed.
@@ -275,7 +275,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.huggingface(load_dataset("ag_news", split="train", streaming=True))  # doctest: +SKIP
         """
-        return cls(huggingface_source(dataset))
+        return cls(HuggingFaceSource(dataset))
 
     # Stages
 
@@ -296,7 +296,7 @@ class Stream(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.webdataset("data/*.tar").decode("rgb8", only=["jpg", "cls"])  # doctest: +SKIP
         """
-        return self.map(decode(*handlers, only=only))
+        return self.map(Decode(*handlers, only=only))
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Return the stream with a function applied to each sample.

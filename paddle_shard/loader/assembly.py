@@ -45,8 +45,8 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     assigned = assignment(
         options.meshes, options.input_keys, options.shard_dims, options.placements, me, replicated_in_name=auto_dp
     )
-    placer = BatchPlacer(assigned, options.dense_tensor_idx)
-    layouts = placer.layouts
+    placer = BatchPlacer(assigned, options.dense_tensor_idx, pad_to)
+    layouts = assigned.layouts
     check_ranks(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
@@ -80,12 +80,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         dataloader=dataloader,
         placer=placer,
         own_layout=own,
-        rows=LoaderRows(source, placer, own),
+        rows=LoaderRows(source, layouts, own),
         reading=_reading(options, source, own, pad_to),
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
-        input_keys=options.input_keys,
-        pad_to=pad_to,
         agreeing_ranks=agreeing,
         facts=_facts(options, source, layouts),
         batch_check=batch_check,
@@ -136,7 +134,7 @@ def _shown(layouts: Sequence[FieldLayout]) -> str:
         if len(ids) > _SHOWN_RANKS:
             ranks = f"{len(ids)} ranks from {ids[0]} to {ids[-1]} (sum {zlib.crc32(ranks.encode()):08x})"
         axes = dict(zip(mesh.axes, mesh.shape, strict=True))
-        split = {mesh.axes[axis]: dim for axis, dim in layout.dims}
+        split = {mesh.axes[axis]: f"{dim} balanced" if dim in layout.balanced else dim for axis, dim in layout.dims}
         found.append(f"{axes} of {ranks}, dims split {split}")
     return " and ".join(dict.fromkeys(found))
 

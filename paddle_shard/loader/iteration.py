@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from paddle_shard.reading.chunk import NO_STAND_IN
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
+from paddle_shard.tree import named_leaves
 
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (
@@ -91,41 +92,41 @@ class ShardIterator:
         """
         if self._closed:
             raise StopIteration
-        entered = self._clock.enter()
+        setup, entered = self._setup, self._clock.enter()
         try:
-            return self._deliver(entered)
+            with RecordEvent("paddle_shard: next batch"):
+                found = next(self._pass)
+            if found is None:
+                raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
+            valid, local = found.valid(), setup.source.split or setup.source.stream is not None
+            ids, lost = found.own_ids(setup.own_layout, local=local)
+            self._clock.leave(
+                entered,
+                rows=len(valid),
+                samples=int(np.count_nonzero(valid)),
+                num_bytes=found.num_bytes,
+                skipped=found.num_skipped(),
+                load=found.step.load,
+            )
+            # Last, and in two assignments: a signal's handler may save the state at any moment.
+            self._current = found
+            setup.run.delivered(self._progress, found.step, ids, lost)
+            return found.value
         except StopIteration:
             self.close()
             self._clock.end(entered)
-            self._setup.run.finished(self._progress)
-            say_if_uneven(self._setup, self.epoch)
+            setup.run.finished(self._progress)
+            say_if_uneven(setup, self.epoch)
             raise
         except UnequalEndsError as error:
             self.close()
-            raise unequal_ends(self._setup, error) from None
+            raise unequal_ends(setup, error) from None
         except BatchStructureError as error:
             self.close()
             raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
         except BaseException:
             self.close()
             raise
-
-    def _deliver(self, entered: float) -> Any:
-        with RecordEvent("paddle_shard: next batch"):
-            found = next(self._pass)
-        if found is None:
-            raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-        source, skipped, valid = self._setup.source, found.num_skipped(), found.valid()
-        local = source.split or source.stream is not None
-        ids = found.own_ids(self._setup.own_layout, local=local)
-        num_real, load = int(np.count_nonzero(valid)), found.step.load
-        self._clock.leave(
-            entered, rows=len(valid), samples=num_real, num_bytes=found.num_bytes, skipped=skipped, load=load
-        )
-        # Last, and in two assignments: a signal's handler may save the state at any moment.
-        self._current = found
-        self._setup.run.delivered(self._progress, found.step, ids)
-        return found.value
 
     @property
     def valid(self) -> Any:
@@ -135,7 +136,7 @@ class ShardIterator:
         """
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
-        return self._setup.placer.valid(self._current.valid(), self._current.rows, self._current.layout)
+        return self._current.rows.valid(self._current.valid(), self._current.layout)
 
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
@@ -240,21 +241,12 @@ def describe(first_batch: Callable[[], Any]) -> Any:
             f"this loader's are {type(batch).__name__}"
             + (f" of {len(batch)}." if isinstance(batch, list | dict) else ".")
         )
-    others = [path for path, leaf in _leaves(batch, "batch") if not isinstance(leaf, paddle.Tensor)]
+    # Of dicts, only the batch itself may be one.
+    found = named_leaves(batch, "batch", lambda value: isinstance(value, dict) and value is not batch)
+    others = [path for path, leaf in found if not isinstance(leaf, paddle.Tensor)]
     if others:
         raise BatchStructureError(
             f"dist.to_static takes tensors and lists of them only, but {', '.join(others)} are none. Take them "
             "out of the batch with a collate_fn, or give to_static an input_spec."
         )
     return batch
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and path == "batch":
-        for key, child in value.items():
-            yield from _leaves(child, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for number, child in enumerate(value):
-            yield from _leaves(child, f"{path}[{number}]")
-    else:
-        yield path, value

@@ -78,11 +78,12 @@ class ShardDataloader(PaddleShardDataloader):
     @property
     def _input_keys(self) -> Any:
         """The keys to deliver in passes that begin from now on. Trainers assign them."""
-        return self._shared.setup.input_keys
+        return self._shared.setup.placer.assignment.keys
 
     @_input_keys.setter
     def _input_keys(self, keys: Any) -> None:
-        self._shared.setup = replace(self._shared.setup, input_keys=keys)
+        setup = self._shared.setup
+        self._shared.setup = replace(setup, placer=setup.placer.with_keys(keys))
 
     def __repr__(self) -> str:
         source, own, plan = self._shared.setup.source, self._shared.setup.own_layout, self.plan

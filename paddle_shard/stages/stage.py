@@ -91,15 +91,21 @@ class Opening:
             yield held
             rounds[part] = after
 
-    def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:
-        """Yield the items of the user's code after the first `skip`; the generators are seeded before each item."""
-        for number in count():
+    def drawn(self, items: Iterator[Any], key: int, first: int = 0) -> Iterator[Any]:
+        """Yield the items of the user's code after the first `skip`; the generators are seeded before each item.
+
+        Args:
+            items: The items, from number `first` on.
+            key: Seed of the items.
+            first: Number of the first item.
+        """
+        for number in count(first):
             self.seed_generators(mix(key, number))
             try:
                 item = next(items)
             except StopIteration:
                 return
-            if number >= self.skip:
+            if number >= first + self.skip:
                 yield item
 
 

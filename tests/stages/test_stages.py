@@ -14,7 +14,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages import stage as stage_module
