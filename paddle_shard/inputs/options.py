@@ -107,8 +107,7 @@ class LoaderOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches"]
-        names += ["verify", "replicas"]
+        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas"]
         found = {name: getattr(self, name) for name in names}
         padding = PadTo.of(self.pad_to)
         if padding is not None:  # in one form, however the user wrote it

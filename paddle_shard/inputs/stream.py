@@ -54,7 +54,17 @@ class Stream(paddle.io.IterableDataset):
             ArgumentTypeError: The source cannot be iterated, or is a path, or is a stream already.
         """
         super().__init__()
-        self._stage = source if isinstance(source, Stage) else _source_of(source)
+        if isinstance(source, Stream):
+            raise ArgumentTypeError(f"Stream: what is given is a {type(source).__name__} already. Use it as it is.")
+        if isinstance(source, str | bytes | os.PathLike):
+            raise ArgumentTypeError(
+                f"Stream: {source!r} is one path or text, and not read as a stream. For files: Stream.csv(paths), "
+                "Stream.lines(paths), Stream.parquet(paths), Stream.webdataset(urls)."
+            )
+        if not isinstance(source, Stage):
+            given: Any = source
+            source = IterableSource(AsOneReader(given) if is_iterable_dataset(given) else given)
+        self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None
         """P, as the user has chosen it (`in_parts`)."""
@@ -105,7 +115,37 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.mixture(streams, {"a": 2, "b": 1}))
             [1, 10, 2, 3, 20, 4]
         """
-        return cls(_mixed(sources, weights, stop))
+        if not isinstance(sources, Mapping) or not all(isinstance(stream, Stream) for stream in sources.values()):
+            raise ArgumentTypeError(
+                "Stream.mixture: sources must be a dict of named Streams; data sets with an index are mixed by "
+                f"paddle_shard.Mixture. Got {sources!r}."
+            )
+        if stop not in ("first", "all"):
+            raise ArgumentError(f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}.")
+        if not sources:
+            raise ArgumentError("Stream.mixture: give at least one source.")
+        names = tuple(sources)
+        stages = {}
+        for name, stream in sources.items():
+            stage, num_parts = last_stage(stream)
+            if num_parts is not None:
+                raise ArgumentError(
+                    f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
+                    f"Stream.mixture(...).in_parts({num_parts})."
+                )
+            if isinstance(stage.source, ExternalSource):
+                raise ArgumentError(
+                    f"Stream.mixture: source {name!r} cannot be mixed: a library that reads for itself "
+                    "(ExternalLoader) mixes its own sources."
+                )
+            if stage.source.once:
+                raise ArgumentError(
+                    f"Stream.mixture: source {name!r} can be opened only once, but a source that has ended is opened "
+                    "again. Give a function that returns a new iterator."
+                )
+            stages[name] = stage_of(stream)
+        mix = Mix(stages, integer_weights(names, dict.fromkeys(names, 1) if weights is None else weights), stop)
+        return cls(mix)
 
     @classmethod
     def csv(
@@ -519,49 +559,3 @@ def stage_of(stream: Stream) -> Stage:
 def last_stage(stream: Stream) -> tuple[Stage, int | None]:
     """Return the last stage of a stream, as the user put it together, and the number of parts that was chosen."""
     return stream._stage, stream._num_parts
-
-
-def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stage:
-    """Return what draws from several streams."""
-    if not isinstance(sources, Mapping) or not all(isinstance(stream, Stream) for stream in sources.values()):
-        raise ArgumentTypeError(
-            "Stream.mixture: sources must be a dict of named Streams; data sets with an index are mixed by "
-            f"paddle_shard.Mixture. Got {sources!r}."
-        )
-    if stop not in ("first", "all"):
-        raise ArgumentError(f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}.")
-    if not sources:
-        raise ArgumentError("Stream.mixture: give at least one source.")
-    names = tuple(sources)
-    stages = {}
-    for name, stream in sources.items():
-        stage, num_parts = last_stage(stream)
-        if num_parts is not None:
-            raise ArgumentError(
-                f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
-                f"Stream.mixture(...).in_parts({num_parts})."
-            )
-        if isinstance(stage.source, ExternalSource):
-            raise ArgumentError(
-                f"Stream.mixture: source {name!r} cannot be mixed: a library that reads for itself (ExternalLoader) "
-                "mixes its own sources."
-            )
-        if stage.source.once:
-            raise ArgumentError(
-                f"mixture: source {name!r} can be opened only once, but a source that has ended is opened again. Give "
-                "a function that returns a new iterator."
-            )
-        stages[name] = stage_of(stream)
-    return Mix(stages, integer_weights(names, dict.fromkeys(names, 1) if weights is None else weights), stop)
-
-
-def _source_of(given: Any) -> Stage:
-    """Return a source for anything that can be iterated. Every reader reads all of it."""
-    if isinstance(given, Stream):
-        raise ArgumentTypeError(f"Stream: what is given is a {type(given).__name__} already. Use it as it is.")
-    if isinstance(given, str | bytes | os.PathLike):
-        raise ArgumentTypeError(
-            f"Stream: {given!r} is one path or text, and not read as a stream. For files: Stream.csv(paths), "
-            "Stream.lines(paths), Stream.parquet(paths), Stream.webdataset(urls)."
-        )
-    return IterableSource(AsOneReader(given) if is_iterable_dataset(given) else given)
