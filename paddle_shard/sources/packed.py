@@ -159,7 +159,7 @@ class Packed:
             raise IndexError(f"row {row} is out of range for {len(self)} packed rows")
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
-        return self.rows.row([self._fields(piece) for piece in pieces], names)
+        return self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
 
     def sample_name(self, row: int) -> str:
         """Return a row's number and documents, which errors and logs show.
@@ -200,7 +200,7 @@ class Packed:
         return frozenset(of_tokens - others)
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
-        """Return the fields of a document's piece that have an entry for each token."""
+        """Return the fields of a piece's document that have an entry for each token."""
         document, what = self.documents[piece.document], f"document {piece.document}"
         num = len(tokens_of(document, self.rows.key))
         if num != self.packing.lengths[piece.document]:
@@ -212,7 +212,7 @@ class Packed:
         if isinstance(document, dict) and not found.keys() >= document.keys():
             left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
             say_once("Packed: fields without an entry for each token are left out of the rows: %s", left_out)
-        return {name: value[piece.first : piece.end] for name, value in found.items()}
+        return found
 
 
 VERSION = 1

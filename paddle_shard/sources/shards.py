@@ -92,6 +92,7 @@ class ShardSource(Stage):
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
         self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
+        self.endless = self._resample
         self._spread = SPREAD * any(map(is_remote, self._files)) if spread is None else spread
 
     @property
@@ -110,11 +111,6 @@ class ShardSource(Stage):
 
     cuts = True
     """A part is opened without reading the others."""
-
-    @property
-    def endless(self) -> bool:
-        """True if the parts have no end, because shards are sampled with replacement."""
-        return self._resample
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return an iterator over each part.
