@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import placed
 from paddle_shard.delivery.setup import PassSetup
-from paddle_shard.delivery.step_pass import Feed, StepPass, stream_readiness
+from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreeing import open_agreement
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
-from paddle_shard.ranks.outlook import Terms
-from paddle_shard.ranks.replicas import Following
-from paddle_shard.ranks.verdict import described
+from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
-from paddle_shard.reading.executor import Executor
 from paddle_shard.reading.prefetcher import Prefetcher
 from paddle_shard.samplers import UserBatches
 
@@ -27,52 +24,53 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     """Return a pass from a position on; it yields placed batches."""
     source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
     num_steps, compares = None, False
-    place: Any = lambda batch: placed(setup, batch)  # noqa: E731
+    place: Callable[[Batch], Batch] = partial(placed, setup)
     if stream is None:
         compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
         steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
     else:
-        num_steps, compares = stream.batches.steps_left(start), stream.read_by_all
+        num_steps, compares = stream.steps_left(start), stream.read_by_all
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
-        place = _PlacesStream(setup, start)
+        place = partial(_placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)
-    end = setup.replicas.open(setup.options.timeout)
-    feed.executor = executor = setup.reading.start(feed.more, setup.replicas.sharing(end))
+    reading, replicas = setup.reading, setup.replicas
+    # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
+    follows = replicas.follows
+    core = executor = None if follows else reading.core()
     try:
-        follows = isinstance(end, Following) and not setup.reading.num_workers
-        if setup.prefetch and not follows:  # what a follower gets is read by another process
-            feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
-        agreement: Agreement | AloneAgreement = AloneAgreement()
-        if not alone:
+        if alone:
+            agreement: Agreement = AloneAgreement()
+        else:
             agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
-            if end is not None:
-                end.begin(setup.agreeing_ranks, agreement)
-        if setup.reading.num_workers:  # they begin to read before the first batch is asked for
+        feed.executor = executor = reading.start(feed.more, replicas.shared(core, reading.core, agreement))
+        if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
+            feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
+        if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0)
         return StepPass(
             feed,
             agreement,
             place=place,
-            readiness=None if stream is None else stream_readiness(source.tail, num_steps),
             num_steps=num_steps,
             notes=_notes(setup, alone=alone),
             compares=compares,
             # A loop that changes the data between its steps asks for this.
-            ahead=setup.reading.num_workers > 0 or setup.options.prefetch != 0,
+            ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
         )
     except BaseException:  # also a signal handler's
-        executor.close()
+        if executor is not None:
+            executor.close()
         raise
 
 
 def _notes(setup: PassSetup, *, alone: bool) -> StepNotes | None:
-    if alone and setup.pad_to is None:
+    if alone and setup.placer.pad_to is None:
         return None
     return StepNotes(
         holds_rows=setup.own_layout.on_mesh or not setup.source.split,
         split=setup.source.split,
         batch_check=None if alone else setup.batch_check,
-        pad_to=setup.pad_to,
+        pad_to=setup.placer.pad_to,
     )
 
 
@@ -92,57 +90,42 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     return open_agreement(setup.agreeing_ranks, terms)
 
 
-class _PlacesStream:
-    """Places the batches of a stream, and finds what stands in where a rank's own data has ended."""
+def _placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None, batch: Batch) -> Batch:
+    """Return a stream's batch, placed if it holds anything.
 
-    def __init__(self, setup: PassSetup, start: LoaderState) -> None:
-        self._setup, self._start, self._pads = setup, start, setup.source.tail.pads
-        self._first: Any = None
-        """The first batch of the epoch, if the rank has batches of its own."""
+    Args:
+        setup: Of the loader.
+        start: Where the pass began.
+        num_steps: Steps that are left in the pass; None: not known yet.
+        batch: What was read.
 
-    def __call__(self, batch: Batch) -> Batch | None:
-        if batch.value is None and not (self._pads and batch.empty):  # only possible if the end was known
-            raise DataReadError(
-                "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
-                "make rows up. Count the source again (its index may be of older files)."
-            )
-        try:
-            if self._setup.source.item_is_batch and self._pads:
-                self._stand_in(batch)
-            elif batch.value is None:
-                raise DataReadError(NO_STAND_IN.format(batch.why or "every part is empty"))
-        except DataReadError:
-            if self._start.samples == 0:
-                raise
-            return None  # most likely the pass was resumed past the end, so there is nothing to deliver
-        return placed(self._setup, batch)
-
-    def _stand_in(self, batch: Batch) -> None:
-        """Give a rank whose own data has ended its first batch of the epoch again."""
-        if batch.value is not None:
-            if self._first is None and self._start.steps == 0:
-                self._first = batch.value
-            return
-        if self._first is None:
-            self._first = self._read_first()
-        batch.value = self._first
-
-    def _read_first(self) -> Any:
-        stream = self._setup.source.stream
-        assert stream is not None
-        local_rows = (self._start.sampler or {}).get("rows", 0)
-        request, why = stream.first_item(self._start.epoch, local_rows), "it has none"
-        reading: Executor = self._setup.reading.inline()
-        reading.submit(Step(epoch=self._start.epoch, number=0, num_rows=0, micro_size=0, num_real=1, parts=(request,)))
-        try:
-            found = reading.take().value
-        except (DataReadError, StopIteration) as error:
-            found, why = None, str(error)
-        finally:
-            reading.close()
-        if found is None:
-            raise DataReadError(NO_STAND_IN.format(why))
-        return found
+    Raises:
+        StopIteration: The pass ends before it.
+        UnequalEndsError: The parts end at different times, which the tail forbids.
+        DataReadError: Rows are missing that should be there.
+    """
+    tail = setup.source.tail
+    if num_steps is not None or (batch.whole and batch.fresh):
+        batch.exhausted = batch.value is None and batch.empty
+    elif tail.pads or tail.repeats:
+        batch.exhausted = batch.empty or not batch.fresh
+    elif tail.refuses and not batch.empty:
+        raise UnequalEndsError(
+            "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
+            "'drop' or 'repeat', or num_batches=."
+        )
+    else:
+        raise StopIteration
+    if batch.value is not None:
+        return placed(setup, batch)
+    if not (tail.pads and batch.empty):  # only possible if the end was known
+        raise DataReadError(
+            "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
+            "make rows up. Count the source again (its index may be of older files)."
+        )
+    if start.samples == 0:
+        raise DataReadError(NO_STAND_IN.format(batch.why or "every part is empty"))
+    return batch  # most likely the pass was resumed past the end, so there is nothing to deliver
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:

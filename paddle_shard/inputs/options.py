@@ -19,6 +19,13 @@ ON_LOST = ("raise", "exit")
 ON_ERROR = ("raise", "skip")
 REPLICAS = ("each", "leader", "auto")
 
+# Why some data refuses an option, behind what the data is.
+DEALS = "balance= deals the rows of global batches to data ranks by the costs of their samples."
+DECIDES = (
+    "which decides the size of its batches. A schedule of sizes is for a DataLoader of data with an index, without a "
+    "sampler of its own."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
@@ -62,94 +69,51 @@ class LoaderOptions:
         for name, known in (("on_lost", ON_LOST), ("on_error", ON_ERROR), ("replicas", REPLICAS)):
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        _check_dense_tensor_idx(self.dense_tensor_idx)
-        _check_batch_size(self.batch_size)
+        items = self.dense_tensor_idx
+        if items is not None and not (
+            isinstance(items, list | tuple)
+            and all(isinstance(one, list | tuple) and all(isinstance(i, int) for i in one) for one in items)
+        ):
+            raise ArgumentError(
+                "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
+                f"got {items!r}."
+            )
+        sizes = self.batch_size
+        if sizes is not None and not (
+            isinstance(sizes, Sequence)
+            and not isinstance(sizes, str)
+            and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in sizes)
+            and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in sizes for n in entry)
+            and all(first >= 0 and rows >= 1 for first, rows in sizes)
+        ):
+            raise ArgumentError(
+                "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
+                f"(500_000, 512)], got {sizes!r}. One size for the whole run is the DataLoader's own batch_size."
+            )
 
-    @property
-    def skip_errors(self) -> bool:
-        """True if a sample that cannot be read becomes an invalid row, not an error."""
-        return self.on_error == "skip"
+    def refuse(self, name: str, why: str) -> None:
+        """Refuse an option that this data cannot have, if it is given.
 
-    def padding(self) -> PadTo | None:
-        """Return what rows are padded to; None if they are not padded."""
-        return PadTo.of(self.pad_to)
+        Args:
+            name: Of the option.
+            why: A sentence for the error.
+
+        Raises:
+            ArgumentError: It is given.
+        """
+        value = getattr(self, name)
+        if value is not None:
+            raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches"]
-        names += ["verify", "replicas"]
+        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas"]
         found = {name: getattr(self, name) for name in names}
-        padding = self.padding()
+        padding = PadTo.of(self.pad_to)
         if padding is not None:  # in one form, however the user wrote it
             fields = sorted(padding.fields.items(), key=str)
             found["pad_to"] = {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
         return found
-
-
-def _check_dense_tensor_idx(given: Any) -> None:
-    fine = given is None or (
-        isinstance(given, list | tuple)
-        and all(isinstance(items, list | tuple) and all(isinstance(i, int) for i in items) for items in given)
-    )
-    if not fine:
-        raise ArgumentError(
-            "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
-            f"got {given!r}."
-        )
-
-
-def _check_batch_size(given: Any) -> None:
-    fine = given is None or (
-        isinstance(given, Sequence)
-        and not isinstance(given, str)
-        and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in given)
-        and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in given for n in entry)
-        and all(first >= 0 and rows >= 1 for first, rows in given)
-    )
-    if not fine:
-        raise ArgumentError(
-            "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
-            f"(500_000, 512)], got {given!r}. One size for the whole run is the DataLoader's own batch_size."
-        )
-
-
-def check_no_stream_options(options: LoaderOptions) -> None:
-    """Refuse the options of streams for data with an index.
-
-    Raises:
-        ArgumentError: Such an option is given.
-    """
-    if options.num_batches is not None:
-        raise ArgumentError(
-            f"num_batches={options.num_batches!r} is for streams; the {type(options.dataloader.dataset).__name__} has "
-            "a length and an index. Leave num_batches out."
-        )
-
-
-def check_no_balance(options: LoaderOptions, why: str) -> None:
-    """Refuse `balance=` where rows cannot be dealt.
-
-    Raises:
-        ArgumentError: It is given.
-    """
-    if options.balance is not None:
-        raise ArgumentError(
-            f"balance= deals the rows of a global batch to data ranks by the costs of their samples, but the data "
-            f"{why}. Leave balance out."
-        )
-
-
-def check_no_batch_sizes(options: LoaderOptions, what: str) -> None:
-    """Refuse a schedule of batch sizes where this library does not make the batches.
-
-    Raises:
-        ArgumentError: There is one.
-    """
-    if options.batch_size is not None:
-        raise ArgumentError(
-            f"batch_size={options.batch_size!r}: the loader has {what}, which decides the size of its batches. Leave "
-            "batch_size out, or give a DataLoader of a data set with an index and no sampler of its own."
-        )
 
 
 def checked_prefetch(options: LoaderOptions, *, stream: bool) -> tuple[int, bool]:

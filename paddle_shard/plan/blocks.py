@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Order, Ordering
+from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.parts import MAX_PARTS, check_count, choose_num_parts
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Indices, Permutation
+from paddle_shard.plan.shuffle import Permutation
 
 TABLE = 8192
 """Positions of a window that are computed at once."""
@@ -120,7 +120,7 @@ def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:
     return choose_num_parts(width, -(-num_samples // blocks.size))
 
 
-class BlockOrder:
+class BlockOrder(Order):
     """A bijection of [0, n): blocks in the order of a permutation, cut into P parts, mixed within windows.
 
     Row r of every whole micro-batch of `width` rows comes from part r // (width / P), and each part is read
@@ -142,6 +142,7 @@ class BlockOrder:
             seed: Seed of the run.
             epoch: The epoch, any int.
         """
+        super().__init__(num_samples)
         self.num_parts = num_parts(num_samples, blocks, width)
         self._parts = _Parts(num_samples, width, self.num_parts)
         self._shelf = _Shelf(num_samples, blocks, seed, epoch)
@@ -165,11 +166,12 @@ class BlockOrder:
         window, offset = self._offsets(part, mixed)
         place = mixed - offset
         for chosen, key in _runs(mixed, part, window):
-            place[chosen] += self._mixing(*key).inverse(offset[chosen])
+            place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
         return self._parts.positions(part, place).reshape(samples.shape)
 
     def between(self, start: int, stop: int) -> Indices:
         """Return the samples at positions [start, stop)."""
+        # No more than is asked for: with small blocks, each needs a table of its own.
         return self(np.arange(start, stop, dtype=np.int64))
 
     def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
@@ -177,20 +179,18 @@ class BlockOrder:
         window, first = self._shelf.windows(place)
         return window, place - np.maximum(first, self._parts.starts[part])
 
-    def _bounds(self, part: int, window: int) -> tuple[int, int]:
-        """Return [first, end) of the places of a window that lie in a part."""
+    def _mixing(self, part: int, window: int) -> tuple[int, Permutation]:
+        """Return the first place of a window that lies in a part, and the order of its places there."""
         first, end = self._shelf.bounds(window)
-        return max(first, int(self._parts.starts[part])), min(end, int(self._parts.starts[part + 1]))
-
-    def _mixing(self, part: int, window: int) -> Permutation:
-        first, end = self._bounds(part, window)
-        return Permutation(end - first, derive_key("window", self._seed, self._epoch, part, window, size=64))
+        first, end = max(first, int(self._parts.starts[part])), min(end, int(self._parts.starts[part + 1]))
+        key = derive_key("window", self._seed, self._epoch, part, window, size=64)
+        return first, Permutation(end - first, key)
 
     def _draw(self, part: int, window: int, number: int) -> Indices:
         """Return one table of a window's samples, in their mixed order."""
-        first, end = self._bounds(part, window)
-        offsets = np.arange(number * TABLE, min((number + 1) * TABLE, end - first), dtype=np.int64)
-        return self._shelf.samples(first + self._mixing(part, window)(offsets))
+        first, mixing = self._mixing(part, window)
+        offsets = np.arange(number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64)
+        return self._shelf.samples(first + mixing(offsets))
 
 
 _block_order = lru_cache(maxsize=4)(BlockOrder)  # with the tables that were computed last

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.shuffle import Indices
+from paddle_shard.plan.order import Indices
 
 MAX_PERIOD = 1 << 20
 """Largest sum of integer weights. Weights that need a larger one are rounded, by less than 2^-20 each."""
@@ -120,8 +120,7 @@ def _rounded(shares: list[Fraction]) -> list[int]:
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A stretch of the run with the same weights and sources."""
 
     first: int

@@ -47,20 +47,30 @@ class Batch:
     """Why missing rows could not be filled."""
     digest: int = 0
     """Digest of what was read or drawn so far, for the ranks to compare."""
+    owned: bool = True
+    """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its pass."""
+
+    exhausted: bool = False
+    """True if it holds nothing new, and nothing new will come."""
 
     # What is known once the batch is placed:
     rows: Any = None
     """The rows of the global batch that were read (`place.placer.BatchRows`)."""
     layout: Any = None
     """Layout of the batch's last field (`place.field.FieldLayout`)."""
-    row_shapes: Any = ()
-    """(dtype, *shape of a row) of each tensor; with `pad_to`, a dict of them for the `Unplaced` tensors, by path."""
+    row_shapes: Any = None
+    """Path -> (dtype, *shape of a row) of each tensor; with `pad_to`, of each that is `Unplaced`."""
     num_bytes: int = 0
     """Size in bytes of the rows that were read."""
     summary: dict[str, Any] | None = None
     """Summary of the batch for the ranks to compare; None: this one is not compared."""
+
+    @property
+    def placed(self) -> bool:
+        """True if it can be delivered; False if nothing could be read for it."""
+        return self.layout is not None
 
     @property
     def whole(self) -> bool:
@@ -95,8 +105,8 @@ class Batch:
         lost = 0 if self.skipped is None else int(np.count_nonzero(self.skipped & self.served()))
         return self.step.left_out + lost
 
-    def own_ids(self, layout: Any, *, local: bool) -> Ids:
-        """Return the ids of the samples in this process's slice, without padding.
+    def own_ids(self, layout: Any, *, local: bool) -> tuple[Ids, int]:
+        """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
 
         Args:
             layout: Layout of the field whose rows this rank reads.
@@ -104,12 +114,14 @@ class Batch:
         """
         ids = self.step.ids
         if local or len(ids) != self.num_rows:
-            return ids
+            return ids, 0
         if not layout.on_mesh:
-            return []
-        mine = self.rows.positions(layout)
+            return [], 0
+        mine, lost = self.rows.positions(layout), 0
+        if self.skipped is not None:
+            lost = int(np.count_nonzero((self.skipped & self.served())[mine]))
         if self.real is not None or self.skipped is not None:
             mine = mine[self.valid()[mine]]
         if len(mine) == len(ids):
-            return ids
-        return ids[mine] if isinstance(ids, np.ndarray) else [ids[position] for position in mine.tolist()]
+            return ids, lost
+        return (ids[mine] if isinstance(ids, np.ndarray) else [ids[position] for position in mine.tolist()]), lost

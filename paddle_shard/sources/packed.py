@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError, described
+from paddle_shard.errors import ArgumentError, StateError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.order import Indices
 from paddle_shard.plan.packing import Packing, Piece
-from paddle_shard.plan.shuffle import Indices
+from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
+from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import SLOW, said_if_slow
 from paddle_shard.sources.files import held, replacing
 from paddle_shard.stages.pack import LONG, PackedRows, tokens_of
@@ -94,11 +96,7 @@ class Packed:
             ArgumentError: An argument is out of range, a document is too long for `long="error"`, or nothing is left.
             StateError: A file of lengths is of other documents.
         """
-        if not (hasattr(documents, "__len__") and hasattr(documents, "__getitem__")) or isinstance(documents, str):
-            raise ArgumentTypeError(
-                f"Packed: documents must have a length and an index (__len__, __getitem__), got "
-                f"{type(documents).__name__}. A stream is packed by its stage pack()."
-            )
+        check_indexed("Packed: documents", documents, "A stream is packed by its stage pack().")
         if long not in LONG:
             raise ArgumentError(f"Packed: long must be one of {', '.join(map(repr, LONG))}, got {long!r}.")
         self.documents = documents
@@ -119,9 +117,7 @@ class Packed:
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
         most = self.packing.most_pieces
-        if max_pieces is not None and (isinstance(max_pieces, bool) or not isinstance(max_pieces, int | np.integer)):
-            raise ArgumentTypeError(f"Packed: max_pieces must be an int or None, got {max_pieces!r}.")
-        if max_pieces is not None and max_pieces < most:
+        if max_pieces is not None and check_count("Packed: max_pieces", max_pieces) < most:
             raise ArgumentError(
                 f"Packed: max_pieces={max_pieces}, but a row holds {most} pieces. Give max_pieces={most} or more, or "
                 "leave it out."
@@ -163,7 +159,7 @@ class Packed:
             raise IndexError(f"row {row} is out of range for {len(self)} packed rows")
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
-        return self.rows.row([self._fields(piece) for piece in pieces], names)
+        return self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
 
     def sample_name(self, row: int) -> str:
         """Return a row's number and documents, which errors and logs show.
@@ -204,7 +200,7 @@ class Packed:
         return frozenset(of_tokens - others)
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
-        """Return the fields of a document's piece that have an entry for each token."""
+        """Return the fields of a piece's document that have an entry for each token."""
         document, what = self.documents[piece.document], f"document {piece.document}"
         num = len(tokens_of(document, self.rows.key))
         if num != self.packing.lengths[piece.document]:
@@ -216,19 +212,7 @@ class Packed:
         if isinstance(document, dict) and not found.keys() >= document.keys():
             left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
             say_once("Packed: fields without an entry for each token are left out of the rows: %s", left_out)
-        return {name: value[piece.first : piece.end] for name, value in found.items()}
-
-
-def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
-    if lengths is None or isinstance(lengths, str | os.PathLike):
-        return count_lengths(documents, key, lengths)
-    found = np.asarray(lengths)
-    if found.shape != (len(documents),):
-        raise ArgumentError(
-            f"Packed: lengths must have an entry for each of the {len(documents)} documents, got shape "
-            f"{list(found.shape)}."
-        )
-    return found
+        return found
 
 
 VERSION = 1
@@ -236,29 +220,38 @@ CHECKED = 32
 """Documents that are read again, to see that a file of lengths is of these documents."""
 
 
-def count_lengths(documents: Any, key: str, path: str | os.PathLike[str] | None) -> Indices:
-    """Return the number of tokens of each document: int64[number of documents].
+def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
+    """Return the number of tokens of each document: int[number of documents].
 
     Args:
         documents: A data set with an index.
+        lengths: These numbers. None: all documents are counted. A path: a file that keeps them; the first process to
+            come counts all documents and writes it, and others wait.
         key: Field of the tokens, in documents that are dicts.
-        path: A file that keeps the lengths. The first process to come reads all documents and writes it; others wait.
-            None: nothing is kept.
 
     Raises:
+        ArgumentError: There are more or fewer numbers than documents, or a document cannot be counted.
         StateError: The file is of other documents, or damaged.
     """
-    if path is None:
+    if lengths is None:
         return _counted(documents, key)
-    file = Path(path)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{file}.lock", "wb") as lock, held(lock):
-            if not file.exists():
-                lengths, about = _counted(documents, key), np.array(json.dumps({"version": VERSION, "key": key}))
-                with replacing(file) as target:
-                    np.savez(target, lengths=lengths, about=about)
-    return _read(file, documents, key)
+    if isinstance(lengths, str | os.PathLike):
+        file = Path(lengths)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{file}.lock", "wb") as lock, held(lock):
+                if not file.exists():
+                    counted, about = _counted(documents, key), np.array(json.dumps({"version": VERSION, "key": key}))
+                    with replacing(file) as target:
+                        np.savez(target, lengths=counted, about=about)
+        return _read(file, documents, key)
+    found = np.asarray(lengths)
+    if found.shape != (len(documents),):
+        raise ArgumentError(
+            f"Packed: lengths must have an entry for each of the {len(documents)} documents, got shape "
+            f"{list(found.shape)}."
+        )
+    return found
 
 
 def _counted(documents: Any, key: str) -> Indices:

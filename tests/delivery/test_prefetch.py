@@ -26,7 +26,7 @@ from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, DataReadError
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
-from paddle_shard.ranks.outlook import Terms
+from paddle_shard.ranks.verdict import Terms
 from paddle_shard.reading import prefetcher
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
@@ -92,6 +92,8 @@ class Numbers(Executor):
         self.submitted.append(step)
 
     def take(self, *, beside=False):
+        if not self.submitted:
+            raise StopIteration
         step = self.submitted.pop(0)
         self.threads.append(threading.current_thread())
         self.call(step.number)
@@ -100,7 +102,7 @@ class Numbers(Executor):
     def ready(self):
         return True
 
-    def close(self):
+    def close(self, *, ended=False):
         pass
 
 
@@ -368,7 +370,7 @@ class One:
     def gather(self, payload):
         return [payload]
 
-    def close(self):
+    def close(self, *, ended=False):
         pass
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.sources import external
+from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
-
-NAME = "torchdata"
+from paddle_shard.sources.files import needs
 
 
 def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
@@ -44,9 +43,9 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     _import()
 
     def build_pass(share: ShardOptions) -> _Pass:
-        return _Pass(external.build_watched(build, share, NAME), share)
+        return _Pass(external.build_watched(build, share, "torchdata"), share)
 
-    return ExternalLoader(build_pass, name=NAME, save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata", save=_Pass.state)
 
 
 def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> ExternalLoader:
@@ -62,7 +61,8 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
 
     Raises:
         MissingDependencyError: torchdata is not installed.
-        ArgumentError: An option would order the data in another way, or the data set has no length or index.
+        ArgumentError: An option would order the data in another way.
+        ArgumentTypeError: The data set has no length or index.
     """
     _import()
     ordering = sorted({"sampler", "batch_sampler", "generator"} & set(options))
@@ -71,11 +71,8 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
             f"stateful_dataloader: {', '.join(ordering)} would order the data in another way than by the data rank. "
             "Leave it out, or make the loader yourself and give it to torchdata_loader."
         )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ArgumentError(
-            f"stateful_dataloader: a {type(dataset).__name__} has no length and index to be split by. Split it "
-            "yourself, in a function that torchdata_loader is given."
-        )
+    way_out = "Split it yourself, in a function that torchdata_loader is given."
+    check_indexed("stateful_dataloader: dataset", dataset, way_out)
 
     def build_pass(share: ShardOptions) -> _Pass:
         import torch
@@ -96,11 +93,11 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
 
-    return ExternalLoader(build_pass, name=f"{NAME} StatefulDataLoader", save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata StatefulDataLoader", save=_Pass.state)
 
 
 def _import() -> None:
-    with external.needs("torchdata"):
+    with needs("torchdata"):
         import torchdata.nodes
         import torchdata.stateful_dataloader  # noqa: F401
 
@@ -129,36 +126,35 @@ class _Pass:
             built = built.root
         # By default, a Loader begins again if its state is at the end.
         self._loader = Loader(built, restart_on_stop_iteration=False) if isinstance(built, BaseNode) else built
-        self._kind = type(self._loader).__name__
-        self._key, self._same, self._start = derive_seed("torch", share.seed, share.epoch, share.shard), same, 0
+        self._key = derive_seed("torch", share.seed, share.epoch, share.shard)
+        self._same = {"kind": type(self._loader).__name__, **same}
+        self._batches = 0
         if share.state is not None:
-            state = external.opened(share.state, NAME, kind=self._kind, **same)
-            self._start = state["batches"]
-            self._loader.load_state_dict(external.from_json(state["library"]))
-        self._batches = self._start
+            external.check_same(share, **self._same)
+            self._batches = share.state["batches"]
+            self._loader.load_state_dict(share.state["library"])
 
     def __iter__(self) -> Iterator[Any]:
         import torch
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the generator is the user's: it is put back
             torch.manual_seed(self._key)
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
         signal.siginterrupt(signal.SIGCHLD, False)
-        for number in count(self._start):
+        while True:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mix(self._key, number))
+                torch.manual_seed(mix(self._key, self._batches))
                 try:
                     batch = next(items)
                 except StopIteration:
                     return
-            self._batches = number + 1
+            self._batches += 1
             yield batch
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        library = external.to_json(self._loader.state_dict())
-        return external.sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
+        return {"batches": self._batches, "library": self._loader.state_dict(), **self._same}
 
 
 def _check_ranks(loader: Any, share: ShardOptions) -> None:
@@ -170,10 +166,10 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
     from torch.utils.data import DataLoader, IterableDataset, Sampler
     from torchdata.nodes import BaseNode, Loader
 
-    todo, seen = [loader], set()
+    todo, seen = [loader], set[int]()
     while todo:
         found = todo.pop()
-        if id(found) in seen:
+        if id(found) in seen or not isinstance(found, BaseNode | Loader | DataLoader | Sampler | IterableDataset):
             continue
         seen.add(id(found))
         name = type(found).__name__
@@ -181,9 +177,7 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
             if hasattr(found, "rank") and hasattr(found, count_name):
                 has = {"rank": found.rank, count_name: getattr(found, count_name)}
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
-                external.check_share(has, share, f"{NAME}: the {name}", fix)
-        if isinstance(found, BaseNode | Loader | DataLoader | Sampler):  # look at the samplers and nodes that it holds
+                external.check_share(has, share, f"torchdata: the {name}", fix)
+        if not isinstance(found, IterableDataset):  # look at the samplers and nodes that it holds
             held = list(vars(found).values())
-            held += [item for value in held if isinstance(value, dict) for item in value.values()]
-            kinds = BaseNode | Loader | DataLoader | Sampler | IterableDataset
-            todo += [value for value in held if isinstance(value, kinds)]
+            todo += held + [item for value in held if isinstance(value, dict) for item in value.values()]
