@@ -2,10 +2,10 @@
 
     python benchmarks/device.py [--rounds N] [--steps N]
 
-A step is so many milliseconds of work on the host, which launches kernels, and then work that is queued on the device and
-that nobody waits for, as in a loop that does not print its loss. A batch takes so long to read. No loop can be faster
-than the largest of the three, which is the bound. Printed: milliseconds a step after the first five, the median of some
-rounds, each of which takes every loader once.
+A step is so many milliseconds of work on the host, which launches kernels, and then work that is queued on the device
+and that nobody waits for, as in a loop that does not print its loss. A batch takes so long to read. No loop can be
+faster than the largest of the three, which is the bound. Printed: milliseconds a step after the first five, the median
+of some rounds, each of which takes every loader once.
 """
 
 import argparse
@@ -66,7 +66,8 @@ def main():
     plugin.standin_wait.argtypes = [ctypes.c_void_p]
     stream = paddle.device.current_stream(DEVICE).stream_base.raw_stream
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    print("| host / device / read | batch | workers | bound | Paddle, epochs 0 1 2 | ours, epochs 0 1 2 | ours / bound | ours / Paddle |")
+    columns = ["host / device / read", "batch", "workers", "bound", "Paddle, epochs 0 1 2", "ours, epochs 0 1 2"]
+    print("|", " | ".join([*columns, "ours / bound", "ours / Paddle"]), "|")
     print("|---|---|---|---|---|---|---|---|")
     for host, device, read in WORKLOADS:
         for name, size in SIZES.items():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,60 +13,71 @@ import numpy as np
 import paddle
 from paddle.framework import core
 
+_MOST_PUSHED = 8
+"""Batches that fit into the queue of a feed: more than are ever pushed and not pulled."""
+
 
 class TensorMaker:
-    """Makes tensors on one place, as `paddle.io.DataLoader` does.
+    """Makes the tensors of one pass, as `paddle.io.DataLoader` does: on its place, and on a device without waiting.
 
     `paddle.to_tensor` takes up to four times as long, and in Paddle 3.3 it leaks about 110 bytes per call.
     """
 
-    def __init__(self, place: Any) -> None:
-        """Set the place: a `CPUPlace`, `CUDAPlace` or the like."""
-        self._place = place
-        self._feed = None if is_cpu(place) else DeviceFeed(place)
-
-    def copied(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return tensors that hold copies of numpy arrays, or that are made from tensors.
+    def __init__(self, place: Any, *, queued: bool = True) -> None:
+        """Set the place.
 
         Args:
-            leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Paddle's tensors are detached, and
-                moved to the place if they are in host memory. Another library's tensors stay in the memory they are in.
+            place: A `CPUPlace`, `CUDAPlace` or the like.
+            queued: True if copies to a device are asked for ahead; False if each is waited for at once.
         """
-        return self._made(leaves, adopt=False)
+        self._place, self._on_cpu = place, is_cpu(place)
+        self._feed = DeviceFeed(place) if queued and not self._on_cpu else None
 
-    def zero_copy(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the same tensors for arrays that nothing else uses: a tensor may share an array's memory."""
-        distinct = len(leaves) == 1 or len({id(leaf) for leaf in leaves}) == len(leaves)
-        return self._made(leaves, adopt=distinct)
+    def begin(self, leaves: Sequence[Any], *, adopt: bool) -> Callable[[], list[Any]]:
+        """Begin to make tensors of leaves, and return a function that returns them. It is called in the same order.
 
-    def _made(self, leaves: Sequence[Any], *, adopt: bool) -> list[Any]:
+        Args:
+            leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Tensors are detached. On a device,
+                what is in host memory is moved there, as Paddle moves a collate_fn's results.
+            adopt: True if nothing else uses the arrays, so that a tensor may share an array's memory; False: copy.
+        """
+        adopt = adopt and len({id(leaf) for leaf in leaves}) == len(leaves)
         found: list[Any] = []
-        dense: list[tuple[int, Any]] = []
-        """(number of the leaf, the same in Paddle's own form) of those that become tensors all at once."""
+        numbers, dense = list[int](), list[Any]()  # of those that become tensors all at once, in Paddle's own form
         for number, leaf in enumerate(leaves):
-            is_tensor, made = isinstance(leaf, paddle.Tensor), None
-            # On a device, what is in host memory is moved, as Paddle moves a collate_fn's results.
-            moves = self._feed is not None and is_tensor and (is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place())
-            if moves and leaf.size:
-                dense.append((number, leaf.value().get_tensor()))
-            elif is_tensor:
-                made = leaf.detach()
-            elif not isinstance(leaf, np.ndarray):
-                made = paddle.utils.dlpack.from_dlpack(leaf)
-            elif self._feed is not None and not leaf.size:  # the reader takes no tensor without elements
+            made = one = None
+            if isinstance(leaf, np.ndarray) and not (leaf.size or self._on_cpu):  # the feed takes no empty tensor
                 made = paddle.to_tensor(leaf, place=self._place)
-            else:
+            elif isinstance(leaf, np.ndarray):
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
                 mine = adopt and type(leaf) is np.ndarray and leaf.size > 0 and leaf.flags.c_contiguous
-                dense.append((number, core.DenseTensor()))
-                dense[-1][1].set(leaf, core.CPUPlace(), mine)
+                one = core.DenseTensor()
+                one.set(leaf, core.CPUPlace(), mine)
+            else:
+                made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
+                in_host_memory = is_cpu(made.place) or made.place.is_cuda_pinned_place()
+                if in_host_memory and made.size and not self._on_cpu:
+                    one = made.value().get_tensor()
+            if one is not None:
+                numbers.append(number)
+                dense.append(one)
             found.append(made)
-        if dense:
-            numbers, tensors = zip(*dense, strict=True)
-            to_tensors = core.eager.read_next_tensor_list if self._feed is None else self._feed
-            for number, tensor in zip(numbers, to_tensors(list(tensors)), strict=True):
+        if self._feed is not None and dense:
+            self._feed.push(dense)
+
+        def made_tensors() -> list[Any]:
+            tensors: Sequence[Any] = ()
+            if self._feed is not None and dense:
+                tensors = self._feed.pull()
+            elif dense:
+                tensors = core.eager.read_next_tensor_list(dense)
+                if not self._on_cpu:
+                    tensors = [tensor._copy_to(self._place, True) for tensor in tensors]
+            for number, tensor in zip(numbers, tensors, strict=True):
                 found[number] = tensor
-        return found
+            return found
+
+        return made_tensors
 
 
 def is_cpu(place: Any) -> bool:
@@ -76,35 +86,38 @@ def is_cpu(place: Any) -> bool:
 
 
 class DeviceFeed:
-    """Moves tensors to a device on a separate device stream, in parallel to the computation there.
+    """Moves the batches of one pass to a device, on a stream and a thread of their own, first in, first out.
 
-    It uses the same reader as `paddle.io.DataLoader`, with one batch in flight at a time.
+    It uses the reader of `paddle.io.DataLoader`, which copies two batches ahead. A copy waits for what the device had
+    to compute when it was asked for, since the memory that it writes may have been in use; the caller waits for the
+    copy only. So a batch that was pushed two steps before it is pulled is there.
     """
 
     def __init__(self, place: Any) -> None:
-        """Set the device; the first call starts the reader."""
-        self._place, self._lock = place, threading.Lock()
-        self._empty: tuple[Any, Any] | None = None
-        """A queue and its reader, with no batch in flight."""
+        """Set the device; the first call of `push` starts the reader."""
+        self._place = place
+        self._started: tuple[Any, Any] | None = None
 
-    def __call__(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the tensors on the device.
+    def push(self, tensors: Sequence[Any]) -> None:
+        """Ask for a batch to be moved.
 
         Args:
-            tensors: One or more `core.DenseTensor`s in host memory.
+            tensors: One or more `core.DenseTensor`s in host memory, all with elements.
         """
         batch = core.DenseTensorArray()
         for tensor in tensors:
             batch.append(tensor)
-        with self._lock:  # the queue is first in, first out
-            (queue, reader), self._empty = self._empty or self._started(), None
-            queue.push(batch)
-            found = list(core.eager.read_next_tensor_list(reader.read_next_list()[0]))
-            self._empty = queue, reader  # after an interrupt it stays None: the queue would be one batch late
-            return found
+        if self._started is None:
+            self._started = self._start()
+        self._started[0].push(batch)
 
-    def _started(self) -> tuple[Any, Any]:
-        queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
+    def pull(self) -> list[Any]:
+        """Return the tensors of the first batch that was not pulled yet, on the device."""
+        assert self._started is not None
+        return list(core.eager.read_next_tensor_list(self._started[1].read_next_list()[0]))
+
+    def _start(self) -> tuple[Any, Any]:
+        queue = core.init_dense_tensor_blocking_queue(core.Variable(), _MOST_PUSHED, False)
         how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
         try:
             reader = core.create_py_reader(*how, 2)

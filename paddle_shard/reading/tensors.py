@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
@@ -14,8 +14,12 @@ from paddle_shard.tree import leaves, mapped
 _NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
 
-ToTensors = Callable[[Sequence[Any]], Sequence[Any]]
-"""Converts arrays and tensors to Paddle's tensors."""
+
+class Maker(Protocol):
+    """Makes the tensors of one pass."""
+
+    def begin(self, leaves: Sequence[Any], *, adopt: bool) -> Callable[[], Sequence[Any]]:
+        """Begin to make tensors; return a function that returns them. `adopt`: nothing else uses the arrays."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -53,18 +57,24 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
-    """Return a batch in which tensors replace every array that can be a tensor, and every tensor.
+def begin_tensors(value: Any, begin: Callable[[Sequence[Any]], Callable[[], Sequence[Any]]]) -> Callable[[], Any]:
+    """Begin to make tensors of every array of a batch that can be one, and of every tensor.
 
     Args:
         value: The batch.
-        to_tensors: Converts arrays and tensors, all at once.
+        begin: Begins to convert arrays and tensors, all at once, and returns a function that returns them.
+
+    Returns:
+        A function that returns the batch with tensors in their places.
 
     Raises:
         TypeError: An array has a dtype or a byte order that Paddle does not have.
     """
     if type(value) is np.ndarray:
-        return to_tensors([value])[0] if _check_dtype(value, "") else value
+        if not _check_dtype(value, ""):
+            return lambda: value
+        made = begin([value])
+        return lambda: made()[0]
     found: list[Any] = []
 
     def note(leaf: Any, path: str) -> None:
@@ -72,8 +82,13 @@ def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
             found.append(leaf)
 
     mapped(value, note)
-    converted, tensors = set(map(id, found)), iter(to_tensors(found))
-    return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
+    made, converted = begin(found), set(map(id, found))
+
+    def finished() -> Any:
+        tensors = iter(made())
+        return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
+
+    return finished
 
 
 def _check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tests on the stand-in device of this folder. `make test-device` builds it and runs them; other runs leave them out."""
+"""Tests on the stand-in device of this folder. `make test-device` builds it and runs them; other runs do not."""
 
 import ctypes
 import json

@@ -6,16 +6,17 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.testing import report
+
 if os.environ["ON"] == "cpu":
     paddle.set_device("cpu")
 dist.init_parallel_env()
 if os.environ["ON"] != "cpu":
     import tests.device.on_standin  # noqa: F401  mends Paddle
-    paddle.set_device(f"standin:{dist.get_rank()}")
 
-import paddle_shard
-from paddle_shard import Stream
-from paddle_shard.testing import report
+    paddle.set_device(f"standin:{dist.get_rank()}")
 
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 MESH = dist.ProcessMesh([0, 1], dim_names=["dp"])

@@ -31,7 +31,8 @@ collector.start()
 held = []
 for number in range(times):
     faulthandler.dump_traceback_later(30, exit=True)
-    loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(Data(), batch_size=8), mesh, shard_dims="dp", **OPTIONS[kind])
+    given = paddle.io.DataLoader(Data(), batch_size=8)
+    loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **OPTIONS[kind])
     batches = iter(loader)
     for _ in range(number % 5):
         held.append(next(batches))
@@ -49,7 +50,8 @@ print("dropped", times)
 @pytest.mark.parametrize("kind", ["default", "prefetch", "inline"])
 def test_dropped_loaders_neither_hang_nor_crash(kind):
     times = os.environ.get("DROPS", "300")
-    done = subprocess.run([sys.executable, "-c", CODE, times, kind], capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, "-c", CODE, times, kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"dropped {times}" in done.stdout

@@ -26,7 +26,8 @@ class Draws(paddle.io.Dataset):
 
 def generators():
     found = [core.default_cpu_generator(), core.default_custom_device_generator(paddle.CustomPlace("standin", 0))]
-    return [*(generator.get_state().current_seed() for generator in found), str(np.random.get_state()), random.getstate()]
+    seeds = [generator.get_state().current_seed() for generator in found]
+    return [seeds, str(np.random.get_state()), random.getstate()]
 
 
 def rows(device, workers):

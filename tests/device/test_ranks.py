@@ -42,7 +42,12 @@ def test_nothing_of_ours_touches_device_memory_from_the_host(tmp_path):
 
     done = subprocess.run(
         [*command, *files, "-k", "not device_has_to_compute"],
-        env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=4 * HANG, check=False,
+        env=environment,
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=4 * HANG,
+        check=False,
     )
 
     assert "the host touched device memory" not in done.stderr
