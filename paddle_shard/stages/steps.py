@@ -51,10 +51,9 @@ class Filter(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the samples that are kept."""
         key, search = opening.key(part, "filter", self.depth), Search(opening, part, "filter")
-        decides: Callable[[Any], bool] = lambda sample: bool(self._predicate(sample))  # noqa: E731
         for number, item in enumerate(items):
             opening.seed_generators(mix(key, number))
-            keep = opening.tried(decides, item)
+            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
             search.note(kept=bool(keep))
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
