@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import paddle.io
@@ -16,6 +17,7 @@ from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.balance import dealt
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
@@ -81,7 +83,7 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     if split and not paddles:
         options.refuse("balance", f"the data is split already, and {DEALS}")
     costs = None if options.balance is None else costs_of(options.balance, dataset)
-    deal = None if costs is None else Deal(num_data_ranks=ranks, costs_of=costs)
+    deal: Deal | None = None if costs is None else partial(dealt, num_data_ranks=ranks, costs_of=costs)
     plain = not split and _is_plain(sampler)
     if plain:
         rows, order = sampler.batch_size * accumulation, _ordering(options)

@@ -96,7 +96,7 @@ class ExternalSource(Stage):
             epoch=opening.epoch + opening.round * ROUND,
             state=from_json(state["saved"]),
         )
-        opening.seed_generators(key)
+        opening.seed_generators(key)  # building may draw, for instance the order of a shuffle
         loader = self._loader.build(share)
         if not hasattr(loader, "__iter__"):
             raise ArgumentError(f"{name}: build returned {type(loader).__name__}, which cannot be iterated.")

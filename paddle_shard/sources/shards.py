@@ -127,8 +127,7 @@ class ShardSource(Stage):
         self._check(opening)
         if self._counts is None or self._resample:
             return None
-        cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
-        return [stop - start for start, stop in cuts]
+        return [stop - start for start, stop in (self._cut(part, opening.num_parts) for part in opening.parts)]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
@@ -204,11 +203,12 @@ class ShardSource(Stage):
         start += skip
         order = self._order(opening)
         counts = self._counts[order]
+        # Sample number at which each shard ends, if all shards are laid end to end in this order.
         ends = np.cumsum(counts)
         at = int(np.searchsorted(ends, start, side="right"))
         while start < stop:
             end, length = int(ends[at]), int(counts[at])
-            if start < end:
+            if start < end:  # not an empty shard
                 begin = end - length
                 yield int(order[at]), start - begin, min(stop, end) - begin
                 start = end
@@ -236,7 +236,7 @@ class ShardSource(Stage):
 
     def _samples(self, segments: Iterator[Segment], number: int, seed: Callable[[int], None]) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
-        empty = 0
+        empty = 0  # shards in a row without a sample; resampling these would never end
         for shard, begin, end in segments:
             before = number
             for item in self._piece(shard, begin, end, number, seed):
