@@ -51,11 +51,8 @@ class Source:
     """The user's batch sampler, if it decides on the order."""
     costs: SampleCosts | None = None
     """The cost of each sample, if rows are dealt to data ranks by cost."""
-
-    @property
-    def stream(self) -> StreamOrder | None:
-        """The order, if the data has no index."""
-        return self.batches if isinstance(self.batches, StreamOrder) else None
+    stream: StreamOrder | None = None
+    """The order once more, if the data has no index: a field, as it is asked for at each batch."""
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:

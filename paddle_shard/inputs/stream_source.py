@@ -135,6 +135,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         _say_how_often_it_is_read(own, 1 if split else own.num_data_ranks, max(1, order.num_workers))
     return Source(
         batches=order,
+        stream=order,
         batch_size=size and size * accumulation,
         accumulation=accumulation,
         split=split,
