@@ -29,23 +29,7 @@ from dataclasses import replace
 
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.group import Group, ProgressTable
-from paddle_shard.ranks.verdict import (
-    CLOSED,
-    END,
-    FAIL,
-    NEVER,
-    OK,
-    STEPS_TOLD,
-    WIDTH,
-    Decision,
-    Outlook,
-    Terms,
-    data_differs,
-    decide,
-    error_of,
-    log_wait,
-    silence,
-)
+from paddle_shard.ranks.verdict import CLOSED, END, FAIL, NEVER, OK, WIDTH, Decision, Outlook, Terms, decide, error_of
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
@@ -148,8 +132,7 @@ class Agreement:
         # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
         self._posts = False
         if self.terms.same_data and self.outlook.kind != FAIL:
-            told = list(self._read.items())[-STEPS_TOLD:]
-            self.outlook.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]])
+            self.outlook.report_read(self._read)
 
     def send_notes(self) -> list[tuple[int, str]]:
         """Return (step, note) for the notes that were not sent yet; called with the lock held.
@@ -280,7 +263,7 @@ class Agreement:
         self._post()
         if decision.kind != OK:
             if same_data and (decision.kind == END or not decision.same):
-                differ = data_differs(outlooks, self.terms.ends_apart) is not None
+                differ = self.terms.first_difference(outlooks) is not None
                 decision = replace(decision, same=decision.same and not differ)
                 if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
@@ -485,9 +468,9 @@ class Coordinator:
             if told < timeout:
                 agreement.noticed = True
                 if behind:
-                    log_wait(self._name, agreement.terms, step, waited, behind)
+                    agreement.terms.log_wait(self._name, step, waited, behind)
             elif over >= grace or behind:
-                raise silence(agreement.terms, step, behind)
+                raise agreement.terms.silence(step, behind)
             return  # no rank is late: the next round releases the step, or the next answer differs
         longest = -over if over < 0 else max(grace - over, 0.001)
         self.changed.wait(longest if look_again is None else min(longest, look_again))

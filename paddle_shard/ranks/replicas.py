@@ -24,7 +24,7 @@ from paddle_shard.reading.executor import Executor, Wrapper
 from paddle_shard.reading.failure import ReadFailure
 
 BATCH, FAILED, STOP, READ_YOURSELF = range(4)
-"""Kinds of messages, which are (kind, key, content). BATCH: the next batch. FAILED: a message cannot be received; the
+"""Kinds of messages, which are (kind, content). BATCH: the next batch. FAILED: a message cannot be received; the
 content is a `ReadFailure`. STOP: nothing more will come, and the agreement tells why. READ_YOURSELF: reading is no
 dearer than receiving, so the followers read from here on."""
 
@@ -110,10 +110,8 @@ class Publishing(Wrapper):
         if self._ended:
             return found
         read = time.perf_counter()
-        state = found.step.sampler_state if found.step.parts else None
-        content = (found.value, found.real, found.skipped, found.fresh, found.why, found.digest, state)
         try:
-            self._broadcast.send((BATCH, _key_of(found.step), content))
+            self._broadcast.send((BATCH, found))
         except Exception as error:
             raise_if_a_handlers(error)
             what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
@@ -136,7 +134,7 @@ class Publishing(Wrapper):
         """Send the last message of the pass."""
         if not self._ended:
             self._ended = True
-            self._broadcast.send((kind, 0, None))
+            self._broadcast.send((kind, None))
 
     def stop(self) -> None:
         """See `Executor`."""
@@ -199,7 +197,7 @@ class _Received(Executor):
             PeerLostError: The leader is lost, or has said nothing for too long.
             DifferentDataError: The leader has read other samples.
         """
-        kind, key, content = self._receive()
+        kind, content = self._receive()
         if kind == STOP:
             raise self._stopped()
         if kind == READ_YOURSELF:
@@ -209,16 +207,16 @@ class _Received(Executor):
         if kind == FAILED:
             self.close()
             raise content.error(step)
-        if key != _key_of(step):
+        found: Batch = content
+        if _key_of(found.step) != _key_of(step):
             self.close()
             raise DifferentDataError(
                 f"step {step.number}: {self._named}, has read other samples than this rank's sampler asks for "
                 "(replicas=). Seed the sampler alike on all ranks."
             )
-        value, real, skipped, fresh, why, read, state = content
-        if state is not None:
-            step = replace(step, sampler_state=state)
-        return Batch(step=step, value=value, real=real, skipped=skipped, fresh=fresh, why=why, digest=read)
+        # A source that has a state of its own is read by the leader only.
+        found.step = replace(step, sampler_state=found.step.sampler_state) if step.parts else step
+        return found
 
     def ready(self) -> bool:
         """See `Executor`."""
@@ -240,35 +238,36 @@ class _Received(Executor):
         if not ending():
             self.close()
 
-    def _receive(self) -> tuple[int, int, Any]:
+    def _receive(self) -> tuple[int, Any]:
         """Return the next message."""
-        began, pause = time.monotonic(), 0.001
+        began = time.monotonic()
         while True:
-            if self._receiver is None:
-                self._receiver = self._connected()
             try:
-                if self._receiver is not None:
-                    (message,) = self._receiver.receive(_failed)
-                    return message  # type: ignore[no-any-return]
-            except BlockingIOError:
-                pass
+                if self._receiver is None:
+                    self._receiver = self._connected()
+                (message,) = self._receiver.receive(_failed)
+                return message  # type: ignore[no-any-return]
+            except BlockingIOError:  # the leader has not opened the pass yet, or is reading
+                waited = time.monotonic() - began
             except (EOFError, OSError) as error:
                 raise_if_a_handlers(error)
                 if self._closed:
                     raise self._stopped() from None
                 raise PeerLostError.of(f"{self._named}, has left its loop or was killed.", [self._leader]) from None
-            self._check(time.monotonic() - began)
+            self._check(waited)
             if self._receiver is not None:
                 self._receiver.wait(_LOOK_SECONDS)
             else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK_SECONDS)
+                time.sleep(min(0.001 + waited, _LOOK_SECONDS))
 
-    def _connected(self) -> Receiver | None:
-        """Return a connection to the leader's pass; None if the leader has not opened it yet."""
+    def _connected(self) -> Receiver:
         name = self._agreement.name_of(self._leader)
+        if name is None:
+            raise BlockingIOError
         try:
-            return None if name is None else connected(name, self._replicas.ranks.index(dist.get_rank()) - 1)
+            return connected(name, self._replicas.ranks.index(dist.get_rank()) - 1)
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise_if_a_handlers(error)
             raise PeerLostError.of(
@@ -297,12 +296,8 @@ class _Received(Executor):
         if waited > _NOTICE and not self._noticed:
             self._noticed = True
             logging.getLogger("paddle_shard").warning(
-                "global rank %d has waited %.0f s for a batch from global rank %d, which reads for it. It keeps "
-                "waiting, up to timeout=%g s.",
-                dist.get_rank(),
-                waited,
-                self._leader,
-                timeout,
+                f"global rank {dist.get_rank()} has waited {waited:.0f} s for a batch from global rank {self._leader}, "
+                f"which reads for it. It keeps waiting, up to timeout={timeout:g} s."
             )
 
     def _stopped(self) -> PeerLostError:
@@ -310,10 +305,10 @@ class _Received(Executor):
 
 
 def _key_of(step: Step) -> int:
-    """Return a number by which a follower knows that a message is the answer to its own step."""
+    """Return a number by which a follower knows that a batch is of its own step."""
     return digest(step.ids, step.number) if len(step.ids) else step.number
 
 
-def _failed(error: Exception) -> tuple[int, int, ReadFailure]:
+def _failed(error: Exception) -> tuple[int, ReadFailure]:
     raise_if_a_handlers(error)
-    return FAILED, 0, ReadFailure.of(error, what="receiving the batch", index=None, worker=None)
+    return FAILED, ReadFailure.of(error, what="receiving the batch", index=None, worker=None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Slots:
         self.room = room
         """Size of a slot in bytes."""
         self._there = [0] * num_slots
+        self.file = -1
         if hasattr(os, "memfd_create"):  # missing if Python was built for a C library from before 2018
             self.file = os.memfd_create("paddle_shard")
         else:
@@ -60,10 +62,14 @@ class Slots:
         return self.memory[start : start + self.room]
 
     def close(self) -> None:
-        """Close the file, so that its number is free; safe to call again."""
+        """Close the file, so that its number is free; safe to call again. Dropping the slots does it, too."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self.close()
 
 
 def mapped(file: int, size: int) -> memoryview | None:
