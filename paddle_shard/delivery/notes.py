@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import BatchStructureError, SplitError
-from paddle_shard.place.lengths import PadTo
+from paddle_shard.place.lengths import PadTo, finished
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.reader import RAGGED
@@ -69,7 +69,7 @@ class StepNotes:
     def alone(self, batch: Batch | None) -> Batch | None:
         """Return what would be delivered if there were no other ranks."""
         if batch is not None and self._pad_to is not None:
-            batch.value = self._pad_to.finished(batch.value, {0: batch.row_shapes})
+            batch.value = finished(batch.value, {0: batch.row_shapes})
         return batch
 
     def heed(self, batch: Batch | None, heard: Sequence[tuple[int, str]]) -> Batch | None:
@@ -104,7 +104,7 @@ class StepNotes:
                 "left out with tail='drop'."
             )
         if self._pad_to is not None:
-            batch.value = self._pad_to.finished(batch.value, self._shapes)
+            batch.value = finished(batch.value, self._shapes)
             return batch
         if any(shapes != found for found, shapes in pairwise(self._shapes.values())):
             shown = "; ".join(f"global rank {rank}: {_shown(shapes)}" for rank, shapes in sorted(self._shapes.items()))

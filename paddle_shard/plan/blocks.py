@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Order, Ordering
+from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.parts import MAX_PARTS, check_count, choose_num_parts
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Indices, Permutation
+from paddle_shard.plan.shuffle import Permutation
 
 TABLE = 8192
 """Positions of a window that are computed at once."""
@@ -120,7 +120,7 @@ def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:
     return choose_num_parts(width, -(-num_samples // blocks.size))
 
 
-class BlockOrder:
+class BlockOrder(Order):
     """A bijection of [0, n): blocks in the order of a permutation, cut into P parts, mixed within windows.
 
     Row r of every whole micro-batch of `width` rows comes from part r // (width / P), and each part is read
@@ -142,6 +142,7 @@ class BlockOrder:
             seed: Seed of the run.
             epoch: The epoch, any int.
         """
+        super().__init__(num_samples)
         self.num_parts = num_parts(num_samples, blocks, width)
         self._parts = _Parts(num_samples, width, self.num_parts)
         self._shelf = _Shelf(num_samples, blocks, seed, epoch)
@@ -170,6 +171,7 @@ class BlockOrder:
 
     def between(self, start: int, stop: int) -> Indices:
         """Return the samples at positions [start, stop)."""
+        # No more than is asked for: with small blocks, each needs a table of its own.
         return self(np.arange(start, stop, dtype=np.int64))
 
     def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Blockwise, Indices, Permutation, Permutations
+from paddle_shard.plan.shuffle import Permutation, Permutations
 from paddle_shard.plan.weights import Chairman, Segment, chairman
 
 MAX_SOURCES = 1 << 12
@@ -261,7 +261,7 @@ class SourceEpochs:
         return 0, 0
 
 
-class MixtureOrder(Blockwise):
+class MixtureOrder(Order):
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
     def __init__(self, mixing: Mixing, seed: int, many: Permutations, first: int, length: int) -> None:

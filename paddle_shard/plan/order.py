@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from paddle_shard.plan.shuffle import Indices
+Indices = npt.NDArray[np.int64]
+"""Positions of an epoch, or samples."""
+BLOCK = 4096
+"""Positions that are computed at once, even if only a few are needed."""
 
 
-class Order(Protocol):
-    """A bijection of [0, length) and its inverse, on int64 arrays: the order of one epoch."""
+class Order:
+    """The order of one epoch: a bijection of [0, length) and its inverse, on int64 arrays of any shape."""
+
+    _newest: tuple[int, Indices] = (-1, np.empty(0, np.int64))
+    """The block of positions that was computed last: its first position, and its samples."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        """Number of positions."""
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return the sample at each position."""
+        """Return the sample at each position: int64, same shape."""
+        raise NotImplementedError
 
     def inverse(self, samples: Indices) -> Indices:
-        """Return the position of each sample."""
+        """Return the position of each sample: int64, same shape."""
+        raise NotImplementedError
 
     def between(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop)."""
+        """Return the samples at positions [start, stop); short stretches are cut from a block that is kept."""
+        if stop - start >= BLOCK:
+            return self(np.arange(start, stop, dtype=np.int64))
+        parts = []
+        while start < stop:
+            first, block = self._newest  # read once, as one value: threads share an order
+            if first != start - start % BLOCK:
+                first = start - start % BLOCK
+                block = self(np.arange(first, min(first + BLOCK, self.length), dtype=np.int64))
+                self._newest = first, block
+            upto = min(stop, first + BLOCK)
+            parts.append(block[start - first : upto - first])
+            start = upto
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-class Identity:
+class Identity(Order):
     """The order 0, 1, 2, ..."""
 
     def __call__(self, positions: Indices) -> Indices:
@@ -32,10 +60,6 @@ class Identity:
     def inverse(self, samples: Indices) -> Indices:
         """Return the samples."""
         return samples
-
-    def between(self, start: int, stop: int) -> Indices:
-        """Return the positions."""
-        return np.arange(start, stop, dtype=np.int64)
 
 
 class Ordering:

@@ -10,8 +10,8 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
-from paddle_shard.plan.order import Identity, Order, Ordering
-from paddle_shard.plan.shuffle import Indices, permutation
+from paddle_shard.plan.order import Identity, Indices, Order, Ordering
+from paddle_shard.plan.shuffle import permutation
 
 Shuffle: TypeAlias = bool | str | Ordering
 """A name in `ORDERINGS`, or an ordering."""
@@ -26,7 +26,7 @@ class Sequential(Ordering):
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
-        return Identity()
+        return Identity(length)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Shuffled(Ordering):
         return permutation(length, "order", seed, epoch)
 
 
-class PaddleOrder:
+class PaddleOrder(Order):
     """The shuffle of Paddle's `DistributedBatchSampler`: a table, drawn from `RandomState(epoch)`."""
 
     def __init__(self, length: int, epoch: int) -> None:
@@ -50,6 +50,7 @@ class PaddleOrder:
             length: Number of positions, padding included.
             epoch: The epoch; at least 0, as numpy requires.
         """
+        super().__init__(length)
         self._table = np.arange(length, dtype=np.int64)
         np.random.RandomState(epoch).shuffle(self._table)
         self._inverse: Indices | None = None
@@ -64,10 +65,6 @@ class PaddleOrder:
             self._inverse = np.empty_like(self._table)
             self._inverse[self._table] = np.arange(len(self._table))
         return self._inverse[samples]
-
-    def between(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop)."""
-        return self._table[start:stop]
 
 
 _paddle_order = lru_cache(maxsize=2)(PaddleOrder)  # a table of all samples takes long to draw
@@ -105,7 +102,7 @@ class PaddleSequential(PaddleOrdering):
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
-        return Identity()
+        return Identity(length)
 
 
 ORDERINGS: dict[bool | str, Ordering] = {

@@ -65,18 +65,6 @@ def place_of_row(row: int, num_rows: int, num_data_ranks: int, micro_size: int) 
     return within // part, micro * (micro_size // num_data_ranks) + within % part
 
 
-def row_of_place(data_rank: int, local: int, num_rows: int, num_data_ranks: int, micro_size: int) -> int:
-    """Return the row of a global batch at (data rank, row in its slice): the inverse of `place_of_row`.
-
-    Examples:
-        >>> row_of_place(1, 2, 8, 2, 4)
-        6
-    """
-    micro, within = divmod(local, max(1, micro_size // num_data_ranks))
-    part = min(micro_size, num_rows - micro * micro_size) // num_data_ranks
-    return micro * micro_size + data_rank * part + within
-
-
 def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
     """Return the positive multiples of `unit` next to `number`, which errors suggest.
 

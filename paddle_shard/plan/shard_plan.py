@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.order import Order, Ordering
+from paddle_shard.plan.mixture import Mixing, MixtureOrder
+from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_row, slice_rows
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shuffle import MAX_SAMPLES, Indices
+from paddle_shard.plan.shuffle import MAX_SAMPLES
+from paddle_shard.plan.step import GlobalBatch
 from paddle_shard.plan.stretches import Stretches, check_segments
 from paddle_shard.plan.tails import Tail, find_tail
 
@@ -75,40 +76,40 @@ class ShardPlan:
     ordering: Ordering = field(init=False, repr=False)
     """The ordering that `shuffle` names or is."""
     ending: Tail = field(init=False, repr=False, compare=False)
-    _stretches: Stretches = field(init=False, repr=False, compare=False)
+    """The tail that `tail` names."""
     num_steps: int = field(init=False, repr=False, compare=False)
     """Steps of an epoch, the same on every rank; 0 if "drop" leaves nothing."""
     num_positions: int = field(init=False, repr=False, compare=False)
     """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
     num_served: int = field(init=False, repr=False, compare=False)
     """Positions that the steps of an epoch serve: all except those that "drop" drops."""
-    _width: int = field(init=False, repr=False, compare=False)
-    """Rows of a micro-batch when the epoch began; an order of blocks keeps this width until the epoch ends."""
+    _stretches: Stretches = field(init=False, repr=False, compare=False)
+    _last_rows: int = field(init=False, repr=False, compare=False)
+    """Rows of a short last batch; 0 if there is none, or if it is dropped."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_samples, int) and self.num_samples == 0:
             raise ArgumentError(
                 f"num_samples must be an int >= 1, got {self.num_samples!r}. An empty data set cannot be sharded."
             )
-        for name in ("num_samples", "batch_size", "num_data_ranks", "accumulation"):
-            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        found: dict[str, Any] = {
+            name: check_count(name, getattr(self, name))
+            for name in ("num_samples", "batch_size", "num_data_ranks", "accumulation")
+        }
         if self.num_samples > MAX_SAMPLES:
             raise ArgumentError(f"num_samples must be at most 2^62, got {self.num_samples}.")
-        object.__setattr__(self, "ordering", find_ordering(self.shuffle))
-        object.__setattr__(self, "ending", find_tail(self.tail))
+        found["ordering"], found["ending"] = ordering, ending = find_ordering(self.shuffle), find_tail(self.tail)
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
-        positions = self.ordering.num_positions(self.num_samples, self.num_data_ranks)
-        object.__setattr__(self, "num_positions", positions)
+        found["num_positions"] = positions = ordering.num_positions(self.num_samples, self.num_data_ranks)
         segments = self.segments or ((0, self.batch_size),)
         check_segments(segments, self.batch_size, positions)
-        end = segments[-1][0] if self.ended else positions
-        stretches = Stretches(segments=segments, end=end)
-        object.__setattr__(self, "_stretches", stretches)
-        object.__setattr__(self, "_width", max(1, segments[0][1] // self.accumulation))
-        last_rows = self._rows_for(stretches.rest)
-        object.__setattr__(self, "num_steps", stretches.num_full + (last_rows > 0))
-        served = stretches.first_position(stretches.num_full) + last_rows
-        object.__setattr__(self, "num_served", min(positions, served))
+        found["_stretches"] = stretches = Stretches(segments, segments[-1][0] if self.ended else positions)
+        unit = self.num_data_ranks * (1 if ordering.pads_first else self.accumulation)
+        last_rows = ending.num_rows(stretches.rest, self.batch_size, unit) if stretches.rest else 0
+        found["_last_rows"], found["num_steps"] = last_rows, stretches.num_full + (last_rows > 0)
+        found["num_served"] = min(positions, stretches.step(stretches.num_full)[0] + last_rows)
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
         if self.ending.refuses and stretches.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
@@ -123,7 +124,7 @@ class ShardPlan:
         Args:
             step: Step of the epoch, from 0.
         """
-        return self._stretches.first_position(step)
+        return self._stretches.step(step)[0]
 
     def num_rows(self, *, step: int) -> int:
         """Return the rows of the global batch at `step`, padding included.
@@ -131,15 +132,7 @@ class ShardPlan:
         Args:
             step: Step of the epoch, from 0.
         """
-        self._check_step(step)
-        if step < self._stretches.num_full:
-            return self._stretches.batch_size(step)
-        return self._rows_for(self._stretches.rest)
-
-    def _rows_for(self, rest: int) -> int:
-        """Return with how many rows a last batch of `rest` samples is served; 0 if it is dropped."""
-        unit = self.num_data_ranks if self.ordering.pads_first else self.num_data_ranks * self.accumulation
-        return self.ending.num_rows(rest, self.batch_size, unit) if rest else 0
+        return self._extent(step)[1]
 
     def micro_size(self, *, step: int) -> int:
         """Return the rows of a micro-batch of the global batch at `step`; the last one may have fewer.
@@ -147,9 +140,17 @@ class ShardPlan:
         Args:
             step: Step of the epoch, from 0.
         """
-        if self.ordering.pads_first:
-            return self.batch_size // self.accumulation
-        return max(1, self.num_rows(step=step) // self.accumulation)
+        return self._extent(step)[2]
+
+    def _extent(self, step: int) -> tuple[int, int, int]:
+        """Return the first position of a step, its rows, and the rows of a micro-batch."""
+        if not 0 <= step < self.num_steps:
+            raise ArgumentError(f"step must be in range({self.num_steps}), got {step}.")
+        first, num_rows = self._stretches.step(step)
+        if step >= self._stretches.num_full:
+            num_rows = self._last_rows
+        whole = self.batch_size if self.ordering.pads_first else num_rows
+        return first, num_rows, max(1, whole // self.accumulation)
 
     def padding(self, *, step: int) -> int:
         """Return how many rows, the last ones, of the global batch at `step` are padding; refused for "paddle".
@@ -161,8 +162,8 @@ class ShardPlan:
             raise ArgumentError(
                 "padding: the padding of Paddle's order depends on the epoch; use valid(epoch=, step=, rows=)."
             )
-        rows = self.num_rows(step=step)
-        return max(0, self.first_position(step=step) + rows - self.num_positions)
+        first, num_rows, _ = self._extent(step)
+        return max(0, first + num_rows - self.num_positions)
 
     def valid(self, *, epoch: int, step: int, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return which rows of the global batch at `step` are real: one bool per row.
@@ -172,10 +173,12 @@ class ShardPlan:
             step: Step of the epoch, from 0.
             rows: Rows of the global batch, from 0.
         """
-        positions = self.first_position(step=step) + rows
+        return self._real(self.order(epoch=epoch), self.first_position(step=step) + rows)
+
+    def _real(self, order: Order, positions: Indices) -> npt.NDArray[np.bool_]:
         real = positions < self.num_positions
         if self.ordering.pads_first:
-            real &= self.order(epoch=epoch)(positions % self.num_positions) < self.num_samples
+            real &= order(positions % self.num_positions) < self.num_samples
         return real
 
     def indices(self, *, epoch: int, step: int, data_rank: int) -> Indices:
@@ -189,13 +192,10 @@ class ShardPlan:
         Returns:
             int64[num_rows(step) // num_data_ranks]
         """
-        num_rows, micro_size = self.num_rows(step=step), self.micro_size(step=step)
-        start = self.first_position(step=step)
-        if micro_size >= num_rows and start + num_rows <= self.num_positions and 0 <= data_rank < self.num_data_ranks:
-            share = num_rows // self.num_data_ranks  # one stretch of the order
-            first = start + data_rank * share
-            return self._samples(self.order(epoch=epoch).between(first, first + share))
-        rows = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
+        _, num_rows, micro_size = self._extent(step)
+        rows: Rows | range = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
+        if micro_size >= num_rows and len(rows):  # a range is faster
+            rows = range(int(rows[0]), int(rows[-1]) + 1)
         return self.take(epoch=epoch, step=step, rows=rows)
 
     def take(self, *, epoch: int, step: int, rows: Rows | range) -> Indices:
@@ -206,21 +206,21 @@ class ShardPlan:
             step: The step, in `range(num_steps)`.
             rows: int64, in `range(num_rows(step))`; or a range of rows, which is faster.
         """
-        self._check_step(step)
-        start, order = self.first_position(step=step), self.order(epoch=epoch)
-        if isinstance(rows, range):
-            if rows.step == 1 and start + rows.stop <= self.num_positions:
-                return self._samples(order.between(start + rows.start, start + rows.stop))
-            rows = np.asarray(rows, np.int64)
-        if not rows.size:
-            return np.empty(0, np.int64)
-        positions, end = start + rows, self.num_positions
-        first = self.ordering.padding_from(epoch, end)
-        # Rows of padding lie past the end of the epoch: they hold its samples from `first` on.
-        return self._samples(order(np.where(positions < end, positions, first + (positions - end) % (end - first))))
+        return self._at(self.order(epoch=epoch), epoch, self._extent(step)[0], rows)
 
-    def _samples(self, found: Indices) -> Indices:
-        """Return samples for entries of the order, in which Paddle's padding has numbers past the last sample."""
+    def _at(self, order: Order, epoch: int, start: int, rows: Rows | range) -> Indices:
+        """Return the samples at some rows of the global batch that begins at position `start`."""
+        end = self.num_positions
+        if isinstance(rows, range) and rows.step == 1 and start + rows.stop <= end:
+            found = order.between(start + rows.start, start + rows.stop)
+        elif len(rows):
+            positions = start + np.asarray(rows, np.int64)
+            first = self.ordering.padding_from(epoch, end)
+            # Rows of padding lie past the end of the epoch: they hold its samples from `first` on.
+            found = order(np.where(positions < end, positions, first + (positions - end) % (end - first)))
+        else:
+            found = np.empty(0, np.int64)
+        # In Paddle's order, padding has numbers past the last sample.
         return found % self.num_samples if self.ordering.pads_first else found
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:
@@ -244,12 +244,11 @@ class ShardPlan:
             epoch: The epoch.
             sample: Its index in the data set; of a mixture, (name of the source, index in it).
         """
-        if isinstance(self.ordering, Mixing):
-            order = self.ordering.order(self.num_positions, self.seed, epoch, self._width)
-            return [place for position in order.occurrences(sample) if (place := self._place_of(position)) is not None]
-        if isinstance(sample, bool) or not isinstance(sample, int | np.integer) or not 0 <= sample < self.num_samples:
-            raise ArgumentError(f"sample must be an int in range({self.num_samples}), got {sample!r}.")
-        return self._place_of(int(self.order(epoch=epoch).inverse(np.array([sample], np.int64))[0]))
+        places = []
+        for position in positions_of(self, epoch, sample):
+            step, row = self._stretches.step_and_row(position)
+            places.append(place_of(self, step, row) if step < self.num_steps else None)
+        return [place for place in places if place is not None] if isinstance(self.ordering, Mixing) else places[0]
 
     def step_of(self, *, position: int) -> int:
         """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
@@ -258,17 +257,6 @@ class ShardPlan:
             position: The position, in `range(num_positions)`.
         """
         return self._stretches.step_and_row(position)[0]
-
-    def _place_of(self, position: int) -> Where | None:
-        """Return where the sample at a position of an epoch is delivered, as a real row; None if the tail drops it."""
-        step, row = self._stretches.step_and_row(position)
-        if step >= self.num_steps:
-            return None
-        rows = self.num_rows(step=step)
-        if rows % self.num_data_ranks or (self.micro_size(step=step) % self.num_data_ranks):
-            return Where(step=step, data_rank=None, row=None)
-        data_rank, local = place_of_row(row, rows, self.num_data_ranks, self.micro_size(step=step))
-        return Where(step=step, data_rank=data_rank, row=local)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
@@ -282,8 +270,40 @@ class ShardPlan:
         Args:
             epoch: The epoch.
         """
-        return self.ordering.order(self.num_positions, self.seed, epoch, self._width)
+        # An order of blocks keeps the micro-batches with which the epoch began.
+        width = (self.segments[0][1] if self.segments else self.batch_size) // self.accumulation
+        return self.ordering.order(self.num_positions, self.seed, epoch, max(1, width))
 
-    def _check_step(self, step: int) -> None:
-        if not 0 <= step < self.num_steps:
-            raise ArgumentError(f"step must be in range({self.num_steps}), got {step}.")
+
+def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
+    """Return the global batch of a plan at a step of an epoch, of which a rank takes its rows."""
+    first, num_rows, micro_size = plan._extent(step)
+    num_real, order = min(num_rows, plan.num_positions - first), plan.order(epoch=epoch)
+    all_real = num_real == num_rows and not plan.ordering.pads_first
+    return GlobalBatch(
+        number=step,
+        num_rows=num_rows,
+        micro_size=micro_size,
+        num_real=num_real,
+        take=lambda rows: plan._at(order, epoch, first, rows),
+        valid=None if all_real else lambda rows: plan._real(order, first + rows),
+    )
+
+
+def positions_of(plan: ShardPlan, epoch: int, sample: Any) -> list[int]:
+    """Return the positions of an epoch at which a sample is, in ascending order; see `ShardPlan.where`."""
+    order = plan.order(epoch=epoch)
+    if isinstance(order, MixtureOrder):
+        return order.occurrences(sample)
+    if isinstance(sample, bool) or not isinstance(sample, int | np.integer) or not 0 <= sample < plan.num_samples:
+        raise ArgumentError(f"sample must be an int in range({plan.num_samples}), got {sample!r}.")
+    return [int(order.inverse(np.array([sample], np.int64))[0])]
+
+
+def place_of(plan: ShardPlan, step: int, row: int) -> Where:
+    """Return the data rank that delivers a row of the global batch at a step, and the row in its slice."""
+    _, num_rows, micro_size = plan._extent(step)
+    if num_rows % plan.num_data_ranks or micro_size % plan.num_data_ranks:
+        return Where(step=step, data_rank=None, row=None)
+    data_rank, local = place_of_row(row, num_rows, plan.num_data_ranks, micro_size)
+    return Where(step=step, data_rank=data_rank, row=local)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.order import BLOCK, Indices, Order
 from paddle_shard.plan.seeding import derive_key
 
-Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 6
@@ -24,8 +24,6 @@ ROUNDS = 6
 TABLE_MAX = 4096
 """Up to this length a table is drawn: small networks are visibly not uniform."""
 MAX_SAMPLES = 1 << 62
-BLOCK = 4096
-"""Positions that are computed at once, even if only a few are needed."""
 MAX_ENTRIES = 1 << 22
 """Entries of tables that are kept for many sources: 2 bytes each."""
 VERSION = 1
@@ -36,40 +34,7 @@ _FINISH = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 
-class Blockwise:
-    """An order whose short stretches are cut from the newest block of 4096 positions that was computed."""
-
-    _newest: tuple[int, Indices] = (-1, np.empty(0, np.int64))
-    """The block's first position, and the samples of the block."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        """Number of positions."""
-
-    def __call__(self, positions: Indices) -> Indices:
-        """Return the sample at each position: int64, same shape."""
-        raise NotImplementedError
-
-    def between(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop)."""
-        if stop - start >= BLOCK:
-            return self(np.arange(start, stop, dtype=np.int64))
-        parts = []
-        while start < stop:
-            first, block = self._newest  # read once, as one value: threads share an order
-            if first != start - start % BLOCK:
-                first = start - start % BLOCK
-                block = self(np.arange(first, min(first + BLOCK, self.length), dtype=np.int64))
-                self._newest = first, block
-            upto = min(stop, first + BLOCK)
-            parts.append(block[start - first : upto - first])
-            start = upto
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-class Permutation(Blockwise):
+class Permutation(Order):
     """A keyed bijection of [0, n): an alternating Feistel network on Z_a x Z_b, repeated until the result is inside.
 
     a = ceil(sqrt(n)) and b = ceil(n / a), so a * b < n + a and a walk of more than one step is rare. (Black

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.mixture import without_epoch
-from paddle_shard.plan.shuffle import Indices
-
-if TYPE_CHECKING:
-    from paddle_shard.plan.shard_plan import ShardPlan
 
 Stretch = tuple[int, int, int]
 """(epoch, first position, position after the last)."""
@@ -41,29 +38,16 @@ class Skips:
 
     def joined(self, stretches: Iterable[Stretch], samples: Iterable[int | str]) -> Skips:
         """Return skips that leave out more."""
-        found: list[Stretch] = []
-        for epoch, first, end in sorted({*self.stretches, *stretches}):
-            if first >= end:
-                continue
-            if found and found[-1][0] == epoch and first <= found[-1][2]:
-                end = max(end, found[-1][2])
-                first = found.pop()[1]
-            found.append((epoch, first, end))
-        return Skips(
-            tuple(found), tuple(sorted({*self.samples, *samples}, key=lambda one: (isinstance(one, str), one)))
-        )
+        of_epochs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for epoch, first, end in (*self.stretches, *stretches):
+            of_epochs[epoch].append((first, end))
+        found = [(epoch, *stretch) for epoch in sorted(of_epochs) for stretch in united(of_epochs[epoch])]
+        known = {*self.samples, *samples}
+        return Skips(tuple(found), tuple(sorted(known, key=lambda one: (isinstance(one, str), one))))
 
     def concerns(self, epoch: int) -> bool:
         """Return False if nothing of an epoch can be left out."""
         return bool(self.samples) or any(stretch[0] == epoch for stretch in self.stretches)
-
-    def kept(self, plan: ShardPlan, epoch: int, first: int, end: int) -> Indices:
-        """Return the real samples of a plan at positions [first, end) that are not left out."""
-        if not self.concerns(epoch):
-            return plan.samples(epoch=epoch, first=first, end=end)
-        found = plan.order(epoch=epoch).between(first, end)
-        kept = ~self.rows(epoch, first, found)  # Paddle's padding has numbers past the last sample
-        return found[kept & (found < plan.num_samples)] if plan.ordering.pads_first else found[kept]
 
     def rows(self, epoch: int, first: int, ids: Any) -> npt.NDArray[np.bool_]:
         """Return which rows are left out: one bool for each id.
@@ -118,6 +102,22 @@ class Skips:
         if not fine:
             raise StateError(f"state is damaged: skips is {saved!r}.")
         return cls().joined(((epoch, first, end) for epoch, first, end in stretches), samples)
+
+
+def united(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the positions of some stretches [first, end) as stretches that are ascending and do not touch.
+
+    Examples:
+        >>> united([(6, 10), (0, 4), (3, 5), (5, 6), (12, 12)])
+        ((0, 10),)
+    """
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(stretches):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif first < end:
+            found.append((first, end))
+    return tuple(found)
 
 
 def counted(value: Any, least: int = 0) -> int:

@@ -12,14 +12,15 @@ from itertools import pairwise
 from typing import Any
 
 from paddle_shard.errors import StateError
+from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Skips, counted
 from paddle_shard.plan.weights import Segment
 
-VERSION = 2
-"""Version of the layout of a saved state. Version 1 had no history, and is read as well."""
+VERSION = 3
+"""Version of the layout of a saved state; no other is read."""
 
 _COUNTS = ("epoch", "samples", "steps")
 
@@ -103,8 +104,8 @@ class LoaderState:
     """(first sample, batch size) for each stretch of the epoch that was served with one batch size."""
     sampler: Mapping[str, Any] | None = None
     """State of the user's own sampler after the last delivered batch."""
-    certificate: tuple[tuple[Any, ...], ...] = ()
-    """Deliveries of the epoch so far, as rows of `certificate.Leg`."""
+    certificate: Account = field(default_factory=dict)
+    """Deliveries of the epoch so far."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """Values that the order depends on."""
     history: History = field(default_factory=History)
@@ -120,7 +121,7 @@ class LoaderState:
             "ended": self.ended,
             "segments": [list(segment) for segment in self.segments],
             "sampler": self.sampler,
-            "certificate": [list(leg) for leg in self.certificate],
+            "certificate": account_to_json(self.certificate),
             "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
             "history": self.history.to_json(),
         }
@@ -142,13 +143,11 @@ class LoaderState:
         """
         if not isinstance(saved, Mapping):
             raise StateError(f"state must be what state_dict() returned, got {type(saved).__name__}.")
-        if saved.get("version") not in (1, VERSION):
+        if saved.get("version") != VERSION:
             raise StateError(
-                f"state has version {saved.get('version')!r}, but this paddle_shard reads the versions 1 and {VERSION} "
-                "only. Load it with the version that saved it."
+                f"state has version {saved.get('version')!r}, but this paddle_shard reads version {VERSION} only. Load "
+                "it with the version that saved it."
             )
-        if saved["version"] == 1:
-            saved = {"history": None, **saved}
         wanted = set(cls().to_dict())
         if set(saved) != wanted:
             raise StateError(
@@ -182,7 +181,7 @@ class LoaderState:
             ended=saved["ended"],
             segments=tuple((int(first), int(size)) for first, size in saved["segments"]),
             sampler=saved["sampler"],
-            certificate=tuple(tuple(leg) for leg in saved["certificate"]),
+            certificate=account_from_json(saved["certificate"]),
             fingerprint=dict(fingerprint),
             history=History.from_json(saved["history"]),
         )
@@ -201,7 +200,7 @@ def _check_shape(saved: Mapping[str, Any]) -> None:
         "ended": isinstance(saved["ended"], bool),
         "fingerprint": isinstance(saved["fingerprint"], Mapping),
         "segments": _rows_of(saved["segments"], 2),
-        "certificate": _rows_of(saved["certificate"], 9),
+        "certificate": _is_account(saved["certificate"]),
     }
     for name, right in fine.items():
         if not right:
@@ -225,6 +224,14 @@ def _rows_of(value: Any, length: int) -> bool:
         and all(isinstance(number, int) and not isinstance(number, bool) for number in row)
         for row in value
     )
+
+
+def _is_account(value: Any) -> bool:
+    try:
+        account_from_json(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override: Collection[str]) -> Collection[str]:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.balance import Costs, deal, loads
-from paddle_shard.plan.certificate import as_ids
 from paddle_shard.plan.partition import Rows
+from paddle_shard.plan.seeding import as_ids
 from paddle_shard.plan.skips import Skips
 
 Mask = npt.NDArray[np.bool_]

@@ -3,70 +3,52 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from paddle_shard.errors import ArgumentError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stretches:
     """The steps of an epoch, in stretches of batches of one size.
 
     Examples:
-        >>> stretches = Stretches(segments=((0, 4), (8, 3)), end=15)
-        >>> [stretches.first_position(step) for step in range(5)], stretches.step_and_row(13)
-        ([0, 4, 8, 11, 14], (3, 2))
+        >>> stretches = Stretches(((0, 4), (8, 3)), end=15)
+        >>> [stretches.step(number) for number in range(5)], stretches.step_and_row(13)
+        ([(0, 4), (4, 4), (8, 3), (11, 3), (14, 3)], (3, 2))
         >>> stretches.num_full, stretches.rest
         (4, 1)
     """
 
-    segments: tuple[tuple[int, int], ...]
-    """(first position, batch size) of each stretch."""
-    end: int
-    """Position after the last that is served or padded."""
-    _steps: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Step at which each stretch begins."""
-    _firsts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    def __init__(self, segments: tuple[tuple[int, int], ...], end: int) -> None:
+        """Set up.
 
-    def __post_init__(self) -> None:
-        steps, starts = [0], [first for first, _ in self.segments]
-        for (first, size), end in zip(self.segments, starts[1:], strict=False):
-            steps.append(steps[-1] + -(-(end - first) // size))
-        object.__setattr__(self, "_steps", tuple(steps))
-        object.__setattr__(self, "_firsts", tuple(starts))
-
-    @property
-    def rest(self) -> int:
-        """Positions that are left for a short last batch."""
-        first, size = self.segments[-1]
-        return max(0, self.end - first) % size
-
-    @property
-    def num_full(self) -> int:
+        Args:
+            segments: (first position, batch size) of each stretch.
+            end: Position after the last that is served or padded.
+        """
+        self._segments, self._steps = segments, [0]
+        """The stretches, and the step at which each begins."""
+        for (first, size), (stop, _) in pairwise(segments):
+            self._steps.append(self._steps[-1] + -(-(stop - first) // size))
+        first, size = segments[-1]
+        full, self.rest = divmod(max(0, end - first), size)
+        """`rest`: positions that are left for a short last batch."""
+        self.num_full = self._steps[-1] + full
         """Steps without a short last batch."""
-        first, size = self.segments[-1]
-        return self._steps[-1] + max(0, self.end - first) // size
 
-    def first_position(self, step: int) -> int:
-        """Return the position of the first row of a step."""
-        at = self._at(step)
-        first, size = self.segments[at]
-        return first + (step - self._steps[at]) * size
-
-    def batch_size(self, step: int) -> int:
-        """Return the rows of a full batch at a step."""
-        return self.segments[self._at(step)][1]
+    def step(self, number: int) -> tuple[int, int]:
+        """Return the position of the first row of a step, and the rows of a full batch there."""
+        at = bisect_right(self._steps, number, 1) - 1
+        first, size = self._segments[at]
+        return first + (number - self._steps[at]) * size, size
 
     def step_and_row(self, position: int) -> tuple[int, int]:
         """Return the step that holds a position, and the row in its batch."""
-        at = bisect_right(self._firsts, position) - 1
-        first, size = self.segments[at]
+        at = bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1
+        first, size = self._segments[at]
         step, row = divmod(position - first, size)
         return self._steps[at] + step, row
-
-    def _at(self, step: int) -> int:
-        return len(self._steps) - 1 if step >= self._steps[-1] else bisect_right(self._steps, step) - 1
 
 
 def check_segments(segments: tuple[tuple[int, int], ...], batch_size: int, num_positions: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.shuffle import Indices
+from paddle_shard.plan.order import Indices
 
 MAX_PERIOD = 1 << 20
 """Largest sum of integer weights. Weights that need a larger one are rounded, by less than 2^-20 each."""

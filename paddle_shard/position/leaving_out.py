@@ -10,11 +10,11 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.source import Source
 from paddle_shard.plan.mixture import Mixing, sample_ids, source_and_index
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, global_batch, positions_of
 from paddle_shard.plan.skips import Skips, Stretch
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Deal, RowsOf, Step, all_rows, rank_steps
-from paddle_shard.samplers import UserBatches, global_batch
+from paddle_shard.samplers import UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler
 
 
@@ -125,8 +125,8 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
             named = plan.ordering.names[source], index
         elif not isinstance(sample, int) or sample >= plan.num_samples:
             continue
-        found = plan.where(epoch=epoch, sample=named)
-        perhaps |= {place.step for place in (found if isinstance(found, list) else [found]) if place is not None}
+        steps = {plan.step_of(position=position) for position in positions_of(plan, epoch, named)}
+        perhaps |= {step for step in steps if step < plan.num_steps}
     inside = {
         step
         for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.certificate import DRAWN, Leg, Tally, folded, plus
+from paddle_shard.plan.certificate import DRAWN, NOTHING, Account, Delivered, Total, added, plus, total_of
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
@@ -32,9 +33,9 @@ class Standing(NamedTuple):
     """True if no batch of the epoch is left."""
     sampler: Any = None
     """State of the user's own sampler."""
-    mine: Tally = Tally()
+    mine: Total = NOTHING
     """What this process delivered in the pass."""
-    drawn: Tally = Tally()
+    drawn: Total = NOTHING
     """What the user's sampler drew for it."""
 
 
@@ -67,33 +68,31 @@ class PassProgress:
         """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
         self.at = Standing(start.samples, start.steps, start.ended, start.sampler)
 
-    def deliver(self, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64], *, drawn: bool) -> None:
+    def deliver(self, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64], lost: int, *, drawn: bool) -> None:
         """Count one more delivered batch, and those directly before it that were left out.
 
         Args:
             batch: The global batch.
             ids: Samples in this process's slice of the batch, without padding.
+            lost: How many samples of the slice could not be read.
             drawn: True if the samples are counted that the user's sampler drew.
         """
         at, (passed, positions) = self.at, batch.passed
-        steps = at.steps + passed + 1
+        steps, positions = at.steps + passed + 1, positions + batch.num_real
         ended = steps == self.num_steps if batch.last is None else batch.last
-        of_all = at.drawn.added(batch.drawn) if drawn and len(batch.drawn) else at.drawn
-        samples = at.samples + positions + batch.num_real
-        self.at = Standing(samples, steps, ended, batch.sampler_state, at.mine.added(ids), of_all)
+        mine = at.mine if self._place is None else plus(at.mine, total_of(ids, len(ids) + lost))
+        of_all = plus(at.drawn, total_of(batch.drawn, positions)) if drawn and len(batch.drawn) else at.drawn
+        self.at = Standing(at.samples + positions, steps, ended, batch.sampler_state, mine, of_all)
 
-    def legs(self, since: Standing) -> list[Leg]:
+    def account(self, since: Standing) -> Account:
         """Return what was delivered since an earlier standing of the pass."""
-        at, legs = self.at, list[Leg]()
-        if at.samples == since.samples:
-            return []
-        if self._place is not None:
-            mine = plus(at.mine.total, since.mine.total, -1)
-            legs.append(Leg(self.epoch, since.samples, at.samples, *self._place, *mine))
-        if at.drawn.num_ids:
-            drawn = plus(at.drawn.total, since.drawn.total, -1)
-            legs.append(Leg(self.epoch, since.samples, at.samples, DRAWN, 1, *drawn))
-        return legs
+        at, found = self.at, dict[Any, Delivered]()
+        stretches = ((since.samples, at.samples),)
+        if at.samples > since.samples and self._place is not None:
+            found[self._place] = Delivered(stretches, (), plus(at.mine, since.mine, -1))
+        if at.samples > since.samples and at.drawn != NOTHING:
+            found[DRAWN] = Delivered(stretches, (), plus(at.drawn, since.drawn, -1))
+        return found
 
     def state(self) -> LoaderState:
         """Return the position as a state, without what the whole run knows."""
@@ -111,26 +110,26 @@ class PassProgress:
 class OfEpoch(NamedTuple):
     """What this process knows of the deliveries of an epoch."""
 
-    known: tuple[Leg, ...] = ()
-    """Legs from a saved state, or from the last certificate."""
-    own: tuple[Leg, ...] = ()
-    """Legs that closed passes have delivered since then."""
+    known: Account = MappingProxyType({})
+    """What a saved state, or the last certificate, says."""
+    own: Account = MappingProxyType({})
+    """What the closed passes have delivered since then."""
     passes: tuple[tuple[PassProgress, Standing], ...] = ()
     """The other passes, and where each was at the last certificate, or when it was added."""
     end: int | None = None
     """The position at which the user's sampler has ended; None if no pass has seen it."""
 
     def settled(self, *, open_too: bool = False) -> OfEpoch:
-        """Return the same, with the closed passes, or all, replaced by their legs."""
+        """Return the same, with the closed passes, or all, added to `own`."""
         done: list[tuple[PassProgress, Standing]] = []
         kept: list[tuple[PassProgress, Standing]] = []
         for entry in self.passes:  # asked once each: a pass may be closed by the garbage collector at any moment
             (done if open_too or entry[0].closed else kept).append(entry)
         if not done:
             return self
-        own = folded([*self.own, *(leg for progress, since in done for leg in progress.legs(since))])
+        own = added(self.own, *(progress.account(since) for progress, since in done))
         end = next((progress.at.samples for progress, _ in reversed(self.passes) if progress.at.ended), self.end)
-        return OfEpoch(self.known, tuple(own), tuple(kept), end)
+        return OfEpoch(self.known, own, tuple(kept), end)
 
 
 class Deliveries:
@@ -149,12 +148,11 @@ class Deliveries:
         self._epochs: dict[int, OfEpoch] = {}
         self._open: set[int] = set()
         if loaded is not None:
-            legs = (Leg(*row) for row in loaded.certificate)
-            known = tuple(leg for leg in legs if leg.epoch == loaded.epoch)
-            self._epochs[loaded.epoch] = OfEpoch(known, end=loaded.samples if loaded.ended else None)
+            end = loaded.samples if loaded.ended else None
+            self._epochs[loaded.epoch] = OfEpoch(loaded.certificate, end=end)
 
     def count(self, progress: PassProgress) -> None:
-        """Count what a pass delivers from now on. Of closed passes only the legs are kept."""
+        """Count what a pass delivers from now on. Of closed passes only the sums are kept."""
         for epoch in sorted(self._open):
             self._epochs[epoch] = self._epochs[epoch].settled()
         found = self._epochs.get(progress.epoch, OfEpoch())
@@ -163,11 +161,11 @@ class Deliveries:
         self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
 
     def of(self, epoch: int) -> OfEpoch:
-        """Return what this process knows of the deliveries of an epoch, with all passes as legs."""
+        """Return what this process knows of the deliveries of an epoch, with all passes added up."""
         return self._epochs.get(epoch, OfEpoch()).settled(open_too=True)
 
-    def replace(self, epoch: int, known: list[Leg]) -> None:
-        """Replace the legs of this rank by the legs of all ranks."""
+    def replace(self, epoch: int, known: Account) -> None:
+        """Replace what this rank has delivered by what all ranks have."""
         found = self._epochs.get(epoch, OfEpoch())
         passes = tuple((progress, progress.at) for progress, _ in found.passes)
-        self._epochs[epoch] = OfEpoch(tuple(known), (), passes, found.end)
+        self._epochs[epoch] = OfEpoch(known, passes=passes, end=found.end)

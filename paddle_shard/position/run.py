@@ -15,14 +15,21 @@ import paddle.io
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.certificate import Account, Certificate, folded, merge, proof
+from paddle_shard.plan.certificate import (
+    Certificate,
+    Delivered,
+    account_from_json,
+    account_to_json,
+    added,
+    certify,
+    merged,
+)
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
-from paddle_shard.plan.partition import place_of_row, row_of_place
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shard_plan import ShardPlan, Where
+from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, positions_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, grown
-from paddle_shard.plan.step import Step, all_rows
+from paddle_shard.plan.step import Step
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
 from paddle_shard.position.record import Deliveries, PassProgress, numbers
@@ -145,7 +152,7 @@ class Run:
         source, plan = self._source, self._plan_from(start)
         num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
         if source.stream is not None:
-            left = source.stream.batches.steps_left(start)
+            left = source.stream.steps_left(start)
             num_steps = None if left is None else start.steps + left
         if plan is not None:
             segments = plan.segments or ((0, plan.batch_size),)
@@ -155,19 +162,22 @@ class Run:
             segments = start.continued(source.batch_size)
         return PassProgress(start, segments, self._place, num_steps, plan)
 
-    def delivered(self, progress: PassProgress, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64]) -> None:
+    def delivered(
+        self, progress: PassProgress, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64], lost: int
+    ) -> None:
         """Note that a pass has delivered a batch.
 
         Args:
             progress: Of the pass.
             batch: The global batch.
             ids: The samples in this process's slice of it.
+            lost: How many more could not be read.
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
         if not progress.counted:
             self._count(progress)
-        progress.deliver(batch, ids, drawn=not self._source.split)
+        progress.deliver(batch, ids, lost, drawn=not self._source.split)
 
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
@@ -210,8 +220,8 @@ class Run:
         if newest is None and state.sampler is None and isinstance(batches, UserBatches):
             state = replace(state, sampler=batches.snapshot())
         found = self._deliveries.of(state.epoch)
-        legs = tuple(folded([*found.known, *found.own]))
-        return replace(state, fingerprint=batches.fingerprint(), certificate=legs, history=self.history)
+        account = added(found.known, found.own)
+        return replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
 
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
@@ -313,29 +323,23 @@ class Run:
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
-        found = plan.where(epoch=epoch, sample=sample)
-        if isinstance(found, list):
-            places = (self._delivered_at(plan, epoch, place) for place in found)
+        positions = positions_of(plan, epoch, sample)
+        places = [self._delivered_at(plan, epoch, position) for position in positions]
+        if isinstance(plan.ordering, Mixing):
             return [place for place in places if place is not None]
-        return None if found is None else self._delivered_at(plan, epoch, found)
+        return places[0]
 
-    def _delivered_at(self, plan: ShardPlan, epoch: int, place: Where) -> Where | None:
-        """Return where a row of the plan is delivered; None if it is left out."""
-        if place.data_rank is None or place.row is None:
-            return place
-        ranks, order, skips = plan.num_data_ranks, plan.order(epoch=epoch), self.skips
-        num_rows, micro_size = plan.num_rows(step=place.step), plan.micro_size(step=place.step)
-        row = row_of_place(place.data_rank, place.row, num_rows, ranks, micro_size)
-        sample = order(np.array([plan.first_position(step=place.step) + row]))[0]
-        step = step_of_plan(plan, epoch, place.step, skips, all_rows, self._source.batches.deal)
+    def _delivered_at(self, plan: ShardPlan, epoch: int, position: int) -> Where | None:
+        """Return where the sample at a position is delivered; None if the tail drops it, or the user leaves it out."""
+        number = plan.step_of(position=position)
+        if number >= plan.num_steps:
+            return None
+        step = step_of_plan(plan, epoch, number, self.skips, deal=self._source.batches.deal)
         if step is None:
             return None
-        found = np.asarray(step.ids) == sample
+        found = np.asarray(step.ids) == plan.order(epoch=epoch)(np.array([position]))[0]
         rows = np.flatnonzero(found if step.real is None else found & step.real)
-        if not len(rows):
-            return None
-        data_rank, local = place_of_row(int(rows[0]), num_rows, ranks, micro_size)
-        return Where(step=place.step, data_rank=data_rank, row=local)
+        return place_of(plan, number, int(rows[0])) if len(rows) else None
 
     def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
         """Leave out steps and samples, in passes that begin from now on."""
@@ -374,13 +378,18 @@ class Run:
                 "nothing. Call it on the ranks of the meshes, all of them."
             )
         of_epochs = [self._deliveries.of(one) for one in epochs]
-        said = [Account(self._place, one.known, one.own) for one in of_epochs]
+        # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
+        nothing = {} if self._place is None else {self._place: Delivered()}
+        said = [[account_to_json(one.known), account_to_json({**nothing, **one.own})] for one in of_epochs]
         told = gathered(said, self._ranks, self._timeout, "certificate()")
-        accounts = {one: [Account(*rank[at]) for rank in told] for at, one in enumerate(epochs)}
+        accounts = {
+            one: [(account_from_json(rank[at][0]), account_from_json(rank[at][1])) for rank in told]
+            for at, one in enumerate(epochs)
+        }
         own = f"the loader's {type(self._sampler).__name__}"
-        found = proof(accounts[epoch], epoch, plan, self.skips, of_epochs[epochs.index(epoch)].end, own)
+        found = certify(accounts[epoch], epoch, plan, self.skips, of_epochs[epochs.index(epoch)].end, own)
         for one in epochs:
-            self._deliveries.replace(one, merge(accounts[one])[0])
+            self._deliveries.replace(one, merged(accounts[one])[0])
         return found
 
 

@@ -95,8 +95,8 @@ class Batch:
         lost = 0 if self.skipped is None else int(np.count_nonzero(self.skipped & self.served()))
         return self.step.left_out + lost
 
-    def own_ids(self, layout: Any, *, local: bool) -> Ids:
-        """Return the ids of the samples in this process's slice, without padding.
+    def own_ids(self, layout: Any, *, local: bool) -> tuple[Ids, int]:
+        """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
 
         Args:
             layout: Layout of the field whose rows this rank reads.
@@ -104,12 +104,14 @@ class Batch:
         """
         ids = self.step.ids
         if local or len(ids) != self.num_rows:
-            return ids
+            return ids, 0
         if not layout.on_mesh:
-            return []
-        mine = self.rows.positions(layout)
+            return [], 0
+        mine, lost = self.rows.positions(layout), 0
+        if self.skipped is not None:
+            lost = int(np.count_nonzero((self.skipped & self.served())[mine]))
         if self.real is not None or self.skipped is not None:
             mine = mine[self.valid()[mine]]
         if len(mine) == len(ids):
-            return ids
-        return ids[mine] if isinstance(ids, np.ndarray) else [ids[position] for position in mine.tolist()]
+            return ids, lost
+        return (ids[mine] if isinstance(ids, np.ndarray) else [ids[position] for position in mine.tolist()]), lost

@@ -21,7 +21,7 @@ from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Stage
 
 _END = object()

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.plan.order import Indices
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Indices, Permutation
+from paddle_shard.plan.shuffle import Permutation
 
 VERSION = 1
 

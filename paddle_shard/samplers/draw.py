@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
-from paddle_shard.plan.certificate import as_ids
+from paddle_shard.plan.seeding import as_ids
 from paddle_shard.samplers.randomness import PrivateRandomness
 
 Drawn = tuple[list[Any], Any]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, global_batch
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
@@ -47,21 +47,6 @@ class IndexBatches:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
         batches = self.epoch(start.epoch, start)
         return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=self.deal, compared=compared)
-
-
-def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
-    """Return the global batch of a plan at a step of an epoch."""
-    num_rows = plan.num_rows(step=step)
-    num_real = min(num_rows, plan.num_positions - plan.first_position(step=step))
-    all_real = num_real == num_rows and not plan.ordering.pads_first
-    return GlobalBatch(
-        number=step,
-        num_rows=num_rows,
-        micro_size=plan.micro_size(step=step),
-        num_real=num_real,
-        take=lambda rows: plan.take(epoch=epoch, step=step, rows=rows),
-        valid=None if all_real else lambda rows: plan.valid(epoch=epoch, step=step, rows=rows),
-    )
 
 
 class PlanBatches(IndexBatches):

@@ -138,7 +138,7 @@ def test_at_every_line_of_next_the_state_is_that_of_what_the_user_has(kind, opti
             sys.settrace(None)
             state = loader.state_dict()
             sys.settrace(at_line)
-            counted = sum(leg[5] for leg in state["certificate"]) if kind == "map" else 8 * received
+            counted = sum(total[1] for *_, total in state["certificate"]) if kind == "map" else 8 * received
             if (state["steps"], state["samples"], counted) != (received, 8 * received, 8 * received):
                 wrong.add(f"{os.path.basename(path)}:{frame.f_lineno}")
         return at_line

@@ -1,5 +1,8 @@
 """What a run has missed or repeated is found."""
 
+import json
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,14 +12,13 @@ from paddle_shard import ShardPlan
 from paddle_shard.plan.certificate import (
     ALL,
     DRAWN,
-    Account,
-    Leg,
-    Tally,
+    Delivered,
+    account_from_json,
+    account_to_json,
+    added,
     certify,
-    expected_of_plan,
-    folded,
-    id_sums,
-    merge,
+    merged,
+    total_of,
 )
 from paddle_shard.plan.skips import Skips
 
@@ -24,27 +26,25 @@ PLAN = ShardPlan(num_samples=100, batch_size=10, num_data_ranks=2, shuffle=True)
 
 
 def leg(ids, first, end, data_rank=0, num_data_ranks=1):
-    return Leg(0, first, end, data_rank, num_data_ranks, *Tally().added(list(ids)).total)
+    """The account of one pass over positions [first, end), in which a data rank should get its part of them."""
+    of_rank = (end - first) // num_data_ranks
+    return {(data_rank, num_data_ranks): Delivered(((first, end),), (), total_of(list(ids), of_rank))}
 
 
 def samples(first, end):
     return PLAN.samples(epoch=0, first=first, end=end).tolist()
 
 
-def account(*legs):
-    """Of a rank that has delivered the last of them itself."""
-    return Account(legs[-1][3:5] if legs else None, legs[:-1], folded(legs[-1:]))
-
-
-def judged(*accounts):
-    accounts = [one if isinstance(one, Account) else account(one) for one in accounts]
-    return certify(accounts, 0, 100, expected_of_plan(PLAN, 0, Skips()))
+def judged(*of_ranks):
+    """Each is what a rank has delivered itself, or that after what it knows."""
+    accounts = [one if isinstance(one, tuple) else ({}, one) for one in of_ranks]
+    return certify(accounts, 0, PLAN, Skips())
 
 
 def test_stretches_on_different_meshes_add_up():
     half = samples(0, 40)
     certificate = judged(
-        account(leg(half[:25], 0, 40, 0, 2), leg(half[25:], 0, 40, 1, 2), leg(samples(40, 100), 40, 100)),
+        (added(leg(half[:20], 0, 40, 0, 2), leg(half[20:], 0, 40, 1, 2)), leg(samples(40, 100), 40, 100)),
     )
 
     assert certificate.exact, certificate
@@ -58,17 +58,17 @@ def test_replicas_count_once_and_must_agree():
     assert judged(mine, mine, mine).exact
     other = leg([*samples(0, 99), 1], 0, 100)
     assert "replicas of data rank 0 delivered different samples" in str(judged(mine, other))
-    assert "replicas of data rank 0 delivered different samples" in str(judged(mine, Account((0, 1), [], [])))
+    assert "replicas of data rank 0 delivered different samples" in str(judged(mine, {(0, 1): Delivered()}))
 
 
 def test_what_replicas_delivered_by_several_iterators_must_agree_too():
     whole, part = leg(samples(0, 100), 0, 100), leg(samples(0, 30), 0, 30)
-    twice = Account((0, 1), [], folded([whole, part]))
+    twice = added(whole, part)
 
     assert "positions [0, 30) were delivered again" in str(judged(twice, twice))
-    assert "or a different number" in str(judged(twice, Account((0, 1), [], [whole])))
-    again = judged(Account((0, 1), [], folded([whole, whole])))
-    assert str(again).endswith("positions [0, 100) were delivered 2 times")
+    assert "or a different number" in str(judged(twice, whole))
+    again = judged(added(whole, whole))
+    assert str(again).endswith("positions [0, 100) were delivered again")
     assert (again.delivered, again.repeated) == (200, 100)
 
 
@@ -83,7 +83,7 @@ def test_what_replicas_delivered_by_several_iterators_must_agree_too():
     ],
 )
 def test_gaps_and_overlaps_are_counted(legs, text, counts):
-    certificate = judged(Account((0, 1), [], [leg(samples(*stretch), *stretch) for stretch in legs]))
+    certificate = judged(added(*(leg(samples(*stretch), *stretch) for stretch in legs)))
 
     assert not certificate.exact
     assert text in str(certificate)
@@ -115,58 +115,83 @@ def test_a_data_rank_whose_leg_is_missing_is_named():
 
 def test_merging_again_changes_nothing_and_keeps_it_small():
     parts = [leg(samples(k, k + 10), k, k + 10) for k in range(0, 100, 10)]
-    merged, problems = merge([account(*parts)])
+    found, problems = merged([({}, added(*parts))])
 
     assert problems == []
-    assert len(merged) == 1
-    assert merge([Account(None, merged, [])] * 2) == (merged, [])
+    assert list(found) == [ALL]
+    assert found[ALL].once == ((0, 100),)
+    assert merged([(found, {})] * 2) == (found, [])
+    assert account_from_json(json.loads(json.dumps(account_to_json(found)))) == found
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 30)), min_size=1, max_size=8), st.randoms())
+def test_an_account_is_the_same_in_whatever_order_it_is_added_up(stretches, rng):
+    """The oracle counts positions one by one."""
+    ends = [(first, min(100, first + size)) for first, size in stretches]
+    legs = [leg(samples(*stretch), *stretch) for stretch in ends]
+    cut = rng.randrange(len(legs) + 1)
+    parts = added(*legs[:cut]), added(*legs[cut:])
+    times = Counter(position for stretch in ends for position in range(*stretch))
+    found = judged(added(*legs))
+
+    assert added(*parts) == added(*parts[::-1]) == added(*legs)
+    assert (found.missed, found.repeated) == (100 - len(times), times.total() - len(times))
+    again = {p for first, end in added(*legs)[0, 1].again for p in range(first, end)}
+    assert again == {position for position, count in times.items() if count > 1}
+    assert found.exact == (list(times.values()) == [1] * 100)
 
 
 def test_an_account_stays_small_however_often_an_epoch_is_begun_again():
-    legs, count, furthest = [], 0, 0
+    account, count, furthest = {}, 0, 0
     for end in [*range(1, 61), *[30] * 60]:
-        legs = folded([*legs, leg(samples(0, end), 0, end)])
+        account = added(account, leg(samples(0, end), 0, end))
         count, furthest = count + end, max(furthest, end)
-        found = judged(Account((0, 1), [], legs))
+        found = judged(account)
         assert (found.delivered, found.repeated, found.missed) == (count, count - furthest, 100 - furthest)
         assert found.repeated or end == 1
 
-    assert len(legs) <= 17
+    assert len(json.dumps(account_to_json(account))) < 200
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=20))
 def test_sums_do_not_depend_on_the_order_but_on_every_id(ids):
     array = np.array(ids)
 
-    assert id_sums(array) == id_sums(array[::-1])
-    assert id_sums(array) != id_sums(np.append(array[1:], array[0] ^ 1))
+    assert total_of(array) == total_of(array[::-1])
+    assert total_of(array) != total_of(np.append(array[1:], array[0] ^ 1))
 
 
 def test_ids_may_be_anything():
-    tally, other = Tally().added(["a", ("b", 1), 3]), Tally().added([3, "a", ("b", 1)])
-
-    assert tally.total == other.total
+    assert total_of(["a", ("b", 1), 3]) == total_of([3, "a", ("b", 1)])
 
 
 def drawn(ids, first, end):
-    return Leg(0, first, end, DRAWN, 1, *Tally().added(list(ids)).total)
+    return {DRAWN: Delivered(((first, end),), (), total_of(list(ids), end - first))}
 
 
 def of_a_sampler(*accounts, end=6):
-    return certify(accounts, 0, end, None, "a Sampler")
+    return certify(accounts, 0, None, Skips(), end, "a Sampler")
 
 
 def test_what_a_sampler_drew_is_to_be_delivered_as_often_as_it_was_drawn():
     all_of_it, mine, others = drawn([7, 7, 9, 1, 2, 3], 0, 6), leg([7, 7, 9], 0, 6, 0, 2), leg([1, 2, 3], 0, 6, 1, 2)
-    ranks = Account((0, 2), [], [mine, all_of_it]), Account((1, 2), [], [others, all_of_it])
+    ranks = ({}, mine | all_of_it), ({}, others | all_of_it)
 
     assert str(of_a_sampler(*ranks)) == "epoch 0: each of 6 samples that a Sampler drew exactly once"
     assert "has not ended after position 6" in str(of_a_sampler(*ranks, end=None))
     assert "positions [6, 8) were not delivered" in str(of_a_sampler(*ranks, end=8))
-    wrong = Account((1, 2), [], [leg([1, 2, 7], 0, 6, 1, 2), all_of_it])
+    wrong = {}, leg([1, 2, 7], 0, 6, 1, 2) | all_of_it
     assert "some samples were missed and as many repeated" in str(of_a_sampler(ranks[0], wrong))
-    parted = Account((1, 2), [], [others, drawn([7, 7, 9, 1, 2, 4], 0, 6)])
-    assert "the samplers drew different samples on some ranks in [0, 6)" in str(of_a_sampler(ranks[0], parted))
-    known, _ = merge(ranks)
-    assert [(leg.data_rank, leg.first, leg.end) for leg in known] == [(DRAWN, 0, 6), (ALL, 0, 6)]
-    assert of_a_sampler(Account(None, known, [])).exact
+    parted = {}, others | drawn([7, 7, 9, 1, 2, 4], 0, 6)
+    assert "the samplers drew different samples on some ranks" in str(of_a_sampler(ranks[0], parted))
+    known, _ = merged(ranks)
+    assert [(owner, known[owner].once) for owner in sorted(known)] == [(DRAWN, ((0, 6),)), (ALL, ((0, 6),))]
+    assert of_a_sampler((known, {})).exact
+
+
+def test_what_the_states_of_two_ranks_tell_apart_is_not_proved():
+    whole, part = leg(samples(0, 100), 0, 100), leg(samples(0, 30), 0, 30)
+
+    assert "the states that the ranks have loaded differ in what data rank 0 delivered" in str(
+        judged((whole, {}), (part, {}))
+    )

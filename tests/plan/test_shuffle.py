@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.plan import shuffle
+from paddle_shard.plan.order import BLOCK
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation, Permutations
 from tests.extras import Lazy
@@ -77,7 +78,7 @@ def test_threads_that_share_an_order_get_its_samples():
 
     def read(seed):
         for block, within in np.random.RandomState(seed).randint(0, (3, 4000), (10_000, 2)).tolist():
-            start = block * shuffle.BLOCK + within  # each block throws the last one out
+            start = block * BLOCK + within  # each block throws the last one out
             if not np.array_equal(order.between(start, start + 8), expected[start : start + 8]):
                 wrong.append(start)
 
