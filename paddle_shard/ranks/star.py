@@ -216,7 +216,7 @@ class StarGroup(Group):
             self.close()
 
 
-def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None) -> Group:
+def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> Group:
     """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
 
     With more than `MAX_STAR` ranks on several hosts, it has two levels: the ranks of a host, and the first rank of each
@@ -226,15 +226,13 @@ def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: 
         ranks: Global ranks, ascending, including that of this process; at least two.
         key: A name that is the same on all of them and is used once in a job.
         timeout: Seconds to wait for the others in one call.
-        hosts: Host of each global rank; None: taken from the launcher's environment.
 
     Raises:
         ArgumentError: The environment does not tell where the ranks meet.
     """
     size, me = dist.get_world_size(), dist.get_rank()
     rendezvous = rendezvous_of(ranks)
-    if hosts is None:
-        hosts = hosts_of_ranks() or [rendezvous.host] * size
+    hosts = hosts_of_ranks() or [rendezvous.host] * size
 
     def connect_store(wanted: Callable[[], bool]) -> Any:
         return rendezvous.store(size, timeout, wanted)
