@@ -172,15 +172,12 @@ class _Follower:
     def _accept(self) -> bool:
         try:
             connection = noted(lambda: self._socket.accept()[0])
-        except OSError as error:
-            raise_if_a_handlers(error)
-            return isinstance(error, BlockingIOError)  # else too many files are open, most likely
-        try:
             _check_user(connection)
-        except PermissionError as error:
-            raise_if_a_handlers(error)
-            connection.close()
+        except (BlockingIOError, PermissionError):
             return True
+        except OSError as error:  # most likely, too many files are open
+            raise_if_a_handlers(error)
+            return False
         connection.setblocking(False)
         self._socket.close()
         self._socket, self._connected = connection, True
@@ -298,4 +295,5 @@ def _check_user(connection: socket.socket) -> None:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     if user != os.geteuid():
+        connection.close()
         raise PermissionError(f"the process at the other end belongs to user {user}, not to {os.geteuid()}")

@@ -205,11 +205,9 @@ class _Received(Executor):
             raise _ReadYourselfError
         step = self.steps.popleft()
         if kind == FAILED:
-            self.close()
             raise content.error(step)
         found: Batch = content
         if _key_of(found.step) != _key_of(step):
-            self.close()
             raise DifferentDataError(
                 f"step {step.number}: {self._named}, has read other samples than this rank's sampler asks for "
                 "(replicas=). Seed the sampler alike on all ranks."
