@@ -156,6 +156,16 @@ class Agreement:
         with self._changed:
             return self._notes.pop(step, [])
 
+    def exchange(self, payload: str) -> list[str]:
+        """Return what all ranks say, by rank. The pass consists of this: it has one step, of which each has a note."""
+        self.note(payload)
+        self.announce_ok()
+        try:
+            self.deliver(0)
+            return [said for _, said in sorted(self.take_notes(0))]
+        finally:
+            self.close()
+
     def announce_ok(self, steps: int = 1) -> None:
         """Announce that the next step, or the next `steps`, can be served with real rows."""
         self._announce(OK, steps=steps)

@@ -65,7 +65,6 @@ def connected(host: str, port: int, timeout: float) -> socket.socket:
             peer.connect(address)
             return peer
         except OSError as error:
-            raise_if_a_handlers(error)
             peer.close()
             failure = error
     raise failure
@@ -108,7 +107,6 @@ class Rendezvous:
                 connected(self.host, self.port, timeout).close()
                 break
             except OSError as error:
-                raise_if_a_handlers(error)
                 if self.early and wanted() and time.monotonic() < deadline:
                     time.sleep(_PAUSE)
                     continue

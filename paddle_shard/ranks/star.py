@@ -21,7 +21,7 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.ranks.group import FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
 
@@ -34,7 +34,10 @@ MAX_STAR = 64
 
 
 class StarGroup(Group):
-    """A group over TCP. Construction sends nothing: the first call connects."""
+    """A group over TCP. Construction sends nothing: the first call connects.
+
+    All calls are made in a thread of its own, so no exception is one that a signal handler has raised.
+    """
 
     def __init__(
         self,
@@ -90,8 +93,7 @@ class StarGroup(Group):
             result = merge([parts[position] for position in range(self.size)])
             for position in self._peers:
                 _send(self._peers[position], FINE, result, deadline)
-        except OSError as error:
-            raise_if_a_handlers(error)
+        except OSError:
             raise self._lose({position}, "has ended or was killed") from None
         return result
 
@@ -102,11 +104,9 @@ class StarGroup(Group):
             with contextlib.suppress(ConnectionError):  # what rank 0 sent before it left can still be read
                 _send(root, FINE, payload, deadline)
             kind, answer = _receive(root, deadline + _GRACE)
-        except TimeoutError as error:
-            raise_if_a_handlers(error)
+        except TimeoutError:
             raise self._lose({0}, f"did not respond for {self.timeout:g} s", self.timeout) from None
-        except OSError as error:
-            raise_if_a_handlers(error)
+        except OSError:
             raise self._lose({0}, "has ended or was killed") from None
         if kind == LOST:
             raise loss(answer)
@@ -180,11 +180,9 @@ class StarGroup(Group):
             peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
         except PeerLostError:
             raise
-        except TimeoutError as error:
-            raise_if_a_handlers(error)
+        except TimeoutError:
             raise self._lose({0}, f"did not connect within {self.timeout:g} s", self.timeout) from None
         except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
-            raise_if_a_handlers(error)
             raise self._lose({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)
 
