@@ -45,7 +45,6 @@ def replicas_of(
     together = [one for one in sorted(ranks) if hosts[one] == hosts[me] and _rows_of(one, source, layouts) == rows]
     return Replicas(
         ranks=tuple(together) if len(together) > 1 else (),
-        timeout=options.timeout,
         measured=not asked and source.stream is None and not options.dataloader.num_workers,
     )
 

@@ -16,7 +16,7 @@ import paddle.distributed as dist
 from paddle_shard.errors import DifferentDataError, PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
-from paddle_shard.ranks.agreement import Agreement
+from paddle_shard.ranks.agreement import NOTICE, Agreement
 from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.digest import digest
@@ -34,8 +34,6 @@ _LOOK_SECONDS = 0.05
 """Seconds between two looks at the agreement while no message comes."""
 _GRACE = 5.0
 """Seconds in which the agreement may say that it is another rank that has not come, before the leader is blamed."""
-_NOTICE = 5.0
-"""Seconds after which a rank that waits says so, once a pass."""
 
 
 class LeaderStoppedError(PeerLostError):
@@ -53,8 +51,6 @@ class Replicas:
     ranks: tuple[int, ...] = ()
     """Global ranks of this host that read the same samples, ascending; the first reads for all. Empty: each rank reads
     for itself."""
-    timeout: float = 0.0
-    """Seconds for which the leader may be silent."""
     measured: bool = False
     """True if the leader looks whether reading costs more than handing on (`replicas="auto"`)."""
     on_each: bool = False
@@ -117,18 +113,14 @@ class Publishing(Wrapper):
             what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
             raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
         if self._replicas.measured:
-            self._measure(read - began, time.perf_counter() - read)
+            self._took.append((read - began, time.perf_counter() - read))
+        if len(self._took) == _TRIALS:
+            reading, sending = np.min(self._took[1:], axis=0)  # on a busy host, a follower that is woken runs at once
+            self._took.clear()
+            if reading < sending:
+                self._replicas.on_each = True
+                self._end(READ_YOURSELF)
         return found
-
-    def _measure(self, reading: float, sending: float) -> None:
-        self._took.append((reading, sending))
-        if len(self._took) < _TRIALS:
-            return
-        reading, sending = np.min(self._took[1:], axis=0)  # on a busy host, a follower that is woken runs at once
-        self._took.clear()
-        if reading < sending:
-            self._replicas.on_each = True
-            self._end(READ_YOURSELF)
 
     def _end(self, kind: int) -> None:
         """Send the last message of the pass."""
@@ -281,7 +273,7 @@ class _Received(Executor):
             LeaderStoppedError: The pass is over, or a rank is lost.
             PeerLostError: The leader has said nothing for too long.
         """
-        timeout = self._replicas.timeout
+        timeout = self._agreement.timeout
         if self._closed or self._agreement.is_decided:
             raise self._stopped()
         if waited > timeout + (0.0 if self._receiver else _GRACE):
@@ -291,7 +283,7 @@ class _Received(Executor):
                 [self._leader],
                 timeout,
             )
-        if waited > _NOTICE and not self._noticed:
+        if waited > NOTICE and not self._noticed:
             self._noticed = True
             logging.getLogger("paddle_shard").warning(
                 f"global rank {dist.get_rank()} has waited {waited:.0f} s for a batch from global rank {self._leader}, "
