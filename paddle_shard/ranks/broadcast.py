@@ -260,17 +260,19 @@ class Receiver(Channel):
         return found
 
 
-def connected(name: str, follower: int) -> Receiver:
+def connected(name: str | None, follower: int) -> Receiver:
     """Return a connection to a leader's pass.
 
     Args:
-        name: Name of the pass.
+        name: Name of the pass; None: it is not known yet.
         follower: This rank's position among those that the leader reads for.
 
     Raises:
         BlockingIOError: The pass is not open (yet).
         OSError: It cannot be reached, or belongs to another user.
     """
+    if name is None:
+        raise BlockingIOError
     connection = noted(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         connection.setblocking(False)

@@ -230,11 +230,11 @@ class _Received(Executor):
 
     def _receive(self) -> tuple[int, Any]:
         """Return the next message."""
-        began = time.monotonic()
+        began, position = time.monotonic(), self._replicas.ranks.index(dist.get_rank()) - 1
         while True:
             try:
                 if self._receiver is None:
-                    self._receiver = self._connected()
+                    self._receiver = connected(self._agreement.name_of(self._leader), position)
                 (message,) = self._receiver.receive(_failed)
                 return message  # type: ignore[no-any-return]
             except BlockingIOError:  # the leader has not opened the pass yet, or is reading
@@ -243,28 +243,15 @@ class _Received(Executor):
                 raise_if_a_handlers(error)
                 if self._closed:
                     raise self._stopped() from None
-                raise PeerLostError.of(f"{self._named}, has left its loop or was killed.", [self._leader]) from None
+                how = "has left its loop or was killed."
+                if self._receiver is None:
+                    how = f"cannot be reached on this host: {error}. With replicas='each', every rank reads for itself."
+                raise PeerLostError.of(f"{self._named}, {how}", [self._leader]) from error
             self._check(waited)
             if self._receiver is not None:
                 self._receiver.wait(_LOOK_SECONDS)
             else:
                 time.sleep(min(0.001 + waited, _LOOK_SECONDS))
-
-    def _connected(self) -> Receiver:
-        name = self._agreement.name_of(self._leader)
-        if name is None:
-            raise BlockingIOError
-        try:
-            return connected(name, self._replicas.ranks.index(dist.get_rank()) - 1)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise_if_a_handlers(error)
-            raise PeerLostError.of(
-                f"{self._named}, cannot be reached on this host: {error}. With replicas='each', every rank reads for "
-                "itself.",
-                [self._leader],
-            ) from error
 
     def _check(self, waited: float) -> None:
         """See what has become of the others while no message comes.

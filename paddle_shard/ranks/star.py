@@ -10,6 +10,7 @@ kernel reports a dead process on any host, and this module sets every deadline. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import select
 import socket
@@ -216,8 +217,7 @@ def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> Group:
     rendezvous = rendezvous_of(ranks)
     hosts = hosts_of_ranks() or [rendezvous.host] * size
 
-    def connect_store(wanted: Callable[[], bool]) -> Any:
-        return rendezvous.store(size, timeout, wanted)
+    connect_store = functools.partial(rendezvous.store, size, timeout)
 
     def star(members: Sequence[int], name: str) -> StarGroup:
         # The store's host is known to be reachable; for other hosts, use the launcher's names.

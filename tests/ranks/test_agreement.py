@@ -443,6 +443,23 @@ def test_loops_in_another_order_are_an_error_that_names_both():
         assert "loader: training on global rank 0, evaluation on global rank 1" in str(error)
 
 
+def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_that_names_both():
+    for table in (False, True):
+        ranks = pair(size=3, table=table)
+        said = [f"{'x' * 10**5} of {rank}" for rank in range(3)]
+        for _ in range(3):
+            heard = together(*(lambda c=c, s=s: c.open(Terms()).exchange(s) for c, s in zip(ranks, said, strict=True)))
+            assert heard == [said] * 3
+    first, second = pair()
+    told = together(
+        lambda: first.open(Terms(label="certificate()")).exchange("mine"),
+        lambda: iterate(second.open(Terms(label="training"))),
+    )
+    for error in told:
+        assert isinstance(error, ArgumentError)
+        assert "loader: certificate() on global rank 0, training on global rank 1" in str(error)
+
+
 def test_a_silent_rank_is_named_at_the_deadline():
     first, second, third = pair(timeout=0.5, size=3)
     silent = second.open(Terms())
