@@ -158,9 +158,9 @@ class Agreement:
 
     def exchange(self, payload: str) -> list[str]:
         """Return what all ranks say, by rank. The pass consists of this: it has one step, of which each has a note."""
-        self.note(payload)
-        self.announce_ok()
         try:
+            self.note(payload)
+            self.announce_ok()
             self.deliver(0)
             return [said for _, said in sorted(self.take_notes(0))]
         finally:

@@ -117,14 +117,10 @@ class _Follower:
         self._connected = False
         self._socket = noted(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         """Listens until the follower has connected, then it is the connection."""
-        try:
-            self._socket.setblocking(False)
-            self._socket.bind(address)
-            self._socket.listen(1)
-            _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self.go_on)
-        except BaseException:
-            self.close()
-            raise
+        self._socket.setblocking(False)
+        self._socket.bind(address)
+        self._socket.listen(1)
+        _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self.go_on)
 
     def send(self, frame: bytes | bytearray, memory: Slots | None = None) -> None:
         """Send a frame now or later; never waits.

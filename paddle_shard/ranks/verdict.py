@@ -229,25 +229,6 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
 
 
-def _difference(name: str, where: str, digests: Mapping[int, int]) -> errors.DifferentDataError:
-    """Return the error that says which global ranks have read different data.
-
-    Args:
-        name: Name of the loader.
-        where: The step, as the beginning of a sentence.
-        digests: Global rank -> digest of what it has read.
-    """
-    return errors.DifferentDataError(
-        f"{where} of {name}, {' and '.join(_holders(digests).values())} have read different data. Each must read the "
-        "same stream, or draw the same "
-        "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use the "
-        "same seed on all ranks for every random generator in it: its own generators, or Paddle's "
-        "(dataset.seed_paddle = True); and, with balance=, the same costs. "
-        "The global generators of numpy and Python are already seeded. If each rank has its own data, set "
-        "is_dataset_splitted=True."
-    )
-
-
 def error_of(
     verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms
 ) -> errors.PaddleShardError | None:
@@ -267,11 +248,17 @@ def error_of(
             "arguments and data, and start every loop on all of them, in the same order."
         )
     if not verdict.same:
-        differing = terms.first_difference(list(ranks.values()))
-        if differing is None:  # so long ago that no rank keeps the digests
-            return _difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
-        first, digests = differing
-        return _difference(name, f"At step {terms.first_step + first}", dict(zip(ranks, digests, strict=True)))
+        # None: they have differed for so long that no rank keeps the digests.
+        first, digests = terms.first_difference(list(ranks.values())) or (None, [0] * len(ranks))
+        where = f"Before step {at}" if first is None else f"At step {terms.first_step + first}"
+        who = " and ".join(_holders(dict(zip(ranks, digests, strict=True))).values())
+        return errors.DifferentDataError(
+            f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
+            "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use "
+            "the same seed on all ranks for every random generator in it: its own generators, or Paddle's "
+            "(dataset.seed_paddle = True); and, with balance=, the same costs. The global generators of numpy and "
+            "Python are already seeded. If each rank has its own data, set is_dataset_splitted=True."
+        )
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]
         failure = errors.AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
