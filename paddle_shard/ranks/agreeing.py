@@ -18,7 +18,7 @@ from paddle_shard.ranks.broadcast import own_name
 from paddle_shard.ranks.group import PASSES, Group, ProgressTable
 from paddle_shard.ranks.star import group_of
 from paddle_shard.ranks.verdict import Terms, described
-from paddle_shard.reading.slots import Slots, mapped
+from paddle_shard.reading.channel import Slots, mapped
 
 _TOKEN = 16
 

@@ -111,7 +111,7 @@ class Publishing(Wrapper):
         except Exception as error:
             raise_if_a_handlers(error)
             what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
+            raise ReadFailure.of(error, what=what).error(found.step) from None
         if self._replicas.measured:
             self._took.append((read - began, time.perf_counter() - read))
         if len(self._took) == _TRIALS:
@@ -131,15 +131,11 @@ class Publishing(Wrapper):
     def stop(self) -> None:
         """See `Executor`."""
         self._end(STOP)
+        self._inner.stop()
 
-    def finish(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
-        self._inner.finish()
-        self._broadcast.close()
-
-    def close(self) -> None:
-        """See `Executor`."""
-        self._inner.close()
+        self._inner.close(ended=ended)
         self._broadcast.close()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -185,10 +181,13 @@ class _Received(Executor):
         """See `Executor`.
 
         Raises:
+            StopIteration: All steps that were submitted were taken.
             LeaderStoppedError: The leader has stopped, or the pass is over.
             PeerLostError: The leader is lost, or has said nothing for too long.
             DifferentDataError: The leader has read other samples.
         """
+        if not self.steps:
+            raise StopIteration
         kind, content = self._receive()
         if kind == STOP:
             raise self._stopped()
@@ -218,7 +217,7 @@ class _Received(Executor):
         if self._receiver is not None:
             self._receiver.interrupt()
 
-    def close(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
         self._closed = True
         if self._receiver is not None:
@@ -235,8 +234,7 @@ class _Received(Executor):
             try:
                 if self._receiver is None:
                     self._receiver = connected(self._agreement.name_of(self._leader), position)
-                (message,) = self._receiver.receive(_failed)
-                return message  # type: ignore[no-any-return]
+                return self._receiver.receive(_failed)  # type: ignore[no-any-return]
             except BlockingIOError:  # the leader has not opened the pass yet, or is reading
                 waited = time.monotonic() - began
             except (EOFError, OSError) as error:
@@ -288,4 +286,4 @@ def _key_of(step: Step) -> int:
 
 def _failed(error: Exception) -> tuple[int, ReadFailure]:
     raise_if_a_handlers(error)
-    return FAILED, ReadFailure.of(error, what="receiving the batch", index=None, worker=None)
+    return FAILED, ReadFailure.of(error, what="receiving the batch")
