@@ -400,7 +400,7 @@ def gathered(said: Any, ranks: tuple[int, ...], timeout: float, call: str) -> li
         PeerLostError: Another rank has not made the call.
     """
     try:
-        return [json.loads(one) for one in gather_of(ranks, json.dumps(said).encode(), timeout)]
+        return [json.loads(one) for one in gather_of(ranks, json.dumps(said), timeout, call)]
     except PeerLostError as lost:
         lost.args = (f"{call}: every rank of the meshes must call it, at the same step. {lost}",)
         raise
