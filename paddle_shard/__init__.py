@@ -14,11 +14,11 @@ from paddle_shard.plan import Blocks, MeshLayout, ShardPlan
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.inputs.stream import Stream as Stream
+    from paddle_shard.loader.api import gather_valid as gather_valid
     from paddle_shard.loader.api import patch_paddle as patch_paddle
     from paddle_shard.loader.api import shard_dataloader as shard_dataloader
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
     from paddle_shard.loader.loader import ShardDataloader as ShardDataloader
-    from paddle_shard.loader.metrics import gather_valid as gather_valid
     from paddle_shard.loader.sequence import SequenceSplit as SequenceSplit
     from paddle_shard.loader.trainer import TrainerCallback as TrainerCallback
     from paddle_shard.place.field import Balanced as Balanced
@@ -46,7 +46,7 @@ _LAZY = {
     "ShardOptions": "paddle_shard.sources.external",
     "Stream": "paddle_shard.inputs.stream",
     "TrainerCallback": "paddle_shard.loader.trainer",
-    "gather_valid": "paddle_shard.loader.metrics",
+    "gather_valid": "paddle_shard.loader.api",
     "patch_paddle": "paddle_shard.loader.api",
     "shard_dataloader": "paddle_shard.loader.api",
     "state_from_tensor": "paddle_shard.position.checkpoint",

@@ -16,7 +16,7 @@ _NUMERIC = (np.ndarray, np.generic, numbers.Number)
 _SHOWN = 60
 
 
-def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None = None) -> Any:
+def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None = None, path: str = "") -> Any:
     """Stack samples field by field; the result has the structure of a sample.
 
     This is what `paddle.io.DataLoader` does without a `collate_fn`, except that namedtuples and subclasses of
@@ -26,6 +26,7 @@ def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] 
         samples: One or more samples of the same structure: arrays, numbers, strings, and lists, tuples,
             namedtuples and dicts of them.
         stack_other: Stacks leaves of another type, such as a framework's tensors.
+        path: The field of which these are the values, for errors.
 
     Returns:
         The structure of a sample, with each array or number replaced by an array with a new first dim of
@@ -40,42 +41,36 @@ def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] 
         [array([[0., 0.],
                [1., 1.]]), array([1, 2]), ['a', 'b']]
     """
-    return _collate(samples, stack_other, "")
-
-
-def _collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None, path: str) -> Any:
     first = samples[0]
-    if isinstance(first, np.ndarray):
-        return _stack(samples, path)
     if isinstance(first, TEXT):
         _check(samples, TEXT, path)
         return list(samples)
-    if isinstance(first, numbers.Number | np.generic):
-        return _stack_numbers(samples, path)
+    if isinstance(first, _NUMERIC):
+        _check(samples, _NUMERIC, path)
+        return _stack(samples, path)
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
         if any(sample.keys() != first.keys() for sample in samples):
             keys = _some(sorted(sample, key=str) for sample in samples)
             raise ValueError(f"samples differ in their keys{_at(path)}: {keys}")
-        fields = {key: _collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]") for key in first}
+        fields = {key: collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]") for key in first}
         return rebuild(first, fields)
     if is_sequence(first):
-        if not all(issubclass(one, Sequence) and not issubclass(one, TEXT) for one in set(map(type, samples))):
-            raise _mixed(samples, path)
+        _check(samples, Sequence, path, but=TEXT)
         if any(len(sample) != len(first) for sample in samples):
             lengths = _some(map(len, samples))
             raise ValueError(f"samples differ in their number of fields{_at(path)}: {lengths}")
         columns = enumerate(zip(*samples, strict=True))
-        return rebuild(first, [_collate(column, stack_other, f"{path}[{i}]") for i, column in columns])
+        return rebuild(first, [collate(column, stack_other, f"{path}[{i}]") for i, column in columns])
     if stack_other is not None:
         return stack_other(samples)
     raise TypeError(f"cannot stack {type(first).__name__}{_at(path)}; give the loader a collate_fn.")
 
 
-def _check(samples: Sequence[Any], kind: Any, path: str) -> None:
-    types = set(map(type, samples))  # nearly always one
-    if not all(issubclass(one, kind) for one in types):
-        raise _mixed(samples, path)
+def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> None:
+    for one in set(map(type, samples)):  # nearly always one
+        if not issubclass(one, kind) or issubclass(one, but):
+            raise _mixed(samples, path)
 
 
 def _mixed(samples: Sequence[Any], path: str) -> TypeError:
@@ -91,40 +86,25 @@ def _mixed(samples: Sequence[Any], path: str) -> TypeError:
 
 
 def _stack(samples: Sequence[Any], path: str) -> Any:
-    _check(samples, _NUMERIC, path)
+    """Stack arrays and numbers."""
+    first = samples[0]
     try:
-        if samples[0].ndim and samples[0].dtype != object:
-            rows = np.array(samples)  # like np.stack, in a quarter of the time
-            if rows.shape != (len(samples), *samples[0].shape):
-                rows = np.stack(samples)
-        else:
-            rows = np.stack(samples)
-    except ValueError:
-        raise _ragged(samples, path) from None
-    if rows.dtype.kind in _NOT_NUMBERS and any(np.asarray(sample).dtype.kind != rows.dtype.kind for sample in samples):
-        raise _mixed(samples, path)
-    return rows
-
-
-def _stack_numbers(samples: Sequence[Any], path: str) -> Any:
-    try:
-        rows = np.array(samples)
+        # `np.array` is like `np.stack`, in a quarter of the time, but it looks into the objects of an array of objects.
+        rows = np.stack(samples) if np.asarray(first).dtype.hasobject else np.array(samples)
     except (ValueError, TypeError, OverflowError):
         rows = None
-    if rows is None or rows.ndim != 1 or rows.dtype.kind in _NOT_NUMBERS:
-        _check(samples, _NUMERIC, path)
-        if any(np.ndim(sample) for sample in samples):
-            raise _ragged(samples, path)
-        raise _mixed(samples, path)
+    if rows is None or rows.shape != (len(samples), *np.shape(first)):
+        if len(set(map(np.shape, samples))) == 1:
+            raise _mixed(samples, path)
+        raise ValueError(
+            f"samples of different shapes cannot be stacked{_at(path)}: {_some(map(np.shape, samples))}. "
+            "Pad them to one shape, in the data set or in a collate_fn."
+        )
+    if rows.dtype.kind in _NOT_NUMBERS:  # arrays may hold texts or objects, if all do
+        kinds = {sample.dtype.kind if isinstance(sample, np.ndarray) else "number" for sample in samples}
+        if kinds != {rows.dtype.kind}:
+            raise _mixed(samples, path)
     return rows
-
-
-def _ragged(samples: Sequence[Any], path: str) -> ValueError:
-    shapes = _some(np.shape(sample) for sample in samples)
-    return ValueError(
-        f"samples of different shapes cannot be stacked{_at(path)}: {shapes}. "
-        "Pad them to one shape, in the data set or in a collate_fn."
-    )
 
 
 def _at(path: str) -> str:

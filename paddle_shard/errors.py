@@ -87,7 +87,7 @@ class AgreedFailure(PaddleShardError, RuntimeError):
     """
 
     step: int = 0
-    reports: tuple[tuple[int, bytes], ...] = ()
+    reports: tuple[tuple[int, str], ...] = ()
 
 
 class UnequalEndsError(PaddleShardError, RuntimeError):

@@ -38,27 +38,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the same structure with a function applied to each leaf.
-
-    Args:
-        value: It is not changed.
-        function: A function of a leaf.
-
-    Examples:
-        >>> mapped({"a": [1, 2], "b": 3}, lambda leaf: -leaf)
-        {'a': [-1, -2], 'b': -3}
-    """
-    if type(value) in _PLAIN:
-        return function(value)
-    if isinstance(value, Mapping):
-        return rebuild(value, {key: mapped(child, function) for key, child in value.items()})
-    if is_sequence(value):
-        return rebuild(value, [mapped(child, function) for child in value])
-    return function(value)
-
-
-def mapped_at(
+def mapped(
     value: Any, function: Callable[[Any, str], Any], path: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """Return the same structure with a function applied to each leaf and its path.
@@ -70,16 +50,28 @@ def mapped_at(
         is_leaf: Returns True for mappings and sequences that are leaves, too.
 
     Examples:
-        >>> mapped_at({"a": [1, 2]}, lambda leaf, path: path)
+        >>> mapped({"a": [1, 2]}, lambda leaf, path: path)
         {'a': ["['a'][0]", "['a'][1]"]}
     """
     if type(value) not in _PLAIN and (is_leaf is None or not is_leaf(value)):
         if isinstance(value, Mapping):
-            named = {key: mapped_at(child, function, f"{path}[{key!r}]", is_leaf) for key, child in value.items()}
+            named = {key: mapped(child, function, f"{path}[{key!r}]", is_leaf) for key, child in value.items()}
             return rebuild(value, named)
         if is_sequence(value):
-            return rebuild(value, [mapped_at(v, function, f"{path}[{i}]", is_leaf) for i, v in enumerate(value)])
+            return rebuild(value, [mapped(v, function, f"{path}[{i}]", is_leaf) for i, v in enumerate(value)])
     return function(value, path)
+
+
+def named_leaves(value: Any, path: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return (path, leaf) of each leaf, in order; see `mapped`.
+
+    Examples:
+        >>> named_leaves({"a": [1, 2]})
+        [("['a'][0]", 1), ("['a'][1]", 2)]
+    """
+    found: list[tuple[str, Any]] = []
+    mapped(value, lambda leaf, at: found.append((at, leaf)), path, is_leaf)
+    return found
 
 
 def rebuild(like: Any, children: Any) -> Any:

@@ -11,7 +11,6 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
 from paddle_shard.sources.webdataset import webdataset_source
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -61,9 +60,6 @@ def test_options_are_spelled_out():
 @pytest.mark.parametrize(
     ("method", "source"),
     [
-        (Stream.csv, csv_source),
-        (Stream.jsonl, jsonl_source),
-        (Stream.lines, lines_source),
         (Stream.webdataset, webdataset_source),
         (Stream.parquet, parquet_source),
     ],

@@ -13,7 +13,7 @@ import paddle.distributed as dist
 from nvidia.dali import fn, pipeline_def
 from training import BATCH_SIZE, digits, train, written_once
 
-from paddle_shard.sources.adapters.dali import dali_pipeline
+from paddle_shard.sources.dali import dali_pipeline
 
 
 def write(folder):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.sources.external import ExternalLoader, ShardOptions, local_rows, opened, sealed, seed_of
+from paddle_shard.sources.external import ExternalLoader, ShardOptions, check_same, local_rows, seed_of
 
 NAME = "ffcv"
 _OURS = ("distributed", "order", "seed", "drop_last", "recompile")
@@ -136,8 +136,8 @@ class _Pass:
         self._same = {"samples": len(self._order), "batch_size": batch_size, "shuffle": shuffle}
         self._delivered = 0
         if share.state is not None:
-            state = opened(share.state, NAME, **self._same)
-            self._delivered = state["delivered"]
+            check_same(share, **self._same)
+            self._delivered = share.state["delivered"]
             if not 0 <= self._delivered <= len(self._order):
                 raise StateError(f"state: {self._delivered} samples of {len(self._order)} were delivered.")
 
@@ -162,7 +162,7 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """Return where it stands, behind the batch that was taken last."""
-        return sealed(NAME, delivered=self._delivered, **self._same)
+        return {"delivered": self._delivered, **self._same}
 
 
 @cache

@@ -9,9 +9,8 @@ import tempfile
 
 import numpy as np
 import paddle.distributed as dist
+from mds_recipe import import_streaming, mds_stream
 from training import BATCH_SIZE, digits, train, written_once
-
-from paddle_shard.sources.adapters.mds import import_streaming, mds_stream
 
 
 def write(folder):

@@ -8,7 +8,7 @@ Asserts that each image is read once, that the ranks make equal steps, and that 
 import paddle.distributed as dist
 from training import BATCH_SIZE, digits, train
 
-from paddle_shard.sources.adapters.torchdata import stateful_dataloader
+from paddle_shard.sources.torchdata import stateful_dataloader
 
 
 class Digits:

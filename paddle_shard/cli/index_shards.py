@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.sources.counts import count_file
 from paddle_shard.sources.files import base_name, shown
-from paddle_shard.sources.webdataset import check_base_names, expand, index_shard, write_index
+from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = {}
     for number, name in enumerate(names, 1):
         try:
-            entry = entries[base_name(name)] = index_shard(name)
+            entry = entries[base_name(name)] = count_file(name, tar_starts)
         except Exception as error:  # whatever a tar, a server or a store has to say
             raise_if_a_handlers(error)
             print(f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written.", file=sys.stderr)

@@ -10,15 +10,11 @@ from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.step_pass import Feed, StepPass, stream_readiness
 from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreeing import open_agreement
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
-from paddle_shard.ranks.outlook import Terms
-from paddle_shard.ranks.replicas import Following
-from paddle_shard.ranks.verdict import described
+from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
-from paddle_shard.reading.executor import Executor
 from paddle_shard.reading.prefetcher import Prefetcher
 from paddle_shard.samplers import UserBatches
 
@@ -32,22 +28,23 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
         steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
     else:
-        num_steps, compares = stream.batches.steps_left(start), stream.read_by_all
+        num_steps, compares = stream.steps_left(start), stream.read_by_all
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
         place = _PlacesStream(setup, start)
     feed = Feed(steps)
-    end = setup.replicas.open(setup.options.timeout)
-    feed.executor = executor = setup.reading.start(feed.more, setup.replicas.sharing(end))
+    reading, replicas = setup.reading, setup.replicas
+    # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
+    follows = replicas.follows
+    core = executor = None if follows else reading.core()
     try:
-        follows = isinstance(end, Following) and not setup.reading.num_workers
-        if setup.prefetch and not follows:  # what a follower gets is read by another process
-            feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
-        agreement: Agreement | AloneAgreement = AloneAgreement()
-        if not alone:
+        if alone:
+            agreement: Agreement = AloneAgreement()
+        else:
             agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
-            if end is not None:
-                end.begin(setup.agreeing_ranks, agreement)
-        if setup.reading.num_workers:  # they begin to read before the first batch is asked for
+        feed.executor = executor = reading.start(feed.more, replicas.shared(core, reading.core, agreement))
+        if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
+            feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
+        if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0)
         return StepPass(
             feed,
@@ -58,21 +55,22 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             notes=_notes(setup, alone=alone),
             compares=compares,
             # A loop that changes the data between its steps asks for this.
-            ahead=setup.reading.num_workers > 0 or setup.options.prefetch != 0,
+            ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
         )
     except BaseException:  # also a signal handler's
-        executor.close()
+        if executor is not None:
+            executor.close()
         raise
 
 
 def _notes(setup: PassSetup, *, alone: bool) -> StepNotes | None:
-    if alone and setup.pad_to is None:
+    if alone and setup.placer.pad_to is None:
         return None
     return StepNotes(
         holds_rows=setup.own_layout.on_mesh or not setup.source.split,
         split=setup.source.split,
         batch_check=None if alone else setup.batch_check,
-        pad_to=setup.pad_to,
+        pad_to=setup.placer.pad_to,
     )
 
 
@@ -130,10 +128,8 @@ class _PlacesStream:
     def _read_first(self) -> Any:
         stream = self._setup.source.stream
         assert stream is not None
-        local_rows = (self._start.sampler or {}).get("rows", 0)
-        request, why = stream.first_item(self._start.epoch, local_rows), "it has none"
-        reading: Executor = self._setup.reading.inline()
-        reading.submit(Step(epoch=self._start.epoch, number=0, num_rows=0, micro_size=0, num_real=1, parts=(request,)))
+        reading, why = self._setup.reading.inline(), "it has none"
+        reading.submit(stream.first_step(self._start))
         try:
             found = reading.take().value
         except (DataReadError, StopIteration) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import BatchStructureError, SplitError
-from paddle_shard.place.lengths import PadTo
+from paddle_shard.place.lengths import PadTo, finished
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.reader import RAGGED
@@ -51,7 +51,7 @@ class StepNotes:
         self._shapes: dict[int, Any] = {}
         self._rows: dict[int, int] = {}
 
-    def say(self, batch: Batch | None) -> bytes | None:
+    def say(self, batch: Batch | None) -> str | None:
         """Return the note on a step; None if there is nothing to say."""
         if batch is None:
             return None
@@ -64,15 +64,15 @@ class StepNotes:
             told["skipped"] = batch.rows.read[batch.skipped].tolist()
         if batch.summary is not None:
             told["read"] = batch.summary
-        return json.dumps(told).encode() if told else None
+        return json.dumps(told) if told else None
 
     def alone(self, batch: Batch | None) -> Batch | None:
         """Return what would be delivered if there were no other ranks."""
         if batch is not None and self._pad_to is not None:
-            batch.value = self._pad_to.finished(batch.value, {0: batch.row_shapes})
+            batch.value = finished(batch.value, {0: batch.row_shapes})
         return batch
 
-    def heed(self, batch: Batch | None, heard: Sequence[tuple[int, bytes]]) -> Batch | None:
+    def heed(self, batch: Batch | None, heard: Sequence[tuple[int, str]]) -> Batch | None:
         """Apply the ranks' notes on a step that is about to be delivered, and return the step to deliver.
 
         Raises:
@@ -104,7 +104,7 @@ class StepNotes:
                 "left out with tail='drop'."
             )
         if self._pad_to is not None:
-            batch.value = self._pad_to.finished(batch.value, self._shapes)
+            batch.value = finished(batch.value, self._shapes)
             return batch
         if any(shapes != found for found, shapes in pairwise(self._shapes.values())):
             shown = "; ".join(f"global rank {rank}: {_shown(shapes)}" for rank, shapes in sorted(self._shapes.items()))

@@ -13,10 +13,10 @@ import paddle
 
 from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.place.lengths import rows_of
-from paddle_shard.place.placer import named_tensors, tensors
 from paddle_shard.ranks.batch_check import summary
 from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
+from paddle_shard.tree import named_leaves
 
 
 def placed(setup: PassSetup, batch: Batch) -> Batch:
@@ -24,10 +24,10 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     if _is_compared(setup, batch):
         batch.summary = _summary(setup, batch)
     value = batch.value
-    batch.rows = setup.rows.of(batch, setup.input_keys)
-    batch.row_shapes, batch.num_bytes = row_shapes(value)
-    batch.value, batch.layout, apart = setup.placer.place(value, batch.rows, setup.input_keys, setup.pad_to)
-    if setup.pad_to is not None:
+    batch.rows = setup.rows.of(batch, setup.placer)
+    batch.value, batch.layout, shapes, apart = setup.placer.place(value, batch.rows)
+    batch.row_shapes, batch.num_bytes = _measured(shapes)
+    if setup.placer.pad_to is not None:
         batch.row_shapes = rows_of(batch.value)
     elif apart:
         batch.row_shapes = [*batch.row_shapes, *apart]
@@ -51,7 +51,7 @@ def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
     else:
         key = f"{zlib.crc32(ids.tobytes() if isinstance(ids, np.ndarray) else repr(ids).encode())} of {len(ids)}"
     found: dict[str, Any] = summary(
-        [(path, leaf.numpy()) for path, leaf in named_tensors(batch.value)],
+        [(path, leaf.numpy()) for path, leaf in named_leaves(batch.value) if isinstance(leaf, paddle.Tensor)],
         step=batch.step.number,
         first=batch.is_first,
         key=key,
@@ -59,11 +59,6 @@ def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
         num_steps=setup.run.num_steps_or_none(),
     )
     return found
-
-
-def row_shapes(batch: Any) -> tuple[Sequence[Any], int]:
-    """Return (dtype, *shape of a row) of each tensor of a batch, and the bytes of all."""
-    return _measured(tuple((tensor.dtype, *tensor.shape) for tensor in tensors(batch)))
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import paddle.io
@@ -20,15 +19,15 @@ from paddle_shard.reading.batch import Batch
 class LoaderRows:
     """The rows of batches of any size, for one loader."""
 
-    def __init__(self, source: Source, placer: BatchPlacer, own_layout: FieldLayout) -> None:
+    def __init__(self, source: Source, layouts: Sequence[FieldLayout], own_layout: FieldLayout) -> None:
         """Set up.
 
         Args:
             source: The order of the loader.
-            placer: Places its batches.
+            layouts: Layouts of all fields.
             own_layout: Layout of the field whose rows this rank reads.
         """
-        self._source, self._placer, self._own = source, placer, own_layout
+        self._source, self._layouts, self._own = source, layouts, own_layout
         self._of_stream: BatchRows | None = None
         self._of_size: dict[tuple[int, int], BatchRows] = {}
 
@@ -40,11 +39,11 @@ class LoaderRows:
             return range(num_rows)
         return self.of_samples(num_rows, micro_size).asked
 
-    def of(self, batch: Batch, keys: Sequence[Any] | None) -> BatchRows:
-        """Return the rows of a batch that was read."""
+    def of(self, batch: Batch, placer: BatchPlacer) -> BatchRows:
+        """Return the rows of a batch that was read, which the placer will place."""
         source, step = self._source, batch.step
         if source.item_is_batch:
-            return self.of_item(batch.value, keys)
+            return self.of_item(placer.num_rows(batch.value))
         if source.stream is not None:
             if self._of_stream is None:
                 self._of_stream = self.of_stream()
@@ -59,7 +58,7 @@ class LoaderRows:
         if key not in self._of_size:
             if len(self._of_size) > 64:
                 self._of_size.clear()
-            rows = self._of_size[key] = BatchRows(num_rows, micro_size, self._placer.layouts)
+            rows = self._of_size[key] = BatchRows(num_rows, micro_size, self._layouts)
             rows.apart = isinstance(self._source.custom_sampler, paddle.io.DistributedBatchSampler)
         return self._of_size[key]
 
@@ -78,21 +77,19 @@ class LoaderRows:
         assert stream is not None
         if source.split:
             return self.of_split(source.batch_size)
-        assert stream.batches.plan is not None
-        rows = BatchRows(source.batch_size, stream.batches.plan.micro_rows, self._placer.layouts)
+        rows = BatchRows(source.batch_size, stream.plan.micro_rows, self._layouts)
         rows.read = stream.read_rows()
         return rows
 
-    def of_item(self, batch: Any, keys: Sequence[Any] | None) -> BatchRows:
-        """Return the rows of a batch that was read whole.
+    def of_item(self, num_rows: int | None) -> BatchRows:
+        """Return the rows of a batch that was read whole; None: no field of it is split.
 
         Raises:
             BatchStructureError: The batch cannot be split evenly.
         """
-        num_rows = self._placer.num_rows(batch, keys)
         if self._source.split:
             return self.of_split(1 if num_rows is None else num_rows)
-        unit = math.lcm(*(layout.num_data_ranks for layout in self._placer.layouts)) * self._source.accumulation
+        unit = math.lcm(*(layout.num_data_ranks for layout in self._layouts)) * self._source.accumulation
         if num_rows is None:  # nothing is split
             num_rows = unit
         if num_rows % unit:
@@ -100,4 +97,4 @@ class LoaderRows:
                 f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
                 f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
             )
-        return BatchRows(num_rows, num_rows // self._source.accumulation, self._placer.layouts, whole=True)
+        return BatchRows(num_rows, num_rows // self._source.accumulation, self._layouts, whole=True)

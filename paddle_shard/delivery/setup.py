@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import paddle.io
 
-from paddle_shard.delivery.replicas import Replicas
 from paddle_shard.delivery.rows import LoaderRows
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import BatchCheck
+from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.reading import Reading
 
 
@@ -37,9 +36,6 @@ class PassSetup:
     """The settings of the DataLoader, used to read."""
     run: Run
     stats: LoaderStats
-    input_keys: Sequence[Any] | None
-    """The keys as the user gave them, or as a trainer has assigned them later."""
-    pad_to: PadTo | None
     agreeing_ranks: tuple[int, ...]
     facts: Mapping[str, Any]
     """Settings that must be the same on all ranks."""

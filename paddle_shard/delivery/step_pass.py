@@ -14,10 +14,10 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.plan.tails import Tail
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
+from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.verdict import failure_of_another, report_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
-from paddle_shard.reading.sharing import LeaderStoppedError
 from paddle_shard.reading.worker_guards import in_use
 
 
@@ -76,7 +76,7 @@ class StepPass:
     def __init__(
         self,
         feed: Feed,
-        agreement: Agreement | AloneAgreement,
+        agreement: Agreement,
         *,
         place: Callable[[Batch], Batch | None],
         readiness: Callable[[Batch], Readiness] | None = None,
@@ -102,7 +102,7 @@ class StepPass:
         self._place, self._readiness, self._num_steps = place, readiness, num_steps
         self._notes, self._compares, self._process = notes, compares and not self._alone, os.getpid()
         # One step more than is needed, so that the ranks agree on it while the model computes.
-        self._reads_on = 0 if self._alone else max(int(ahead), agreement.reads_on)
+        self._reads_on = 0 if self._alone else max(int(ahead), agreement.outlook.reads_on)
         self._peeked: tuple[Batch | None, Exception | None] | None = None
         self._ready: deque[Batch | None] = deque()
         """Batches that can be delivered."""
@@ -239,7 +239,7 @@ class StepPass:
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._executor.stop()
-            return agreement.announce_failure(b"" if self._alone else report_of(failure))
+            return agreement.announce_failure("" if self._alone else report_of(failure))
         self._announced += 1
         if ready is OK:
             agreement.announce_ok()

@@ -106,7 +106,7 @@ def _checked(given: Any, what: str, dataset: Any) -> Given:
         raise ArgumentError(
             f"{what} must be numbers, [samples] or [samples, columns], got {costs.dtype} of shape {costs.shape}."
         )
-    length = _length(dataset)
+    length = length_or_none(dataset)
     if length is not None and len(costs) != length:
         raise ArgumentError(f"{what} has {len(costs)} costs, but the {type(dataset).__name__} {length} samples.")
     for first in range(0, len(costs), _CHUNK):
@@ -114,10 +114,11 @@ def _checked(given: Any, what: str, dataset: Any) -> Given:
     return costs
 
 
-def _length(dataset: Any) -> int | None:
+def length_or_none(something: Any) -> int | None:
+    """Return the length of something of the user's; None if it has none."""
     try:
-        return len(dataset)
-    except Exception as error:  # whatever the user's __len__ raises
+        return len(something)
+    except Exception as error:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
         raise_if_a_handlers(error)
         return None
 

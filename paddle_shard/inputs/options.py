@@ -19,6 +19,13 @@ ON_LOST = ("raise", "exit")
 ON_ERROR = ("raise", "skip")
 REPLICAS = ("each", "leader", "auto")
 
+# Why some data refuses an option, behind what the data is.
+DEALS = "balance= deals the rows of global batches to data ranks by the costs of their samples."
+DECIDES = (
+    "which decides the size of its batches. A schedule of sizes is for a DataLoader of data with an index, without a "
+    "sampler of its own."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
@@ -65,6 +72,20 @@ class LoaderOptions:
         _check_dense_tensor_idx(self.dense_tensor_idx)
         _check_batch_size(self.batch_size)
 
+    def refuse(self, name: str, why: str) -> None:
+        """Refuse an option that this data cannot have, if it is given.
+
+        Args:
+            name: Of the option.
+            why: A sentence for the error.
+
+        Raises:
+            ArgumentError: It is given.
+        """
+        value = getattr(self, name)
+        if value is not None:
+            raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
+
     @property
     def skip_errors(self) -> bool:
         """True if a sample that cannot be read becomes an invalid row, not an error."""
@@ -110,45 +131,6 @@ def _check_batch_size(given: Any) -> None:
         raise ArgumentError(
             "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
             f"(500_000, 512)], got {given!r}. One size for the whole run is the DataLoader's own batch_size."
-        )
-
-
-def check_no_stream_options(options: LoaderOptions) -> None:
-    """Refuse the options of streams for data with an index.
-
-    Raises:
-        ArgumentError: Such an option is given.
-    """
-    if options.num_batches is not None:
-        raise ArgumentError(
-            f"num_batches={options.num_batches!r} is for streams; the {type(options.dataloader.dataset).__name__} has "
-            "a length and an index. Leave num_batches out."
-        )
-
-
-def check_no_balance(options: LoaderOptions, why: str) -> None:
-    """Refuse `balance=` where rows cannot be dealt.
-
-    Raises:
-        ArgumentError: It is given.
-    """
-    if options.balance is not None:
-        raise ArgumentError(
-            f"balance= deals the rows of a global batch to data ranks by the costs of their samples, but the data "
-            f"{why}. Leave balance out."
-        )
-
-
-def check_no_batch_sizes(options: LoaderOptions, what: str) -> None:
-    """Refuse a schedule of batch sizes where this library does not make the batches.
-
-    Raises:
-        ArgumentError: There is one.
-    """
-    if options.batch_size is not None:
-        raise ArgumentError(
-            f"batch_size={options.batch_size!r}: the loader has {what}, which decides the size of its batches. Leave "
-            "batch_size out, or give a DataLoader of a data set with an index and no sampler of its own."
         )
 
 

@@ -10,18 +10,18 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.other_library import is_iterable_dataset
-from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.stream_stages import StreamStages
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
-from paddle_shard.sources.external import ExternalSource
+from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
-from paddle_shard.sources.huggingface import huggingface_source
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.text import csv_source, jsonl_source, lines_source
+from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
 from paddle_shard.sources.webdataset import webdataset_source
-from paddle_shard.stages.mix import Mix, check_mixable
+from paddle_shard.stages import Batch
+from paddle_shard.stages.cut import cut
+from paddle_shard.stages.mix import Mix
 from paddle_shard.stages.stage import Opening, Stage
 
 
@@ -51,7 +51,7 @@ class Stream(StreamStages):
             ArgumentTypeError: The source cannot be iterated, or is a path, or is a stream already.
         """
         super().__init__()
-        self._recipe = Recipe(source if isinstance(source, Stage) else _source_of(source))
+        self._stage = source if isinstance(source, Stage) else _source_of(source)
 
     @classmethod
     def of(cls, iterable: Iterable[Any] | Callable[[], Iterable[Any]], *, splits_itself: bool = False) -> Stream:
@@ -84,8 +84,8 @@ class Stream(StreamStages):
         that is shuffled, in another order.
 
         Args:
-            sources: Name -> stream. Each is a source with its own stages; `round_robin`, `local_shuffle` and `batch`
-                as a last stage come after the mixture.
+            sources: Name -> stream. Each is a source with its own stages; `batch` as a last stage comes after the
+                mixture.
             weights: Name -> a number >= 0; they need not sum to 1. None: all the same.
             stop: "first": a part ends where it would read the first source again. "all": where it would read the last
                 source again, so each has been read in full.
@@ -128,7 +128,8 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        return cls(csv_source(paths, header, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        form = CSV_DICTS if header else CSV_ROWS
+        return cls(text_source(paths, form, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def lines(
@@ -152,7 +153,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        return cls(lines_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def jsonl(
@@ -173,7 +174,7 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        return cls(jsonl_source(paths, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(text_source(paths, JSON_LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
 
     @classmethod
     def webdataset(
@@ -254,7 +255,7 @@ class Stream(StreamStages):
 
     @classmethod
     def huggingface(cls, dataset: Any) -> Stream:
-        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.huggingface_source`.
+        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.HuggingFaceSource`.
 
         Args:
             dataset: The data set. It may be mapped, filtered and shuffled (with a seed). It is not changed.
@@ -268,13 +269,12 @@ class Stream(StreamStages):
         Examples:
             >>> stream = Stream.huggingface(load_dataset("ag_news", split="train", streaming=True))  # doctest: +SKIP
         """
-        return cls(huggingface_source(dataset))
+        return cls(HuggingFaceSource(dataset))
 
     def __repr__(self) -> str:
-        recipe = self._recipe
-        source, *names = [type(stage).__name__ for stage in recipe.whole.line()][::-1]
-        if recipe.source.num_shards is not None:
-            source += f" of {recipe.source.num_shards} shards"
+        source, *names = [type(stage).__name__ for stage in self._stage.line()][::-1]
+        if (num_shards := self._stage.source.num_shards) is not None:
+            source += f" of {num_shards} shards"
         return f"{type(self).__name__}({' > '.join([source, *names])})"
 
     def __bool__(self) -> bool:
@@ -289,20 +289,25 @@ class Stream(StreamStages):
         """Read the stream without a loader. In a worker, read its part only: there are as many parts as workers."""
         info = paddle.io.get_worker_info()
         part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
-        return self._recipe.stage.open(Opening(parts=(part,), num_parts=num_parts))[0]
+        return stage_of(self).open(Opening(parts=(part,), num_parts=num_parts))[0]
 
 
-def recipe_of(stream: Stream) -> Recipe:
-    """Return what a stream is made of."""
-    return stream._recipe
+def stage_of(stream: Stream) -> Stage:
+    """Return the stage that opens the parts of a stream."""
+    return cut(stream._stage)
+
+
+def last_stage(stream: Stream) -> tuple[Stage, int | None]:
+    """Return the last stage of a stream, as the user put it together, and the number of parts that was chosen."""
+    return stream._stage, stream._num_parts
 
 
 def batches_of(stream: Stream) -> paddle.io.DataLoader:
     """Return a DataLoader for a stream that the user gave without a DataLoader."""
-    recipe = stream._recipe
-    if recipe.batched is None:
+    stage = stream._stage
+    if not isinstance(stage, Batch):
         return paddle.io.DataLoader(stream, batch_size=None)
-    return paddle.io.DataLoader(stream._made(recipe.unbatched()), batch_size=recipe.batched)
+    return paddle.io.DataLoader(stream._then(stage.upstream), batch_size=stage.size)
 
 
 def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stage:
@@ -319,19 +324,23 @@ def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stag
     names = tuple(sources)
     stages = {}
     for name, stream in sources.items():
-        recipe = stream._recipe
-        if recipe.num_parts is not None:
+        stage, num_parts = last_stage(stream)
+        if num_parts is not None:
             raise ArgumentError(
                 f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
-                f"Stream.mixture(...).in_parts({recipe.num_parts})."
+                f"Stream.mixture(...).in_parts({num_parts})."
             )
-        if isinstance(recipe.stage, ExternalSource):
+        if isinstance(stage.source, ExternalSource):
             raise ArgumentError(
                 f"Stream.mixture: source {name!r} cannot be mixed: a library that reads for itself (ExternalLoader) "
                 "mixes its own sources."
             )
-        stages[name] = recipe.stage
-        check_mixable(name, recipe.stage)
+        if stage.source.once:
+            raise ArgumentError(
+                f"mixture: source {name!r} can be opened only once, but a source that has ended is opened again. Give "
+                "a function that returns a new iterator."
+            )
+        stages[name] = stage_of(stream)
     return Mix(stages, integer_weights(names, dict.fromkeys(names, 1) if weights is None else weights), stop)
 
 

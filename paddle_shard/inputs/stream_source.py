@@ -12,20 +12,19 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.inputs.options import LoaderOptions, check_no_balance, check_no_batch_sizes
+from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.other_library import check_is_paddles
-from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.inputs.source import Source
-from paddle_shard.inputs.stream import Stream, batches_of, recipe_of
-from paddle_shard.inputs.stream_batches import StreamBatches
-from paddle_shard.inputs.stream_setup import StreamSetup
+from paddle_shard.inputs.stream import Stream, batches_of, last_stage
+from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
 from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalLoader, ExternalSource
-from paddle_shard.stages import Repeat, Stripe
-from paddle_shard.stages.stage import Stage
+from paddle_shard.stages import Batch, Repeat, Stripe
+from paddle_shard.stages.cut import cut
+from paddle_shard.stages.stage import Opening, Stage
 
 
 def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
@@ -79,90 +78,117 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         ArgumentError: A setting cannot be honoured; the text says what works.
         ArgumentTypeError: The DataLoader has an `__iter__` of its own.
     """
-    dataloader = options.dataloader
+    dataloader, dataset, num_batches = options.dataloader, options.dataloader.dataset, options.num_batches
     _check_arguments(options)
-    chosen = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
-    num_batches = None if options.num_batches is None else int(options.num_batches)
-    # True if a field's rows are not the samples: then chunks cannot be joined row by row.
-    own_rows = any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)
-    dataset = dataloader.dataset
-    stream = recipe_of(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
-    if stream.whole.endless and num_batches is None:
+    stage, num_parts = last_stage(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
+    if stage.endless and num_batches is None:
         raise ArgumentError(
             "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
             "many batches an epoch has."
         )
-    foreign = isinstance(stream.stage, ExternalSource)
-    is_dataset_splitted = options.is_dataset_splitted or foreign
-    accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
-    size = None if dataloader.batch_size is None else dataloader.batch_size * accumulation
-    if size is None and stream.batched is not None:  # the last stage makes the batches
-        size, stream = (stream.batched or 1) * accumulation, stream.unbatched()
-    plan = None
-    if size is not None:
-        ranks = 1 if is_dataset_splitted else math.lcm(*(layout.num_data_ranks for layout in layouts))
-        plan = _plan(stream, size, accumulation, ranks, chosen, num_batches)
-        stage = stream.stage
-    elif stream.num_parts is not None:
-        raise ArgumentError(f"in_parts({stream.num_parts}): its items are whole global batches, which have no parts.")
+    foreign = isinstance(stage, ExternalSource)
+    split = options.is_dataset_splitted or foreign
+    _check_off_mesh(own, split and num_batches is None)
+    tail = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
+    accumulation, size = int(getattr(dataloader.batch_sampler, "_acc_steps", 1)), dataloader.batch_size
+    if size is None and isinstance(stage, Batch):  # the last stage makes the batches
+        size, stage = stage.size, stage.upstream
+    if size is None:
+        if num_parts is not None:
+            raise ArgumentError(f"in_parts({num_parts}): its items are whole global batches, which have no parts.")
+        if not split:
+            tail = TAILS["drop"]  # all ranks read the same batches, so they end together
+        plan = PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches)
+        order = _order_of_items(options, own, stage, plan, split=split)
     else:
-        stage = stream.stage if foreign else Stripe(_uncut(stream, num_batches, split=is_dataset_splitted))
-        if not is_dataset_splitted:
-            chosen = TAILS["drop"]  # all ranks read the same batches, so they end together
-    _check_off_mesh(own, is_dataset_splitted and num_batches is None)
-    batches = StreamBatches(
+        ranks = 1 if split else math.lcm(*(layout.num_data_ranks for layout in layouts))
+        plan = PartsPlan(
+            batch_size=size * accumulation,
+            num_parts=_chosen_num_parts(stage.source, size, ranks) if num_parts is None else num_parts,
+            num_data_ranks=ranks,
+            accumulation=accumulation,
+            tail=tail,
+            num_batches=num_batches,
+        )
+        order = _order_of_rows(options, layouts, own, cut(stage), plan, split=split)
+    if order.knows_length and len(order) == 0:  # this also refuses lengths that the tail forbids
+        raise ArgumentError(
+            f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of "
+            f"{size and size * accumulation}. Check its path and filters, or use a smaller batch or tail='pad'."
+        )
+    if not stage.source.cuts:
+        _say_how_often_it_is_read(own, 1 if split else own.num_data_ranks, max(1, order.num_workers))
+    return Source(
+        batches=order,
+        batch_size=size and size * accumulation,
+        accumulation=accumulation,
+        split=split,
+        item_is_batch=size is None,
+        tail=tail,
+    )
+
+
+def _order_of_items(
+    options: LoaderOptions, own: FieldLayout, stage: Stage, plan: PartsPlan, *, split: bool
+) -> StreamOrder:
+    """Return the order of a stream whose items are whole batches: global ones, or a data rank's own."""
+    num_workers, foreign = options.dataloader.num_workers, isinstance(stage, ExternalSource)
+    if not foreign:  # repeat it before it is cut for the workers, if all ranks read the same
+        stage = Stripe(stage if plan.num_batches is None or split else Repeat(stage))
+    if split and plan.repeats:
+        num_workers = min(1, num_workers)  # each of several would repeat only its own batches
+    return StreamOrder(
         stage=stage,
         plan=plan,
-        tail=chosen,
-        num_batches=num_batches,
         seed=options.seed,
-        split_over=own.num_data_ranks if is_dataset_splitted else None,
+        parts=(own.data_rank,) if foreign and own.on_mesh else (0,),
+        num_workers=num_workers,
+        whole_items=True,
+        split_over=own.num_data_ranks if split else None,
+        foreign=foreign,
     )
-    if batches.knows_length and len(batches) == 0:  # this also refuses lengths that the tail forbids
-        raise ArgumentError(
-            f"the stream has no batch: it is empty, or too short for tail={chosen!r} and batches of {size}. Check its "
-            "path and filters, or use a smaller batch or tail='pad'."
-        )
-    parts: tuple[int, ...] = (0,)
-    if plan is not None:
-        parts = _held(plan, layouts, split=is_dataset_splitted)
-    elif foreign and own.on_mesh:
-        parts = (own.data_rank,)
-    num_workers = dataloader.num_workers
-    if plan is not None and num_workers > len(parts):
+
+
+def _order_of_rows(
+    options: LoaderOptions,
+    layouts: Sequence[FieldLayout],
+    own: FieldLayout,
+    stage: Stage,
+    plan: PartsPlan,
+    *,
+    split: bool,
+) -> StreamOrder:
+    """Return the order of a stream whose samples are the rows of its batches."""
+    mine = [] if split else [layout for layout in layouts if layout.on_mesh]
+    held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
+    # All parts of a stream of its own; and on no mesh, to know where they end.
+    parts = tuple(sorted(held)) or tuple(range(plan.num_parts))
+    num_workers = options.dataloader.num_workers
+    if num_workers > len(parts):
         say_once(
             "num_workers=%d: this rank holds %d parts of the stream, each of which is read by one worker; the other "
             "workers are not started. More parts (in_parts()) or fewer workers use them all.",
             num_workers,
             len(parts),
         )
-    if plan is not None and own_rows and num_workers > 1:
+    # Rows that are not the samples cannot be joined one by one.
+    if num_workers > 1 and (any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)):
         say_once(
             "num_workers=%d: fields of dense_tensor_idx, and those placed 'as read', need not have a row for each "
             "sample, so that each batch of the stream is read and collated by one worker.",
             num_workers,
         )
         num_workers = 1
-    if plan is None and is_dataset_splitted and batches.repeats:
-        num_workers = min(1, num_workers)  # each of several would repeat only its own batches
-    _say_how_often_it_is_read(stream, own, num_workers, plan, split=is_dataset_splitted)
-    setup = StreamSetup(
-        batches=batches,
+    num_workers = min(num_workers, len(parts))
+    return StreamOrder(
+        stage=stage,
+        plan=plan,
+        seed=options.seed,
         parts=parts,
-        num_workers=num_workers if plan is None else min(num_workers, len(parts)),
-        several=own.num_data_ranks > 1,
+        num_workers=num_workers,
+        split_over=own.num_data_ranks if split else None,
         skip_errors=options.skip_errors,
-        foreign=foreign,
-        pads=options.pad_to is not None,
-    )
-    return Source(
-        batches=batches,
-        batch_size=size,
-        accumulation=accumulation,
-        split=is_dataset_splitted,
-        item_is_batch=plan is None,
-        tail=chosen,
-        stream=setup,
+        rows_are_split=(own.num_data_ranks > 1 or num_workers > 1) and options.pad_to is None,
     )
 
 
@@ -185,21 +211,9 @@ def _check_off_mesh(own: FieldLayout, split: bool) -> None:
     )
 
 
-def _uncut(stream: Recipe, num_batches: int | None, *, split: bool) -> Stage:
-    """Return the stream of whole batches; if `num_batches` is given, repeat it before it is cut for the workers."""
-    whole = stream.whole
-    return whole if num_batches is None or split else Repeat(whole)
-
-
-def _say_how_often_it_is_read(
-    stream: Recipe, own: FieldLayout, num_workers: int, plan: PartsPlan | None, *, split: bool
-) -> None:
+def _say_how_often_it_is_read(own: FieldLayout, ranks: int, workers: int) -> None:
     """Log, once and on one rank, how often every sample is read, if that is more than once."""
-    if own.global_rank != 0 or not stream.is_read_whole:
-        return
-    ranks = 1 if split else own.num_data_ranks
-    workers = max(1, num_workers if plan is None else min(num_workers, plan.num_parts // ranks))
-    if ranks * workers > 1:
+    if own.global_rank == 0 and ranks * workers > 1:
         say_once(
             "this stream has nothing that it could be cut at before it is read, so each of %d data ranks x %d workers "
             "reads all of it and keeps its own samples: %d times the reads. Files (Stream.csv, .lines, .webdataset), "
@@ -210,60 +224,38 @@ def _say_how_often_it_is_read(
         )
 
 
-def _plan(
-    stream: Recipe,
-    size: int,
-    accumulation: int,
-    num_data_ranks: int,
-    tail: str,
-    num_batches: int | None,
-) -> PartsPlan:
-    shards = stream.num_shards
-    chosen = stream.num_parts
-    if chosen is None:
-        chosen = choose_num_parts(max(1, size // accumulation), stream.most_even_parts)
-        if shards is not None and num_data_ranks > shards:
-            raise ArgumentError(
-                f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
-                "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
-                "middle; more and smaller shards; resampling with replacement; or a stream that every rank reads "
-                "whole (Stream.of(...), which is cut by turns)."
-            )
-        most = choose_num_parts(max(1, size // accumulation), shards)
-        if chosen % num_data_ranks and most % num_data_ranks == 0:
-            raise ArgumentError(
-                f"in_parts() is missing: the stream's {shards} files are not counted and differ so much in size that "
-                f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
-                "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
-                f"cut in the middle; or in_parts({most}), where the tail pads or drops what the parts differ by."
-            )
-    return PartsPlan(
-        batch_size=size,
-        num_parts=chosen,
-        num_data_ranks=num_data_ranks,
-        accumulation=accumulation,
-        tail=tail,
-        num_batches=num_batches,
-    )
-
-
-def _held(plan: PartsPlan, layouts: Sequence[FieldLayout], *, split: bool) -> tuple[int, ...]:
-    """Return the parts from which this rank reads rows, for any of its fields."""
-    if split:
-        return tuple(range(plan.num_parts))
-    mine = [layout for layout in layouts if layout.on_mesh]
-    held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
-    return tuple(sorted(held)) or tuple(range(plan.num_parts))  # on no mesh: reads all, to know where they end
+def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:
+    """Return the number of parts of a stream for which the user has chosen none."""
+    counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+    shards = None if counted else source.num_shards
+    if shards is None:  # nothing limits the parts
+        return choose_num_parts(micro_rows)
+    if num_data_ranks > shards:
+        raise ArgumentError(
+            f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
+            "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
+            "middle; more and smaller shards; resampling with replacement; or a stream that every rank reads "
+            "whole (Stream.of(...), which is cut by turns)."
+        )
+    chosen, most = choose_num_parts(micro_rows, source.most_even_parts), choose_num_parts(micro_rows, shards)
+    if chosen % num_data_ranks and most % num_data_ranks == 0:
+        raise ArgumentError(
+            f"in_parts() is missing: the stream's {shards} files are not counted and differ so much in size that "
+            f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
+            "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
+            f"cut in the middle; or in_parts({most}), where the tail pads or drops what the parts differ by."
+        )
+    return chosen
 
 
 def _check_arguments(options: LoaderOptions) -> None:
-    if options.shuffle:
-        raise ArgumentError(
-            f"shuffle={options.shuffle!r}: a stream has no index to be shuffled by. Leave shuffle at None, and "
-            "permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
+    if options.shuffle is not False:
+        options.refuse(
+            "shuffle",
+            "a stream has no index to be shuffled by. Permute it in windows: Stream.of(...).shuffle(size).",
         )
-    check_no_batch_sizes(options, "a stream")
-    check_no_balance(options, "is a stream, whose samples have no number")
+    options.refuse("batch_size", f"the loader has a stream, {DECIDES}")
+    options.refuse("balance", f"the data is a stream, whose samples have no number, and {DEALS}")
     if options.num_batches is not None:
         check_count("num_batches", options.num_batches)
     given = type(options.dataloader)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import paddle.io
 
 from paddle_shard.errors import ArgumentTypeError
-from paddle_shard.inputs.recipe import Recipe
 from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.webdataset import decode
+from paddle_shard.sources.webdataset import Decode
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.stages.cut import is_cut
 from paddle_shard.stages.pack import PackedRows
+from paddle_shard.stages.stage import Stage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 class StreamStages(paddle.io.IterableDataset):
     """The stages of a `Stream`. Each method returns a new stream."""
 
-    _recipe: Recipe
+    _stage: Stage
+    """The last stage, as the user put the stream together."""
+    _num_parts: int | None = None
+    """P, as the user has chosen it (`in_parts`)."""
 
     def decode(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> Self:
         """Return the stream with raw WebDataset samples decoded, by WebDataset's own `decode`.
@@ -43,7 +46,7 @@ class StreamStages(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.webdataset("data/*.tar").decode("rgb8", only=["jpg", "cls"])  # doctest: +SKIP
         """
-        return self.map(decode(*handlers, only=only))
+        return self.map(Decode(*handlers, only=only))
 
     def map(self, function: Callable[[Any], Any]) -> Self:
         """Return the stream with a function applied to each sample.
@@ -60,7 +63,7 @@ class StreamStages(paddle.io.IterableDataset):
             [0, 10, 20]
         """
         _check_function("map", function)
-        return self._made(self._recipe.then(lambda stage: Map(stage, function)))
+        return self._then(Map(self._stage, function))
 
     def filter(self, predicate: Callable[[Any], bool]) -> Self:
         """Return the stream of the samples for which a function is true.
@@ -79,7 +82,7 @@ class StreamStages(paddle.io.IterableDataset):
             [1, 3, 5]
         """
         _check_function("filter", predicate)
-        return self._made(self._recipe.then(lambda stage: Filter(stage, predicate)))
+        return self._then(Filter(self._stage, predicate))
 
     def shuffle(self, window: int = 1000) -> Self:
         """Return the stream with the samples of each part permuted in windows, in another order each epoch.
@@ -98,7 +101,7 @@ class StreamStages(paddle.io.IterableDataset):
             >>> sorted(Stream.of(range(5)).shuffle(3))
             [0, 1, 2, 3, 4]
         """
-        return self._made(self._recipe.then(lambda stage: Shuffle(stage, window)))
+        return self._then(Shuffle(self._stage, window))
 
     def batch(self, size: int) -> Self:
         """Return the stream of lists of samples.
@@ -115,7 +118,7 @@ class StreamStages(paddle.io.IterableDataset):
             >>> list(Stream.of(range(5)).batch(2))
             [[0, 1], [2, 3], [4]]
         """
-        return self._made(self._recipe.then(lambda stage: Batch(stage, size), batched=size))
+        return self._then(Batch(self._stage, size))
 
     def unbatch(self) -> Self:
         """Return the stream of the items of its samples.
@@ -125,7 +128,7 @@ class StreamStages(paddle.io.IterableDataset):
             >>> list(Stream.of([[0, 1], [2]]).unbatch())
             [0, 1, 2]
         """
-        return self._made(self._recipe.then(Unbatch))
+        return self._then(Unbatch(self._stage))
 
     def pack(
         self,
@@ -170,7 +173,7 @@ class StreamStages(paddle.io.IterableDataset):
             ignore_index=ignore_index,
             pad_values=dict(pad_values or {}),
         )
-        return self._made(self._recipe.then(lambda stage: Pack(stage, rows, window, long)))
+        return self._then(Pack(self._stage, rows, window, long))
 
     def repeat(self, times: int | None = None) -> Self:
         """Return the stream read several times within an epoch, in another order each time if it is shuffled.
@@ -186,7 +189,7 @@ class StreamStages(paddle.io.IterableDataset):
             >>> list(Stream.of([1, 2]).repeat(2))
             [1, 2, 1, 2]
         """
-        return self._made(self._recipe.then(lambda stage: Repeat(stage, times)))
+        return self._then(Repeat(self._stage, times))
 
     def sharding_filter(self) -> Self:
         """Return the stream cut into parts here, in turns. A stream that is cut already, as files are, does not change.
@@ -198,13 +201,13 @@ class StreamStages(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.of(range(100)).shuffle(10).sharding_filter().map(lambda x: x * x)
         """
-        if self._recipe.is_cut:
+        if is_cut(self._stage):
             say_once(
                 "sharding_filter: the stream is cut into parts already, by its source (files are) or an earlier stage. "
                 "Nothing is left to filter, so it can be left out."
             )
             return self
-        return self._made(self._recipe.then(Stripe))
+        return self._then(Stripe(self._stage))
 
     def in_parts(self, num_parts: int) -> Self:
         """Return the stream with P parts, whatever the batch size and the number of files. P is part of its order.
@@ -223,12 +226,14 @@ class StreamStages(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.of(range(100)).shuffle(10).in_parts(4)
         """
-        check_count("num_parts", num_parts)
-        return self._made(replace(self._recipe, num_parts=int(num_parts)))
+        made = self._then(self._stage)
+        made._num_parts = check_count("num_parts", num_parts)
+        return made
 
-    def _made(self, recipe: Recipe) -> Self:
+    def _then(self, stage: Stage) -> Self:
+        """Return the stream with another last stage."""
         made = copy.copy(self)
-        made._recipe = recipe
+        made._stage = stage
         return made
 
 

@@ -7,12 +7,14 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
 import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
+from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError
 from paddle_shard.inputs.options import LoaderOptions
@@ -192,40 +194,12 @@ def shard_dataloader(
     return ShardDataloader(options)
 
 
-class PaddlePatch:
+class PaddlePatch(ExitStack):
     """`paddle_shard.shard_dataloader` in place of Paddle's, until `undo()` or the end of a `with` block."""
-
-    def __init__(self, options: dict[str, Any], on_loader: Callable[[ShardDataloader], Any] | None) -> None:
-        self._original = dist.shard_dataloader
-        self._places = [
-            module
-            for module in (dist, auto_parallel, auto_parallel.api)
-            if getattr(module, "shard_dataloader", None) is self._original
-        ]
-
-        def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
-            loader = _with_defaults(args, kwargs, options)
-            if on_loader is not None:
-                on_loader(loader)
-            return loader
-
-        shard_dataloader_of_paddle_shard.__doc__ = shard_dataloader.__doc__
-        self.replacement = shard_dataloader_of_paddle_shard
-        for module in self._places:
-            module.shard_dataloader = self.replacement
 
     def undo(self) -> None:
         """Put Paddle's own function back; safe to call again."""
-        for module in self._places:
-            if module.shard_dataloader is self.replacement:
-                module.shard_dataloader = self._original
-        self._places = []
-
-    def __enter__(self) -> PaddlePatch:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.undo()
+        self.close()
 
 
 def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]) -> ShardDataloader:
@@ -271,7 +245,7 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     """
     mend_process_mesh()  # trainers ask the meshes before they make a loader
     original = dist.shard_dataloader
-    if getattr(original, "__name__", "") == "shard_dataloader_of_paddle_shard":
+    if getattr(original, "__wrapped__", None) is shard_dataloader:
         raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
     own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if unknown := sorted(set(options) - own):
@@ -284,7 +258,23 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     )
     if on_loader is not None and not callable(on_loader):
         raise ArgumentError(f"on_loader must be a function that takes a loader, got {on_loader!r}.")
-    patch = PaddlePatch(options, on_loader)
+
+    @functools.wraps(shard_dataloader)
+    def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
+        loader = _with_defaults(args, kwargs, options)
+        if on_loader is not None:
+            on_loader(loader)
+        return loader
+
+    def put_back(module: Any) -> None:
+        if module.shard_dataloader is shard_dataloader_of_paddle_shard:  # and nobody has patched it again
+            module.shard_dataloader = original
+
+    patch = PaddlePatch()
+    for module in (dist, auto_parallel, auto_parallel.api):
+        if getattr(module, "shard_dataloader", None) is original:
+            module.shard_dataloader = shard_dataloader_of_paddle_shard
+            patch.callback(put_back, module)
     if missed:
         warnings.warn(
             f"patch_paddle: these modules took shard_dataloader with `from ... import` before and still have "
@@ -292,3 +282,47 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
             stacklevel=2,
         )
     return patch
+
+
+def gather_valid(values: Any, valid: Any) -> Any:
+    """Return a value for each real row of a global batch, from all ranks, without the padding.
+
+    Collective over the mesh of `valid`.
+
+    Args:
+        values: [rows, ...]; a distributed tensor with a value for each row of the global batch; or a local one, with a
+            value for each row that this rank holds, or for all rows of the global batch.
+        valid: bool[rows]; the iterator's `valid` for the same batch, a distributed tensor.
+
+    Returns:
+        A local tensor [real rows, ...], the same on every rank of the mesh, in the order of the data ranks.
+
+    Raises:
+        ArgumentError: The shapes do not fit together, or `valid` is a local tensor.
+
+    Examples:
+        >>> batches = iter(loader)  # doctest: +SKIP
+        >>> for images, labels in batches:
+        ...     hits = gather_valid(model(images).argmax(-1) == labels, batches.valid)
+        ...     right, total = right + int(hits.sum()), total + len(hits)
+    """
+    if not valid.is_dist():
+        raise ArgumentError(
+            f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}: it "
+            "is not known which rows of the other ranks are real."
+        )
+    rows, own = int(valid.shape[0]), int(valid._local_value().shape[0])
+    if not values.is_dist() and list(values.shape[:1]) == [own] and own < rows:
+        values = dtensor_from_local(values.contiguous(), valid.process_mesh, valid.placements)
+    if list(values.shape[:1]) != [rows]:
+        raise ArgumentError(
+            f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "
+            f"rank holds, got shape {list(values.shape)}."
+        )
+    whole = [
+        dist.reshard(one, one.process_mesh, [dist.Replicate() for _ in one.placements])._local_value()
+        if one.is_dist()
+        else one
+        for one in (values, valid)
+    ]
+    return whole[0][whole[1]]

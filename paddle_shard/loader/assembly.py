@@ -16,7 +16,7 @@ from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators_of
-from paddle_shard.inputs.options import LoaderOptions, check_no_stream_options, checked_prefetch
+from paddle_shard.inputs.options import LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
@@ -45,8 +45,8 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     assigned = assignment(
         options.meshes, options.input_keys, options.shard_dims, options.placements, me, replicated_in_name=auto_dp
     )
-    placer = BatchPlacer(assigned, options.dense_tensor_idx)
-    layouts = placer.layouts
+    placer = BatchPlacer(assigned, options.dense_tensor_idx, pad_to)
+    layouts = assigned.layouts
     check_ranks(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
@@ -54,11 +54,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     stream = as_stream_loader(options.dataloader, split=split)
     options = replace(options, dataloader=options.dataloader if stream is None else stream, is_dataset_splitted=split)
     dataloader = options.dataloader
-    if stream is None:
-        check_no_stream_options(options)
-        source = read_source(options, layouts)
-    else:
-        source = read_stream(options, layouts, own)
+    source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
     members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
@@ -84,12 +80,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         dataloader=dataloader,
         placer=placer,
         own_layout=own,
-        rows=LoaderRows(source, placer, own),
+        rows=LoaderRows(source, layouts, own),
         reading=_reading(options, source, own, pad_to),
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
-        input_keys=options.input_keys,
-        pad_to=pad_to,
         agreeing_ranks=agreeing,
         facts=_facts(options, source, layouts),
         batch_check=batch_check,
@@ -122,8 +116,7 @@ def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
-    parts = None if source.stream is None else source.stream.batches.plan
-    facts["num_parts"] = None if parts is None else parts.num_parts
+    facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
     if source.costs is not None:
@@ -141,7 +134,7 @@ def _shown(layouts: Sequence[FieldLayout]) -> str:
         if len(ids) > _SHOWN_RANKS:
             ranks = f"{len(ids)} ranks from {ids[0]} to {ids[-1]} (sum {zlib.crc32(ranks.encode()):08x})"
         axes = dict(zip(mesh.axes, mesh.shape, strict=True))
-        split = {mesh.axes[axis]: dim for axis, dim in layout.dims}
+        split = {mesh.axes[axis]: f"{dim} balanced" if dim in layout.balanced else dim for axis, dim in layout.dims}
         found.append(f"{axes} of {ranks}, dims split {split}")
     return " and ".join(dict.fromkeys(found))
 

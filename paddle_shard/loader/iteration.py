@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,14 @@ from paddle_shard.errors import (
     UnequalEndsError,
 )
 from paddle_shard.inputs.source import Source
-from paddle_shard.inputs.stream_setup import StreamSetup
+from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import NO_STAND_IN
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
+from paddle_shard.tree import named_leaves
 
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (
@@ -91,41 +92,41 @@ class ShardIterator:
         """
         if self._closed:
             raise StopIteration
-        entered = self._clock.enter()
+        setup, entered = self._setup, self._clock.enter()
         try:
-            return self._deliver(entered)
+            with RecordEvent("paddle_shard: next batch"):
+                found = next(self._pass)
+            if found is None:
+                raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
+            valid, local = found.valid(), setup.source.split or setup.source.stream is not None
+            ids, lost = found.own_ids(setup.own_layout, local=local)
+            self._clock.leave(
+                entered,
+                rows=len(valid),
+                samples=int(np.count_nonzero(valid)),
+                num_bytes=found.num_bytes,
+                skipped=found.num_skipped(),
+                load=found.step.load,
+            )
+            # Last, and in two assignments: a signal's handler may save the state at any moment.
+            self._current = found
+            setup.run.delivered(self._progress, found.step, ids, lost)
+            return found.value
         except StopIteration:
             self.close()
             self._clock.end(entered)
-            self._setup.run.finished(self._progress)
-            say_if_uneven(self._setup, self.epoch)
+            setup.run.finished(self._progress)
+            say_if_uneven(setup, self.epoch)
             raise
         except UnequalEndsError as error:
             self.close()
-            raise unequal_ends(self._setup, error) from None
+            raise unequal_ends(setup, error) from None
         except BatchStructureError as error:
             self.close()
             raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
         except BaseException:
             self.close()
             raise
-
-    def _deliver(self, entered: float) -> Any:
-        with RecordEvent("paddle_shard: next batch"):
-            found = next(self._pass)
-        if found is None:
-            raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-        source, skipped, valid = self._setup.source, found.num_skipped(), found.valid()
-        local = source.split or source.stream is not None
-        ids, lost = found.own_ids(self._setup.own_layout, local=local)
-        num_real, load = int(np.count_nonzero(valid)), found.step.load
-        self._clock.leave(
-            entered, rows=len(valid), samples=num_real, num_bytes=found.num_bytes, skipped=skipped, load=load
-        )
-        # Last, and in two assignments: a signal's handler may save the state at any moment.
-        self._current = found
-        self._setup.run.delivered(self._progress, found.step, ids, lost)
-        return found.value
 
     @property
     def valid(self) -> Any:
@@ -135,7 +136,7 @@ class ShardIterator:
         """
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
-        return self._setup.placer.valid(self._current.valid(), self._current.rows, self._current.layout)
+        return self._current.rows.valid(self._current.valid(), self._current.layout)
 
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
@@ -156,9 +157,9 @@ class ShardIterator:
 def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     """Log, at the end of a loader's first pass, how many of this rank's rows were padding, or what was dropped."""
     stream, stats = setup.source.stream, setup.stats
-    plan = None if stream is None else stream.batches.plan
-    if stream is None or plan is None or plan.repeats or stats.total.batches != stats.epoch.batches:
+    if stream is None or stream.whole_items or stream.plan.repeats or stats.total.batches != stats.epoch.batches:
         return
+    plan = stream.plan
     counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
     if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
@@ -172,7 +173,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             _remedy(stream),
         )
     stage = stream.stage
-    if plan.ending.drops and rank == 0 and stage.num_shards is not None and not stream.batches.knows_length:
+    if plan.ending.drops and rank == 0 and stage.source.num_shards is not None and not stream.knows_length:
         parts, source = tuple(range(plan.num_parts)), stage.source
         opening = Opening(parts=parts, num_parts=len(parts), seed=setup.options.seed, epoch=epoch)
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
@@ -190,8 +191,8 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             )
 
 
-def _remedy(stream: StreamSetup) -> str:
-    if stream.batches.split_over is not None:
+def _remedy(stream: StreamOrder) -> str:
+    if stream.split_over is not None:
         return _OWN
     source = stream.stage.source
     parts = Opening(parts=(0,), num_parts=1)
@@ -240,21 +241,12 @@ def describe(first_batch: Callable[[], Any]) -> Any:
             f"this loader's are {type(batch).__name__}"
             + (f" of {len(batch)}." if isinstance(batch, list | dict) else ".")
         )
-    others = [path for path, leaf in _leaves(batch, "batch") if not isinstance(leaf, paddle.Tensor)]
+    # Of dicts, only the batch itself may be one.
+    found = named_leaves(batch, "batch", lambda value: isinstance(value, dict) and value is not batch)
+    others = [path for path, leaf in found if not isinstance(leaf, paddle.Tensor)]
     if others:
         raise BatchStructureError(
             f"dist.to_static takes tensors and lists of them only, but {', '.join(others)} are none. Take them "
             "out of the batch with a collate_fn, or give to_static an input_spec."
         )
     return batch
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and path == "batch":
-        for key, child in value.items():
-            yield from _leaves(child, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for number, child in enumerate(value):
-            yield from _leaves(child, f"{path}[{number}]")
-    else:
-        yield path, value

@@ -78,17 +78,18 @@ class ShardDataloader(PaddleShardDataloader):
     @property
     def _input_keys(self) -> Any:
         """The keys to deliver in passes that begin from now on. Trainers assign them."""
-        return self._shared.setup.input_keys
+        return self._shared.setup.placer.assignment.keys
 
     @_input_keys.setter
     def _input_keys(self, keys: Any) -> None:
-        self._shared.setup = replace(self._shared.setup, input_keys=keys)
+        setup = self._shared.setup
+        self._shared.setup = replace(setup, placer=setup.placer.with_keys(keys))
 
     def __repr__(self) -> str:
         source, own, plan = self._shared.setup.source, self._shared.setup.own_layout, self.plan
         order = "sequential" if source.custom_sampler is None else type(source.custom_sampler).__name__
-        if source.stream is not None and source.stream.batches.plan is not None:
-            order = f"stream in {source.stream.batches.plan.num_parts} parts"
+        if source.stream is not None and not source.item_is_batch:
+            order = f"stream in {source.stream.plan.num_parts} parts"
         if source.custom_sampler is None and plan is not None and plan.ordering.shuffles:
             order = f"shuffled with seed {self.seed}"
         return (

@@ -171,22 +171,21 @@ class SequenceSplit:
         """
         if self.layout == "documents" and token_index is None:
             raise ArgumentError("unsplit: layout='documents' needs the batch's field token_index.")
-        if isinstance(outputs, np.ndarray):
-            back = np.argsort(self._index(token_index, outputs.shape), axis=1)
-            return np.take_along_axis(outputs, back.reshape(*back.shape, *(1,) * (outputs.ndim - 2)), axis=1)
-        if not isinstance(outputs, paddle.Tensor):
+        if not isinstance(outputs, np.ndarray | paddle.Tensor):
             raise ArgumentTypeError(f"unsplit: outputs must be a tensor or an array, got {type(outputs).__name__}.")
         with paddle.no_grad():
-            gathered, mesh, placements = self._gathered(outputs)
-            index = None if token_index is None else self._gathered(token_index)[0].numpy()
-            index = self._index(index, gathered.shape)
-            found = paddle.take_along_axis(
-                gathered,
-                paddle.to_tensor(np.argsort(index, axis=1), place=gathered.place).reshape(
-                    [*gathered.shape[:2], *[1] * (len(gathered.shape) - 2)]
-                ),
-                1,
-            )
+            whole, mesh, placements = self._gathered(outputs)
+            rows, length, *others = whole.shape
+            if token_index is not None:
+                index = np.asarray(self._gathered(token_index)[0])
+            elif length % self.unit:
+                raise ArgumentError(f"unsplit: outputs have {length} tokens a row, which {self.unit} does not divide.")
+            else:
+                index = np.broadcast_to(self._order(np.zeros(length, np.int64), length), (rows, length))
+            back = np.argsort(index, axis=1).reshape(rows, length, *[1] * len(others))
+            if isinstance(outputs, np.ndarray):
+                return np.take_along_axis(whole, back, axis=1)
+            found = paddle.take_along_axis(whole, paddle.to_tensor(back, place=whole.place), 1)
             return found if mesh is None else dtensor_from_local(found.contiguous(), mesh, placements)
 
     def _gathered(self, tensor: Any) -> tuple[Any, Any, Any]:
@@ -199,14 +198,6 @@ class SequenceSplit:
         placements = list(tensor.placements)
         placements[mesh.dim_names.index(self.axis)] = dist.Replicate()
         return dist.reshard(tensor, mesh, placements)._local_value(), mesh, placements
-
-    def _index(self, token_index: Any, shape: Any) -> npt.NDArray[np.int64]:
-        rows, length = int(shape[0]), int(shape[1])
-        if token_index is not None:
-            return np.asarray(token_index)
-        if length % self.unit:
-            raise ArgumentError(f"unsplit: outputs have {length} tokens a row, which {self.unit} does not divide.")
-        return np.broadcast_to(self._order(np.zeros(length, np.int64), length), (rows, length))
 
     def _order(self, segments: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
         """Return the tokens of a row in the order of the ranks; `segments` tells its documents."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import paddle
 import paddle.distributed as dist
+from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
 from paddle_shard.plan.mesh import Axes, MeshLayout
-from paddle_shard.plan.partition import Rows, slice_rows
+from paddle_shard.plan.partition import nearest_multiples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,10 @@ class FieldLayout:
     mesh: Any
     """A `paddle.distributed.ProcessMesh`."""
     layout: MeshLayout
-    dims: tuple[tuple[int, int | Balanced], ...]
+    dims: tuple[tuple[int, int], ...]
     """(axis of the mesh, tensor dim that it splits), sorted by axis. The other axes replicate."""
+    balanced: frozenset[int] = frozenset()
+    """The tensor dims that are split `Balanced`."""
     global_rank: int
     replicated_in_name: bool = False
     """True if the data is split, but the placements say `Replicate` (Paddle's auto-DP mode)."""
@@ -69,50 +73,69 @@ class FieldLayout:
         return self.num_data_ranks, self.layout.data_rank(global_rank, self.data_axes)
 
     @cached_property
-    def placements(self) -> list[Any]:
+    def rows_only(self) -> FieldLayout:
+        """The layout of a tensor with one number per row of the field."""
+        return replace(self, dims=tuple((axis, dim) for axis, dim in self.dims if dim == 0))
+
+    @cached_property
+    def _placements(self) -> list[Any]:
         """One of Paddle's placements for each axis."""
         placements = [dist.Replicate() for _ in self.layout.axes]
         if not self.replicated_in_name:
             for axis, dim in self.dims:
-                placements[axis] = dist.Shard(dim.dim if isinstance(dim, Balanced) else dim)
+                placements[axis] = dist.Shard(dim)
         return placements
 
-    def rows(self, num_rows: int, micro_size: int | None) -> Rows:
-        """Return the rows of a global batch that this process holds."""
-        return slice_rows(num_rows, self.num_data_ranks, self.data_rank, micro_size)
-
     @cached_property
-    def sequence_splits(self) -> tuple[tuple[int, int, int, bool], ...]:
-        """(tensor dim, parts, this process's part, balanced) for each split tensor dim except the first.
+    def _cuts(self) -> tuple[tuple[int, int, list[int]], ...]:
+        """(tensor dim, number of chunks, this process's chunks) for each split tensor dim except the first.
 
         Several axes on one dim act as one, in row-major order.
         """
-        splits = []
-        for dim in sorted({d.dim if isinstance(d, Balanced) else d for _, d in self.dims} - {0}):
-            axes = [axis for axis, d in self.dims if d == dim or d == Balanced(dim=dim)]
-            balanced = any(isinstance(d, Balanced) for axis, d in self.dims if axis in axes)
+        cuts = []
+        for dim in sorted({dim for _, dim in self.dims} - {0}):
+            axes = [axis for axis, d in self.dims if d == dim]
             parts = math.prod(self.layout.shape[axis] for axis in axes)
             part = self.layout.data_rank(self.global_rank, axes) if self.on_mesh else 0
-            splits.append((dim, parts, part, balanced))
-        return tuple(splits)
+            balanced = dim in self.balanced
+            cuts.append((dim, 2 * parts if balanced else parts, [part, 2 * parts - 1 - part] if balanced else [part]))
+        return tuple(cuts)
+
+    def distributed(self, rows: Any, path: str) -> Any:
+        """Return the distributed tensor of which this process holds the given rows, cut along the other split dims.
+
+        Args:
+            rows: The tensor's rows on this process. Off the mesh, only their shape and dtype matter.
+            path: The field's path, for errors.
+
+        Raises:
+            BatchStructureError: The tensor lacks a dim that is to be split, or the dim cannot be cut evenly.
+        """
+        for dim, num_chunks, chunks in self._cuts:
+            if len(rows.shape) <= dim:
+                raise BatchStructureError(f"field {path} has {len(rows.shape)} dims, so its dim {dim} cannot be split.")
+            size, rest = divmod(rows.shape[dim], num_chunks)
+            if rest:
+                sizes = " or ".join(map(str, nearest_multiples(rows.shape[dim], num_chunks)))
+                raise BatchStructureError(
+                    f"field {path}: dim {dim} has size {rows.shape[dim]}, which cannot be cut into {num_chunks} equal "
+                    f"chunks. Nearest sizes that can: {sizes}."
+                )
+            pieces = [paddle.slice(rows, axes=[dim], starts=[c * size], ends=[(c + 1) * size]) for c in chunks]
+            rows = pieces[0] if len(pieces) == 1 else paddle.concat(pieces, axis=dim)
+        # Paddle's reshard sends the memory of a local tensor as it lies there: of a view it sends other numbers.
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        return dtensor_from_local(rows, self.mesh, self._placements)
 
 
-def field_layout(
-    mesh: Any,
-    axes: Axes | Mapping[str | int, Any],
-    global_rank: int,
-    *,
-    replicated_in_name: bool = False,
-    own_rows: bool = False,
-) -> FieldLayout:
+def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: int, **others: bool) -> FieldLayout:
     """Return the layout of a field.
 
     Args:
         mesh: A `ProcessMesh`.
         axes: The axes that split the rows (`shard_dims`), or a mapping of each axis to its tensor dim.
         global_rank: Paddle's process id.
-        replicated_in_name: See `FieldLayout`.
-        own_rows: See `FieldLayout`.
+        others: Further fields of `FieldLayout`.
 
     Raises:
         AxisError: The mesh does not have an axis, or an axis is named twice.
@@ -124,6 +147,7 @@ def field_layout(
             f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}."
         )
     layout = MeshLayout(shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids))
+    balanced = frozenset[int]()
     if isinstance(axes, Mapping):
         named = {axis: dim for axis, dim in axes.items() if dim is not None}
         for axis, dim in named.items():
@@ -133,22 +157,23 @@ def field_layout(
                     f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
                     f"got {dim!r}."
                 )
-        indices = {layout.axis_indices(axis)[0]: dim for axis, dim in named.items()}
-        if len(indices) != len(named):
+        balanced = frozenset(dim.dim for dim in named.values() if isinstance(dim, Balanced))
+        if both := sorted(balanced & {dim for dim in named.values() if isinstance(dim, int)}):
+            raise ArgumentError(f"placements splits dim {both[0]} both plainly and Balanced: {dict(axes)}.")
+        split = {
+            layout.axis_indices(axis)[0]: dim.dim if isinstance(dim, Balanced) else dim for axis, dim in named.items()
+        }
+        if len(split) != len(named):
             raise AxisError(f"placements names an axis twice: {dict(axes)}. Name each axis once.")
-        dims = tuple(sorted(indices.items(), key=lambda item: item[0]))
-        for dim in {d.dim for _, d in dims if isinstance(d, Balanced)}:
-            if any(d == dim for _, d in dims):
-                raise ArgumentError(f"placements splits dim {dim} both plainly and Balanced: {dict(axes)}.")
     else:
-        dims = tuple((axis, 0) for axis in layout.axis_indices(axes))
+        split = dict.fromkeys(layout.axis_indices(axes), 0)
     return FieldLayout(
         mesh=mesh,
         layout=layout,
-        dims=dims,
+        dims=tuple(sorted(split.items())),
+        balanced=balanced,
         global_rank=global_rank,
-        replicated_in_name=replicated_in_name,
-        own_rows=own_rows,
+        **others,
     )
 
 
@@ -160,28 +185,28 @@ AS_READ = "as read"
 """A field's entry in `placements`: its rows are not the samples; each data rank keeps what was made of its samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
     """The layout of each field of a batch, found by the field's position or key."""
 
     entries: tuple[Entry, ...]
     """One entry for each given mesh; a single entry is used for every field."""
-    keys: tuple[Any, ...] | None
-    """`input_keys`: the keys that the entries belong to, if the batch is a dict."""
+    keys: Sequence[Any] | None
+    """`input_keys`: the keys that the entries belong to, if the batch is a dict. None: all that it has."""
     overrides: Mapping[Any, FieldLayout]
     """Layouts of single fields, from `placements`."""
 
-    def layouts(self) -> Iterator[FieldLayout]:
-        """Yield every layout."""
-        for entry in (*self.entries, *self.overrides.values()):
-            yield from entry if isinstance(entry, list) else [entry]
+    @cached_property
+    def layouts(self) -> list[FieldLayout]:
+        """Every layout."""
+        entries = [*self.entries, *self.overrides.values()]
+        return [layout for entry in entries for layout in (entry if isinstance(entry, list) else [entry])]
 
-    def fields(self, batch: Any, keys: Sequence[Any] | None) -> list[tuple[Any, Entry]]:
+    def fields(self, batch: Any) -> list[tuple[Any, Entry]]:
         """Return (key or position, layouts) for each field of a batch, in the order of the result.
 
         Args:
             batch: A dict or a list.
-            keys: The current `input_keys`, since Paddle's trainers assign them after construction.
 
         Raises:
             BatchStructureError: The fields do not match the meshes.
@@ -189,8 +214,7 @@ class Assignment:
         wanted: Sequence[Any] = range(len(batch))
         what, kind = f"is a list of {len(batch)} fields", "field"
         if isinstance(batch, Mapping):
-            keys = self.keys if keys is None else tuple(keys)
-            wanted = tuple(batch) if keys is None else keys
+            wanted = tuple(batch if self.keys is None else self.keys)
             missing = [key for key in wanted if key not in batch]
             if missing:
                 raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
@@ -210,13 +234,7 @@ class Assignment:
 
 
 def assignment(
-    meshes: Any,
-    input_keys: Sequence[Any] | None,
-    shard_dims: Any,
-    placements: Any,
-    global_rank: int,
-    *,
-    replicated_in_name: bool = False,
+    meshes: Any, input_keys: Sequence[Any] | None, shard_dims: Any, placements: Any, global_rank: int, **others: bool
 ) -> Assignment:
     """Read the arguments of `shard_dataloader` that say where fields go.
 
@@ -235,30 +253,26 @@ def assignment(
             "give one mesh per key, or one for all."
         )
     axes = _axes_by_mesh(shard_dims, len(given))
-    common: dict[str, Any] = {"global_rank": global_rank, "replicated_in_name": replicated_in_name}
     entries: list[Entry] = []
     for number, (mesh, dims) in enumerate(zip(given, axes, strict=True)):
-        if isinstance(mesh, list | tuple):
-            each = dims if isinstance(dims, list) else [dims] * len(mesh)
-            if len(each) != len(mesh):
-                raise ArgumentError(
-                    f"shard_dims[{number}] {dims!r} has {len(each)} entries and meshes[{number}] has {len(mesh)}: "
-                    "give one per mesh, or one for all."
-                )
-            entries.append([field_layout(m, d, **common) for m, d in zip(mesh, each, strict=True)])
-        elif isinstance(dims, list) and len(given) > 1:
-            entries.append([field_layout(mesh, d, **common) for d in dims])
-        else:
-            entries.append(field_layout(mesh, dims, **common))
+        if not isinstance(mesh, list | tuple) and not (isinstance(dims, list) and len(given) > 1):
+            entries.append(field_layout(mesh, dims, global_rank, **others))
+            continue
+        # A field that is a list: its items have a mesh each, or an entry of `shard_dims` each, or both.
+        each = dims if isinstance(dims, list) else [dims] * len(mesh)
+        of_items = mesh if isinstance(mesh, list | tuple) else [mesh] * len(each)
+        if len(each) != len(of_items):
+            raise ArgumentError(
+                f"shard_dims[{number}] {dims!r} has {len(each)} entries and meshes[{number}] has {len(of_items)}: "
+                "give one per mesh, or one for all."
+            )
+        entries.append([field_layout(m, d, global_rank, **others) for m, d in zip(of_items, each, strict=True)])
     overrides = {}
     for key, number, wanted in _overridden(placements, given, input_keys):
         as_read = wanted == AS_READ
-        overrides[key] = field_layout(given[number], axes[number] if as_read else wanted, own_rows=as_read, **common)
-    return Assignment(
-        entries=tuple(entries),
-        keys=None if input_keys is None else tuple(input_keys),
-        overrides=overrides,
-    )
+        split = axes[number] if as_read else wanted
+        overrides[key] = field_layout(given[number], split, global_rank, own_rows=as_read, **others)
+    return Assignment(entries=tuple(entries), keys=input_keys, overrides=overrides)
 
 
 def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:

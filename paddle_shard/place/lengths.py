@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -13,9 +13,8 @@ import numpy as np
 import paddle
 
 from paddle_shard.errors import ArgumentError, BatchStructureError
-from paddle_shard.place.dtensor import place, place_elsewhere, split_sequence
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
+from paddle_shard.tree import leaves, mapped
 
 LONGEST = "longest"
 Row = Sequence[Any]
@@ -25,6 +24,8 @@ Row = Sequence[Any]
 class Pad(NamedTuple):
     """How the rows of a field are padded."""
 
+    path: str
+    """The field's path, such as "['input_ids']"; "[0]" also of a batch that is a bare tensor."""
     sizes: tuple[int, ...]
     """Allowed sizes of dim 1, ascending; empty: each dim except the first is padded to its longest size."""
     value: float
@@ -36,10 +37,9 @@ class Unplaced:
     """This rank's rows of a tensor, kept until it is known how long the other ranks' rows are."""
 
     local: Any
+    """The rows; if the tensor's mesh does not include this process, rows of their shape."""
     layout: FieldLayout
     path: str
-    elsewhere: tuple[int, int] | None
-    """(rows that were read, rows of the global batch), if the tensor's mesh does not include this process."""
     own_rows: bool
     """True if its rows are not the samples. Then all ranks must have the same number of rows."""
     pad: Pad | None
@@ -51,11 +51,35 @@ class Unplaced:
         kind = str(self.local.dtype).rsplit(".", 1)[-1]
         return [f"{kind}, {self.local.shape[0]} rows of " if self.own_rows else kind, *self.local.shape[1:]]
 
-    def placed(self) -> Any:
-        """Return the distributed tensor."""
-        if self.elsewhere is not None:
-            return place_elsewhere(self.local, *self.elsewhere, self.layout, self.path)
-        return place(split_sequence(self.local, self.layout, self.path), self.layout)
+    def placed(self, rows: Mapping[int, Row]) -> Any:
+        """Return the distributed tensor, given the `row` of every rank.
+
+        Raises:
+            BatchStructureError: The rows do not fit together, or are longer than all sizes.
+        """
+        pad, known = self.pad, list(rows.values())
+        kinds = {(row[0], len(row)) for row in known}
+        if len(kinds) > 1 or (pad is None and len(set(known)) > 1):
+            why = "" if len(kinds) > 1 else "; pad_to does not name it, so its rows must be of one shape"
+            raise _differ(self.path, rows, why)
+        mesh, of_data_rank = self.layout.layout, dict[int, dict[int, Row]]()
+        for rank, row in rows.items():
+            if rank in mesh.process_ids:
+                of_data_rank.setdefault(mesh.data_rank(rank, self.layout.data_axes), {})[rank] = row
+        for replicas in of_data_rank.values():
+            if len(set(replicas.values())) > 1:
+                raise _differ(self.path, replicas, ", which share a data rank and should have read the same rows")
+        shape = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
+        if pad is not None and pad.sizes and shape:
+            size = next((size for size in pad.sizes if size >= shape[0]), None)
+            if size is None:
+                raise BatchStructureError(
+                    f"the longest row of field {self.path or 'batch'} has {shape[0]}, and the largest size in pad_to "
+                    f"is {pad.sizes[-1]}. Cut long samples in the data set or the "
+                    "collate_fn, or give a larger size."
+                )
+            shape[0] = size
+        return self.layout.distributed(_padded(self.local, shape, pad.value if pad else 0), self.path)
 
 
 @dataclass(frozen=True)
@@ -100,9 +124,14 @@ class PadTo:
                     f"pad_to: rows of field {key!r} are padded to 'longest', or to the lengths that they may have, "
                     f"such as [128, 256, 512]; got {length!r}."
                 )
-            if not _is_number(value):
+            try:
+                number = float(value) if isinstance(value, Real) else None
+            except OverflowError:
+                number = None
+            if number is None:
                 raise ArgumentError(f"pad_to: the number behind the rows of field {key!r} must be one, got {value!r}.")
-            fields[key] = Pad(() if sizes == LONGEST else tuple(sorted({int(size) for size in sizes})), value)
+            lengths = () if sizes == LONGEST else tuple(sorted({int(size) for size in sizes}))
+            fields[key] = Pad(f"[{key!r}]", lengths, value)
         return cls(fields)
 
     def check(self, fields: Sequence[Any]) -> None:
@@ -118,93 +147,39 @@ class PadTo:
                 "them, if it is given)."
             )
 
-    def finished(self, batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
-        """Return a batch as distributed tensors, now that all ranks' rows are known.
+    def pad_of(self, path: str) -> Pad | None:
+        """Return how the rows of the tensor at a path are padded; None if they are not."""
+        # The paths of a field's tensors begin with its own, up to the bracket.
+        return next((pad for pad in self.fields.values() if (path or "[0]").startswith(pad.path)), None)
 
-        Args:
-            batch: A batch with `Unplaced` leaves.
-            said: Global rank -> result of `rows_of` for that rank's batch.
+    def even(self, arrays: Sequence[Any], path: str) -> Sequence[Any]:
+        """Return what several workers have collated of one array, padded to one length, so that it can be joined.
 
-        Raises:
-            BatchStructureError: The rows do not fit together, or are longer than all sizes; raised on all ranks.
+        Arrays that differ in dtype or in their number of dims are returned as they are: joining them reports that.
         """
+        pad = self.pad_of(path)
+        if pad is None or len({(array.dtype, len(array.shape)) for array in arrays}) > 1:
+            return arrays
+        row = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
+        return [_padded(array, row, pad.value) for array in arrays]
 
-        for path in dict.fromkeys(path for of_rank in said.values() for path in of_rank):  # the same on all ranks
-            rows = {rank: tuple(of_rank.get(path, ())) for rank, of_rank in said.items()}
-            if not all(rows.values()):
-                raise _differ(path, rows)
 
-        def placed(leaf: Unplaced) -> Any:
-            rows = {rank: tuple(of_rank.get(leaf.path, ())) for rank, of_rank in said.items()}
-            local = self._padded(leaf.local, self._common(leaf, rows), leaf.pad.value if leaf.pad else 0)
-            return replace(leaf, local=local).placed()
+def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
+    """Return a batch as distributed tensors, now that all ranks' rows are known.
 
-        return mapped(batch, lambda leaf: placed(leaf) if isinstance(leaf, Unplaced) else leaf)
+    Args:
+        batch: A batch with `Unplaced` leaves.
+        said: Global rank -> result of `rows_of` for that rank's batch.
 
-    def even(self, batches: Sequence[Any]) -> list[Any]:
-        """Return what several workers have collated for one rank, padded to one length, so that it can be joined.
-
-        Batches that differ in structure or dtype are returned as they are: joining them reports the difference.
-        """
-        return self._even(list(batches), self.fields.get)
-
-    def _even(self, values: list[Any], pad_of: Callable[[Any], Pad | None]) -> list[Any]:
-        first = values[0]
-        children: dict[Any, list[Any]] = {}
-        if isinstance(first, Mapping) and all(isinstance(v, Mapping) and set(v) == set(first) for v in values):
-            children = {key: [value[key] for value in values] for key in first}
-        elif _holds_more(first) and all(_holds_more(value) and len(value) == len(first) for value in values):
-            children = dict(enumerate(map(list, zip(*values, strict=True))))
-        if children:
-            columns = {key: self._even(column, partial(_same, pad_of(key))) for key, column in children.items()}
-            rows = [{key: column[n] for key, column in columns.items()} for n in range(len(values))]
-            return [rebuild(first, row if isinstance(first, Mapping) else list(row.values())) for row in rows]
-        pad = pad_of(0)
-        kinds = {(value.dtype, len(value.shape)) if hasattr(value, "shape") else None for value in values}
-        if pad is None or len(kinds) > 1 or None in kinds:
-            return values  # joining them reports what does not fit
-        row = tuple(max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True))
-        return [self._padded(value, row, pad.value) for value in values]
-
-    def _common(self, leaf: Unplaced, rows: Mapping[int, Row]) -> tuple[int, ...]:
-        """Return the shape of a row that is large enough for all ranks' rows of a leaf."""
-        known = list(rows.values())
-        kinds = {(row[0], len(row)) if row else None for row in known}
-        if len(kinds) > 1 or (leaf.pad is None and len(set(known)) > 1):
-            why = "" if len(kinds) > 1 else "; pad_to does not name it, so its rows must be of one shape"
-            raise _differ(leaf.path, rows, why)
-        mesh, of_data_rank = leaf.layout.layout, dict[int, dict[int, Row]]()
-        for rank, of_rank in rows.items():
-            if rank in mesh.process_ids:
-                of_data_rank.setdefault(mesh.data_rank(rank, leaf.layout.data_axes), {})[rank] = of_rank
-        for replicas in of_data_rank.values():
-            if len(set(replicas.values())) > 1:
-                raise _differ(leaf.path, replicas, ", which share a data rank and should have read the same rows")
-        row = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
-        if leaf.pad is not None and leaf.pad.sizes and row:
-            size = next((size for size in leaf.pad.sizes if size >= row[0]), None)
-            if size is None:
-                raise BatchStructureError(
-                    f"the longest row of field {leaf.path or 'batch'} has {row[0]}, and the largest size in pad_to "
-                    f"is {leaf.pad.sizes[-1]}. Cut long samples in the data set or the "
-                    "collate_fn, or give a larger size."
-                )
-            row[0] = size
-        return tuple(row)
-
-    @staticmethod
-    def _padded(tensor: Any, row: tuple[int, ...], fill: float) -> Any:
-        if tuple(tensor.shape[1:]) == row:
-            return tensor
-        if isinstance(tensor, np.ndarray):
-            padded = np.full([len(tensor), *row], fill, tensor.dtype)
-            padded[tuple(slice(0, size) for size in tensor.shape)] = tensor
-            return padded
-        out = paddle.full([tensor.shape[0], *row], fill, tensor.dtype)
-        if out.place != tensor.place:
-            out = out.to(tensor.place)
-        out[tuple(slice(0, size) for size in tensor.shape)] = tensor
-        return out
+    Raises:
+        BatchStructureError: The rows do not fit together, or are longer than all sizes; raised on all ranks.
+    """
+    rows = {}
+    for path in dict.fromkeys(path for of_rank in said.values() for path in of_rank):  # the same on all ranks
+        rows[path] = {rank: tuple(of_rank.get(path, ())) for rank, of_rank in said.items()}
+        if not all(rows[path].values()):
+            raise _differ(path, rows[path])
+    return mapped(batch, lambda leaf, _: leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf)
 
 
 def rows_of(batch: Any) -> dict[str, Row]:
@@ -212,14 +187,19 @@ def rows_of(batch: Any) -> dict[str, Row]:
     return {leaf.path: leaf.row for leaf in leaves(batch) if isinstance(leaf, Unplaced)}
 
 
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, Real):
-        return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True
+def _padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
+    """Return rows of a tensor or array that are filled up to one shape."""
+    if list(tensor.shape[1:]) == list(row):
+        return tensor
+    shape, filled = [tensor.shape[0], *row], tuple(slice(0, size) for size in tensor.shape)
+    if isinstance(tensor, np.ndarray):
+        padded = np.full(shape, fill, tensor.dtype)
+    else:
+        padded = paddle.full(shape, fill, tensor.dtype)
+        if padded.place != tensor.place:
+            padded = padded.to(tensor.place)
+    padded[filled] = tensor
+    return padded
 
 
 def _differ(path: str, rows: Mapping[int, Row], why: str = "") -> BatchStructureError:
@@ -255,14 +235,3 @@ def check_fill(fill: float, dtype: Any, path: str) -> None:
 
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": 1.7976931348623157e308}
-
-
-def _same(pad: Pad | None, _: Any) -> Pad | None:
-    return pad
-
-
-def _holds_more(value: Any) -> bool:
-    """True if a sequence holds fields, and not one string or number per sample."""
-    return is_sequence(value) and any(
-        isinstance(item, Unplaced | paddle.Tensor | Mapping | list | tuple) for item in value
-    )

@@ -40,21 +40,33 @@ class TensorMaker:
         return self._made(leaves, adopt=distinct)
 
     def _made(self, leaves: Sequence[Any], *, adopt: bool) -> list[Any]:
-        if self._feed is None:
-            return [self._one(leaf, adopt) for leaf in leaves]
-        goes = [_in_host_memory(leaf) and leaf.size > 0 for leaf in leaves]
-        dense = [_dense(leaf, adopt) for leaf, moves in zip(leaves, goes, strict=True) if moves]
-        moved = iter(self._feed(dense) if dense else ())
-        return [next(moved) if moves else self._one(leaf, adopt) for leaf, moves in zip(leaves, goes, strict=True)]
-
-    def _one(self, leaf: Any, adopt: bool) -> Any:
-        if isinstance(leaf, paddle.Tensor):
-            return leaf.detach()
-        if not isinstance(leaf, np.ndarray):
-            return paddle.utils.dlpack.from_dlpack(leaf)
-        if self._feed is not None:  # without elements
-            return paddle.to_tensor(leaf, place=self._place)
-        return core.eager.read_next_tensor_list([_dense(leaf, adopt)])[0]
+        found: list[Any] = []
+        dense: list[tuple[int, Any]] = []
+        """(number of the leaf, the same in Paddle's own form) of those that become tensors all at once."""
+        for number, leaf in enumerate(leaves):
+            is_tensor, made = isinstance(leaf, paddle.Tensor), None
+            # On a device, what is in host memory is moved, as Paddle moves a collate_fn's results.
+            moves = self._feed is not None and is_tensor and (is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place())
+            if moves and leaf.size:
+                dense.append((number, leaf.value().get_tensor()))
+            elif is_tensor:
+                made = leaf.detach()
+            elif not isinstance(leaf, np.ndarray):
+                made = paddle.utils.dlpack.from_dlpack(leaf)
+            elif self._feed is not None and not leaf.size:  # the reader takes no tensor without elements
+                made = paddle.to_tensor(leaf, place=self._place)
+            else:
+                # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
+                mine = adopt and type(leaf) is np.ndarray and leaf.size > 0 and leaf.flags.c_contiguous
+                dense.append((number, core.DenseTensor()))
+                dense[-1][1].set(leaf, core.CPUPlace(), mine)
+            found.append(made)
+        if dense:
+            numbers, tensors = zip(*dense, strict=True)
+            to_tensors = core.eager.read_next_tensor_list if self._feed is None else self._feed
+            for number, tensor in zip(numbers, to_tensors(list(tensors)), strict=True):
+                found[number] = tensor
+        return found
 
 
 def is_cpu(place: Any) -> bool:
@@ -107,20 +119,3 @@ def _end(queue: Any, reader: Any, process: int) -> None:
         return
     queue.close()  # the reader's thread waits for it
     reader.shutdown()
-
-
-def _in_host_memory(leaf: Any) -> bool:
-    """True if a leaf is in host memory, so that it is moved to the device, as Paddle moves a collate_fn's results."""
-    if isinstance(leaf, paddle.Tensor):
-        return is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place()
-    return isinstance(leaf, np.ndarray)
-
-
-def _dense(array: Any, adopt: bool) -> Any:
-    if isinstance(array, paddle.Tensor):
-        return array.value().get_tensor()
-    dense = core.DenseTensor()
-    # A subclass of ndarray may share its memory, and a tensor can only use the memory of a C-contiguous array.
-    mine = adopt and type(array) is np.ndarray and array.size > 0 and array.flags.c_contiguous
-    dense.set(array, core.CPUPlace(), mine)
-    return dense

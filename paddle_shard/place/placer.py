@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.place.dtensor import place, place_elsewhere, place_mask, split_sequence, take_rows
-from paddle_shard.place.field import Assignment, Entry, FieldLayout
+from paddle_shard.place.field import Assignment, FieldLayout
 from paddle_shard.place.lengths import PadTo, Unplaced, check_fill
-from paddle_shard.plan.partition import Rows
-from paddle_shard.tree import is_sequence, leaves, mapped_at, rebuild
+from paddle_shard.plan.partition import Rows, slice_rows
+from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
 
 
 class BatchRows:
@@ -35,7 +35,7 @@ class BatchRows:
         """True if each data rank has read only rows of its own, so its batch may hold fields that are not per row."""
         self._micro_size = micro_size
         self._positions: dict[int, Rows] = {}
-        mine = [layout.rows(num_rows, micro_size) for layout in layouts if layout.on_mesh]
+        mine = [self._rows_of(layout) for layout in layouts if layout.on_mesh]
         self.read: Rows
         if whole:
             self.read = np.arange(num_rows)
@@ -45,18 +45,26 @@ class BatchRows:
         self.asked: Rows | range = range(first, last + 1) if last - first == len(self.read) - 1 else self.read
         """The rows that are read; a range if they are consecutive."""
 
+    def _rows_of(self, layout: FieldLayout) -> Rows:
+        return slice_rows(self.num_rows, layout.num_data_ranks, layout.data_rank, self._micro_size)
+
     def positions(self, layout: FieldLayout) -> Rows:
         """Return the positions of a field's rows on this rank among the rows that were read."""
         # This is called for each leaf of each batch. The cache is keyed by id(layout), since layouts live as long.
         found = self._positions.get(id(layout))
         if found is None:
-            found = np.searchsorted(self.read, layout.rows(self.num_rows, self._micro_size))
-            self._positions[id(layout)] = found
+            found = self._positions[id(layout)] = np.searchsorted(self.read, self._rows_of(layout))
         return found
 
-    def cuts(self, layout: FieldLayout) -> bool:
-        """True if a field takes only some of the rows that were read."""
-        return len(self.positions(layout)) < len(self.read)
+    def valid(self, mask: np.ndarray[Any, Any], layout: FieldLayout) -> Any:
+        """Return one bool per row of a field, True if the row is real, placed like the rows.
+
+        Args:
+            mask: bool[len(read)], for the rows that were read.
+            layout: The layout of the field.
+        """
+        mine = mask[self.positions(layout)] if layout.on_mesh else np.ones(self.num_rows // layout.num_data_ranks, bool)
+        return layout.rows_only.distributed(paddle.to_tensor(mine), "valid")
 
 
 class Placed(NamedTuple):
@@ -65,167 +73,167 @@ class Placed(NamedTuple):
     batch: Any
     last: FieldLayout
     """The layout of its last field."""
+    shapes: tuple[tuple[Any, ...], ...]
+    """(dtype, *shape) of each tensor that was delivered, as it was read."""
     apart: tuple[tuple[Any, ...], ...]
     """(field, *shape) of each distributed tensor over several data ranks whose rows are not the samples."""
 
 
+@dataclass(frozen=True)
 class BatchPlacer:
     """Turns the tensors of a batch into distributed tensors; its structure and its other leaves stay as they are."""
 
-    def __init__(self, assignment: Assignment, dense_tensor_idx: Sequence[Sequence[int]] | None) -> None:
-        self.assignment = assignment
-        self.layouts = list(assignment.layouts())
-        self._dense = dense_tensor_idx
+    assignment: Assignment
+    dense_tensor_idx: Sequence[Sequence[int]] | None
+    pad_to: PadTo | None
+    """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
 
-    def place(
-        self, batch: Any, rows: BatchRows, keys: Sequence[Any] | None = None, pad_to: PadTo | None = None
-    ) -> Placed:
+    def with_keys(self, keys: Sequence[Any] | None) -> BatchPlacer:
+        """Return a placer that delivers the fields with these keys."""
+        return replace(self, assignment=replace(self.assignment, keys=keys))
+
+    def place(self, batch: Any, rows: BatchRows) -> Placed:
         """Return the batch as distributed tensors.
 
         Args:
             batch: A batch with the rows `rows.read`.
             rows: The rows of the batch.
-            keys: The current `input_keys`.
-            pad_to: What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known.
 
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
-        if _is_tensor(batch) or not (is_sequence(batch) or isinstance(batch, Mapping)):
-            if pad_to is not None:
-                pad_to.check([0])
-            placing = _Placing(rows, pad_to, 0)
-            return Placed(placing.leaf(batch, self.layouts[0], "", dense=False), self.layouts[0], tuple(placing.apart))
-        fields = self.assignment.fields(batch, keys)
-        if pad_to is not None:
-            pad_to.check([key for key, _ in fields])
-        last = fields[-1][1] if fields else self.layouts[0]
-        placed, apart = {}, list[tuple[Any, ...]]()
-        for number, (key, entry) in enumerate(fields):
-            placing = _Placing(rows, pad_to, key)
-            placed[key] = placing.field(batch[key], entry, f"[{key!r}]", self._dense_items(number))
-            placing.check_padded(f"[{key!r}]")
-            apart += placing.apart
-        whole = rebuild(batch, placed if isinstance(batch, Mapping) else list(placed.values()))
-        return Placed(whole, last[-1] if isinstance(last, list) else last, tuple(apart))
-
-    @staticmethod
-    def valid(mask: np.ndarray[Any, Any], rows: BatchRows, layout: FieldLayout) -> Any:
-        """Return one bool per row of a field, True if the row is real, placed like the rows.
-
-        Args:
-            mask: bool[len(rows.read)], for the rows that were read.
-            rows: The rows of the batch.
-            layout: The layout of the field.
-        """
-        if layout.on_mesh:
-            return place_mask(mask[rows.positions(layout)], layout)
-        return place_mask(np.ones(rows.num_rows // layout.num_data_ranks, bool), layout)
-
-    def num_rows(self, batch: Any, keys: Sequence[Any] | None = None) -> int | None:
-        """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
-        if is_sequence(batch) or isinstance(batch, Mapping):
-            for number, (key, entry) in enumerate(self.assignment.fields(batch, keys)):
-                layouts = entry if isinstance(entry, list) else [entry]
-                own = self._dense_items(number) or any(layout.own_rows for layout in layouts)
-                if not own and any(layout.data_axes for layout in layouts):
-                    for tensor in tensors(batch[key]):
-                        if tensor.shape:
-                            return int(tensor.shape[0])
-            return None
-        found = next((tensor for tensor in tensors(batch) if tensor.shape), None)
-        return None if found is None else int(found.shape[0])
-
-    def _dense_items(self, number: int) -> Sequence[int]:
-        if self._dense is None:
-            return ()
-        if number >= len(self._dense):
-            raise BatchStructureError(
-                f"dense_tensor_idx has {len(self._dense)} entries, but the batch has a field {number}; "
-                "give an entry, which may be empty, for each field."
-            )
-        return self._dense[number]
-
-
-class _Placing:
-    """Places one field of a batch."""
-
-    __slots__ = ("_local", "_pad", "_padded", "_rows", "_waits", "apart")
-
-    def __init__(self, rows: BatchRows, pad_to: PadTo | None, key: Any) -> None:
-        self._rows, self._waits = rows, pad_to is not None
-        self._pad = None if pad_to is None else pad_to.fields.get(key)
-        self._local = self._padded = False
-        self.apart: list[tuple[Any, ...]] = []
-
-    def check_padded(self, path: str) -> None:
-        """Refuse to pad a field whose tensors all stay local."""
-        if self._pad is not None and self._local and not self._padded:
+        placing = _Placing(rows, self.pad_to)
+        placed, last = self._mapped(batch, placing.leaf)
+        for path in placing.local - placing.padded:
             raise BatchStructureError(
                 f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
                 "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
             )
+        return Placed(placed, last, tuple(placing.shapes), tuple(placing.apart))
 
-    def field(self, value: Any, entry: Entry, path: str, dense: Sequence[int]) -> Any:
-        if not is_sequence(value) or _is_row_like(value):
-            if isinstance(entry, list):
-                if _is_tensor(value) or isinstance(value, Mapping):
+    def num_rows(self, batch: Any) -> int | None:
+        """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
+        found: list[int] = []
+
+        def count(leaf: Any, path: str, layout: FieldLayout, dense: bool) -> None:
+            rows = not dense and not layout.own_rows and (layout.data_axes or not path)
+            if rows and isinstance(leaf, paddle.Tensor) and leaf.shape:
+                found.append(int(leaf.shape[0]))
+
+        self._mapped(batch, count)
+        return found[0] if found else None
+
+    def _mapped(self, batch: Any, function: Callable[[Any, str, FieldLayout, bool], Any]) -> tuple[Any, FieldLayout]:
+        """Return a batch with a function applied to each leaf, and the layout of the last field.
+
+        Args:
+            batch: It is not changed.
+            function: A function of (leaf, its path, its layout, whether it stays local).
+        """
+        layout = self.assignment.layouts[0]
+        has_fields = is_sequence(batch) or isinstance(batch, Mapping)
+        fields = self.assignment.fields(batch) if has_fields else [(0, layout)]
+        if self.pad_to is not None:
+            self.pad_to.check([key for key, _ in fields])
+        if not has_fields:
+            return function(batch, "", layout, False), layout
+
+        def value_of(value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
+            return mapped(value, lambda leaf, at: function(leaf, at, layout, dense), path, _is_row_like)
+
+        found: dict[Any, Any] = {}
+        for number, (key, entry) in enumerate(fields):
+            value, path, dense = batch[key], f"[{key!r}]", self._dense_items(number)
+            layout = entry[-1] if isinstance(entry, list) else entry
+            if is_sequence(value) and not _is_row_like(value):
+                entries = entry if isinstance(entry, list) else [entry] * len(value)
+                if len(entries) != len(value):
                     raise BatchStructureError(
-                        f"field {path} is a {type(value).__name__}, but its entry in meshes is a list of "
-                        f"{len(entry)}: give it one mesh, or make it a list of as many items."
+                        f"field {path} is a list of {len(value)} items, but its entry in meshes or shard_dims has "
+                        f"{len(entries)}."
                     )
-                entry = entry[0]
-            return self._value(value, entry, path, dense=len(dense) > 0)
-        entries = entry if isinstance(entry, list) else [entry] * len(value)
-        if len(entries) != len(value):
+                items = enumerate(zip(value, entries, strict=True))
+                found[key] = rebuild(value, [value_of(v, f"{path}[{i}]", one, i in dense) for i, (v, one) in items])
+            elif isinstance(entry, list) and isinstance(value, paddle.Tensor | Mapping):
+                raise BatchStructureError(
+                    f"field {path} is a {type(value).__name__}, but its entry in meshes is a list of "
+                    f"{len(entry)}: give it one mesh, or make it a list of as many items."
+                )
+            else:
+                found[key] = value_of(value, path, entry[0] if isinstance(entry, list) else entry, len(dense) > 0)
+        return rebuild(batch, found if isinstance(batch, Mapping) else list(found.values())), layout
+
+    def _dense_items(self, number: int) -> Sequence[int]:
+        if self.dense_tensor_idx is None:
+            return ()
+        if number >= len(self.dense_tensor_idx):
             raise BatchStructureError(
-                f"field {path} is a list of {len(value)} items, but its entry in meshes or shard_dims has "
-                f"{len(entries)}."
+                f"dense_tensor_idx has {len(self.dense_tensor_idx)} entries, but the batch has a field {number}; "
+                "give an entry, which may be empty, for each field."
             )
-        items = [
-            self._value(item, layout, f"{path}[{i}]", dense=i in dense)
-            for i, (item, layout) in enumerate(zip(value, entries, strict=True))
-        ]
-        return rebuild(value, items)
+        return self.dense_tensor_idx[number]
 
-    def _value(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
-        if _is_tensor(value):
-            return self.leaf(value, layout, path, dense=dense)
-        return mapped_at(value, lambda leaf, at: self.leaf(leaf, layout, at, dense=dense), path, _is_row_like)
 
-    def leaf(self, value: Any, layout: FieldLayout, path: str, *, dense: bool) -> Any:
+class _Placing:
+    """Places the leaves of one batch."""
+
+    __slots__ = ("_pad_to", "_rows", "apart", "local", "padded", "shapes")
+
+    def __init__(self, rows: BatchRows, pad_to: PadTo | None) -> None:
+        self._rows, self._pad_to = rows, pad_to
+        self.local, self.padded = set[str](), set[str]()
+        """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
+        self.shapes: list[tuple[Any, ...]] = []
+        self.apart: list[tuple[Any, ...]] = []
+
+    def leaf(self, value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
+        """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
         rows = self._rows
-        if not _is_tensor(value):
+        if not isinstance(value, paddle.Tensor):
             if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
                 positions = rows.positions(layout)
                 return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
             return value
-        by_rows = len(layout.data_axes) > 0
+        shape, dtype = list(value.shape), value.dtype
+        self.shapes.append((dtype, *shape))
+        has_row_each = shape[:1] == [len(rows.read)]
+        by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
         own_rows = False
-        if by_rows and (layout.own_rows or not value.shape or value.shape[0] != len(rows.read)):
-            _check_own_rows(value, layout, path, rows, dense=dense)
-            by_rows, own_rows = False, layout.num_data_ranks > 1
-            if own_rows and not dense and not self._waits:
-                self.apart.append((f"field {path or 'batch'}", *value.shape))
+        if layout.data_axes and not by_rows:
+            _check_own_rows(shape, layout, path, rows, dense=dense)
+            own_rows = layout.num_data_ranks > 1
         if by_rows and layout.on_mesh:
-            value = take_rows(value, rows.positions(layout))
+            value = _take_rows(value, rows.positions(layout))
+        pad = None if self._pad_to is None else self._pad_to.pad_of(path)
+        if pad is not None:
+            (self.local if dense else self.padded).add(pad.path)
         if dense:
-            self._local = True
             return value
-        self._padded = True
-        elsewhere = None if layout.on_mesh else (len(rows.read), rows.num_rows)
-        if self._waits and value.shape:
-            if self._pad is not None:
-                check_fill(self._pad.value, value.dtype, path)
-            return Unplaced(value, layout, path, elsewhere, own_rows, self._pad)
-        if elsewhere is not None:
-            return place_elsewhere(value, *elsewhere, layout, path)
-        return place(split_sequence(value, layout, path), layout)
+        if not layout.on_mesh:  # no data is here, so only the metadata matters
+            first = [rows.num_rows // layout.num_data_ranks] if has_row_each else shape[:1]
+            value = paddle.empty([*first, *shape[1:]], dtype)
+        if self._pad_to is None or not shape:
+            if own_rows:
+                self.apart.append((f"field {path or 'batch'}", *shape))
+            return layout.distributed(value, path)
+        if pad is not None:
+            check_fill(pad.value, dtype, path)
+        return Unplaced(value, layout, path, own_rows, pad)
 
 
-def _check_own_rows(tensor: Any, layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:
+def _take_rows(tensor: Any, positions: Rows) -> Any:
+    """Return the rows of a tensor at ascending positions; the tensor itself if these are all its rows."""
+    if len(positions) == tensor.shape[0]:
+        return tensor
+    first, last = int(positions[0]), int(positions[-1])
+    if last - first == len(positions) - 1:
+        return tensor[first : last + 1]
+    return paddle.gather(tensor, paddle.to_tensor(positions, place=tensor.place))
+
+
+def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:
     """Refuse a field whose rows are not the samples, if it would have to be cut or cannot be a distributed tensor."""
-    name, shape = f"field {path or 'batch'}", list(tensor.shape)
+    name = f"field {path or 'batch'}"
     if not shape and not dense:
         raise BatchStructureError(
             f"{name} is a 0-d tensor, which has no rows to split over the data axes. "
@@ -233,7 +241,7 @@ def _check_own_rows(tensor: Any, layout: FieldLayout, path: str, rows: BatchRows
         )
     what = f"{name} has {shape[0]} rows (shape {shape})" if shape else f"{name} is a 0-d tensor"
     what += f" for {len(rows.read)} samples"
-    if layout.on_mesh and rows.cuts(layout):
+    if layout.on_mesh and len(rows.positions(layout)) < len(rows.read):
         raise BatchStructureError(
             f"{what}: this rank has read other samples, too, and it cannot be told which of its rows are whose. Split "
             "all fields alike (shard_dims), so that each rank reads its own samples only, or make one row a sample."
@@ -248,26 +256,10 @@ def _check_own_rows(tensor: Any, layout: FieldLayout, path: str, rows: BatchRows
     )
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, paddle.Tensor)
-
-
-def tensors(value: Any) -> Iterator[Any]:
-    """Yield every tensor of a batch."""
-    return (leaf for leaf in leaves(value) if _is_tensor(leaf))
-
-
-def named_tensors(value: Any) -> list[tuple[str, Any]]:
-    """Return (path, tensor) of every tensor of a batch."""
-    found: list[tuple[str, Any]] = []
-    mapped_at(value, lambda leaf, path: found.append((path, leaf)) if _is_tensor(leaf) else None)
-    return found
-
-
 def _is_row_like(value: Any) -> bool:
     """True if a leaf other than a tensor may have one item per row, as collated strings have; not a list of numbers."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
-    if not isinstance(value, list) or not value or any(True for _ in tensors(value)):
+    if not isinstance(value, list) or not value or any(isinstance(leaf, paddle.Tensor) for leaf in leaves(value)):
         return False
     return not any(isinstance(item, int | float | complex | np.generic) for item in value)

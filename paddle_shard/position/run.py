@@ -152,7 +152,7 @@ class Run:
         source, plan = self._source, self._plan_from(start)
         num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
         if source.stream is not None:
-            left = source.stream.batches.steps_left(start)
+            left = source.stream.steps_left(start)
             num_steps = None if left is None else start.steps + left
         if plan is not None:
             segments = plan.segments or ((0, plan.batch_size),)

@@ -8,6 +8,7 @@ import mmap
 import os
 import secrets
 import sys
+import zlib
 
 import paddle.distributed as dist
 from paddle.framework import core
@@ -16,9 +17,9 @@ from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
-from paddle_shard.ranks.group import Group
-from paddle_shard.ranks.outlook import PASSES, ProgressTable, Terms
+from paddle_shard.ranks.group import PASSES, Group, ProgressTable
 from paddle_shard.ranks.star import group_of
+from paddle_shard.ranks.verdict import Terms
 
 _TOKEN = 16
 
@@ -38,12 +39,13 @@ def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
     found = ranks, os.getpid()
     if found not in _coordinators:
         timeout = terms.timeout or 1800.0
+        introduction = f"{own_name()}-{zlib.crc32(repr(ranks).encode())}"
         _coordinators[found] = Coordinator(
             group_of(ranks, f"loaders of {_named(ranks)}", timeout),
             timeout=timeout,
             end_process=_end_process,
-            join_table=join_table,
-            introduction=own_name(),
+            meet=lambda group: meet(group, introduction),
+            introduction=introduction,
         )
     return _coordinators[found].open(terms)
 
@@ -70,13 +72,13 @@ def gather_of(ranks: tuple[int, ...], payload: bytes, timeout: float) -> list[by
         raise
 
 
-def join_table(group: Group) -> ProgressTable | None:
-    """Return a progress table in memory that all ranks of a group have mapped; None if a rank cannot. Collective.
+def meet(group: Group, introduction: str = "") -> tuple[ProgressTable | None, dict[int, str]]:
+    """Return a progress table in memory that all ranks have mapped, or None if a rank cannot, and all introductions.
 
-    The first rank makes a file without a name, and the others open it through /proc, so the file disappears when they
-    end. A token proves that it is that file, and not a file of another host or container.
+    Collective. The first rank makes a file without a name, and the others open it through /proc, so the file disappears
+    when they end. A token proves that it is that file, and not a file of another host or container.
     """
-    size, memory, first = _TOKEN + 8 * PASSES * group.size, -1, None
+    size, memory, mine = _TOKEN + 8 * PASSES * group.size, -1, {"name": introduction}
     try:
         if group.rank == 0:
             try:
@@ -88,10 +90,11 @@ def join_table(group: Group) -> ProgressTable | None:
                 token = secrets.token_bytes(_TOKEN)
                 os.write(memory, token)
                 os.truncate(memory, size)
-                first = {"path": f"/proc/{os.getpid()}/fd/{memory}", "token": token.hex()}
-        first = json.loads(group.gather(json.dumps(first).encode())[0])
-        shared = first is not None and memory >= 0
-        if first is not None and memory < 0:
+                mine |= {"path": f"/proc/{os.getpid()}/fd/{memory}", "token": token.hex()}
+        told = [json.loads(one) for one in group.gather(json.dumps(mine).encode())]
+        names, first = {rank: one["name"] for rank, one in zip(group.names, told, strict=True)}, told[0]
+        shared = memory >= 0
+        if not shared and "path" in first:
             try:
                 memory = os.open(first["path"], os.O_RDWR)
                 shared = os.fstat(memory).st_size == size and os.pread(memory, _TOKEN, 0).hex() == first["token"]
@@ -99,9 +102,9 @@ def join_table(group: Group) -> ProgressTable | None:
                 raise_if_a_handlers(error)
                 logging.getLogger(__name__).debug("no progress table: %s", error)
         if not all(fine == b"+" for fine in group.gather(b"+" if shared else b"-")):
-            return None
+            return None, names
         words = memoryview(mmap.mmap(memory, size))[_TOKEN:].cast("q")
-        return ProgressTable(words, group.rank, group.size)  # type: ignore[arg-type]
+        return ProgressTable(words, group.rank, group.size), names  # type: ignore[arg-type]
     finally:
         if memory >= 0:
             os.close(memory)

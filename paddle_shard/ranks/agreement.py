@@ -27,23 +27,25 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
-from paddle_shard.ranks.group import Group
-from paddle_shard.ranks.outlook import (
+from paddle_shard.errors import ArgumentError, PeerLostError
+from paddle_shard.ranks.group import Group, ProgressTable
+from paddle_shard.ranks.verdict import (
     CLOSED,
     END,
     FAIL,
     NEVER,
     OK,
+    STEPS_TOLD,
     WIDTH,
     Decision,
     Outlook,
-    ProgressTable,
-    ReadHistory,
     Terms,
+    data_differs,
     decide,
+    error_of,
+    log_wait,
+    silence,
 )
-from paddle_shard.ranks.verdict import data_differs, ended_unequally, error_of, log_wait, silence
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
@@ -91,12 +93,11 @@ class Agreement:
         self._verdict: Decision | None = None
         self._outlooks: Sequence[Outlook] = ()
         self._waiting = self._closed = False
-        self.unsent: list[tuple[int, bytes]] = []
+        self.unsent: list[tuple[int, str]] = []
         """(step, note) for each note of this rank that was not sent to the others yet."""
-        self._notes: dict[int, list[tuple[int, bytes]]] = {}
-        self._history = ReadHistory()
-        self._differing: tuple[int, list[int]] | None = None
-        """The first step at which the ranks have read different data, and each rank's digest."""
+        self._notes: dict[int, list[tuple[int, str]]] = {}
+        self._read: dict[int, int] = {}
+        """Step -> digest of all that this rank has read up to its end; of the steps that were not compared yet."""
         self._posts = True
         """True while this rank may post its progress on the table."""
         self.waited = 0.0
@@ -108,20 +109,16 @@ class Agreement:
         return max(TABLE_WINDOW if self.on_table else WINDOW, 1 + self.outlook.reads_on)
 
     @property
-    def reads_on(self) -> int:
-        """Number of steps that every rank reads beyond the step that it asks for."""
-        return self.outlook.reads_on
-
-    @property
     def is_decided(self) -> bool:
         """True if the ranks have agreed how the pass ends, or a rank is lost: `deliver` tells what has happened."""
         return self._verdict is not None or self._closed or self._coordinator.is_over
 
-    def introduction_of(self, rank: int) -> bytes | None:
-        """Return what a global rank has told all others when they met; None if they have not met yet."""
-        return self._coordinator.introductions.get(rank)
+    def name_of(self, rank: int) -> str | None:
+        """Return by which name a global rank can be reached in this pass; None if the ranks have not met yet."""
+        name = self._coordinator.introductions.get(rank)
+        return None if name is None else f"{name}-{self.number}"
 
-    def note(self, payload: bytes) -> None:
+    def note(self, payload: str) -> None:
         """Send all ranks a note about the step that is announced next; it arrives before they deliver that step.
 
         Args:
@@ -141,19 +138,20 @@ class Agreement:
             digest: A number below 2**62.
         """
         with self._changed:
-            self._history.note(digest)
+            self._read[self.outlook.step] = digest
 
     def report(self, decision: Decision) -> None:
         """Put what the others need to know of a decision into the report; called with the lock held."""
         if not decision.matches:
-            self.outlook.report = self.terms.label.encode()
+            self.outlook.report = self.terms.label
             return
         # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
         self._posts = False
         if self.terms.same_data and self.outlook.kind != FAIL:
-            self.outlook.report = self._history.report()
+            told = list(self._read.items())[-STEPS_TOLD:]
+            self.outlook.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]])
 
-    def send_notes(self) -> list[tuple[int, bytes]]:
+    def send_notes(self) -> list[tuple[int, str]]:
         """Return (step, note) for the notes that were not sent yet; called with the lock held.
 
         All ranks have received them when they take part in the round after the one that sends them.
@@ -163,11 +161,11 @@ class Agreement:
             self._rounds_to_hear = 2
         return found
 
-    def hear_note(self, name: int, step: int, payload: bytes) -> None:
+    def hear_note(self, name: int, step: int, payload: str) -> None:
         """Store a rank's note; called with the lock held."""
         self._notes.setdefault(step, []).append((name, payload))
 
-    def take_notes(self, step: int) -> list[tuple[int, bytes]]:
+    def take_notes(self, step: int) -> list[tuple[int, str]]:
         """Return (global rank, note) of all ranks, including this one, for a delivered step; only the first call."""
         if not self._notes:  # the notes of a step arrive before it is released
             return []
@@ -189,7 +187,7 @@ class Agreement:
         """Announce that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
         self._announce(END)
 
-    def announce_failure(self, report: bytes) -> None:
+    def announce_failure(self, report: str) -> None:
         """Announce that reading the next step failed. All ranks raise the report there, or stop earlier.
 
         Args:
@@ -227,13 +225,12 @@ class Agreement:
             with self._changed:
                 self._wait(step)
             if not self._may_deliver(step):
-                verdict, outlooks = self._verdict, self._outlooks
-                assert verdict is not None
-                unequal = self.terms.ends_must_agree and ended_unequally(verdict, outlooks)
-                if verdict.kind == END and verdict.same and not unequal:
+                assert self._verdict is not None
+                ranks = dict(zip(self._coordinator.group.names, self._outlooks, strict=True))
+                error = error_of(self._verdict, ranks, self.number, self.terms)
+                if error is None:
                     return False
-                ranks = dict(zip(self._coordinator.group.names, outlooks, strict=True))
-                raise error_of(verdict, ranks, self.number, self.terms, self._differing)
+                raise error
         self.outlook.delivered += 1
         return True
 
@@ -274,22 +271,23 @@ class Agreement:
             if self.outlook.read:  # what was read before `released` has been compared
                 news = news or released > self._compared
                 self._compared = released
-                self._history.forget(released)
-            self.outlook.read = self._history.before(self._released) or self.outlook.read
+                self._read = {step: digest for step, digest in self._read.items() if step >= released}
+            if (digest := self._read.get(self._released - 1)) is not None:
+                self.outlook.read = 1 + digest
         self._rounds_to_hear = max(0, self._rounds_to_hear - 1)
         if not self._rounds_to_hear:
             self._held = min((step for step, _ in self.unsent), default=NEVER)
         self._post()
         if decision.kind != OK:
             if same_data and (decision.kind == END or not decision.same):
-                self._differing = data_differs(outlooks, self.terms.ends_apart)
-                decision = replace(decision, same=decision.same and self._differing is None)
+                differ = data_differs(outlooks, self.terms.ends_apart) is not None
+                decision = replace(decision, same=decision.same and not differ)
                 if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
         return news
 
-    def _announce(self, kind: int, exhausted: bool = False, report: bytes = b"", steps: int = 1) -> None:
+    def _announce(self, kind: int, exhausted: bool = False, report: str = "", steps: int = 1) -> None:
         with self._changed:
             mine = self.outlook
             if mine.kind == CLOSED or self._verdict is not None:
@@ -306,8 +304,12 @@ class Agreement:
             mine.kind, mine.report = kind, report
             mine.step += steps if kind == OK else 0
             self._post()
-            if self.due():
-                self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let the coordinator tell the others what this rank has announced; called with the lock held."""
+        if self.due():
+            self._changed.notify_all()
 
     @property
     def on_table(self) -> bool:
@@ -350,68 +352,20 @@ class Agreement:
             self.waited += time.monotonic() - start
 
 
-class AloneAgreement:
-    """The agreement of a rank that is alone. It never waits, and nothing has to be announced ahead.
+class AloneAgreement(Agreement):
+    """The agreement of a rank that is alone. It never waits, and nothing has to be announced ahead."""
 
-    It has the methods of `Agreement` that a pass calls.
-    """
-
-    on_table = False
-    window = reads_on = 0
+    window = 1
 
     def __init__(self) -> None:
-        """Start at step 0."""
-        self._announced, self._failed = 0, False
-        self._open = True
-        self._notes: dict[int, bytes] = {}
+        """Start at step 0; a rank that is alone has the number 0."""
+        nobody = Coordinator(Group(0, [0]), end_process=lambda: None)
+        super().__init__(nobody, 0, Terms())
 
-    def wanted(self, step: int) -> int:
-        """Return how many steps should be announced before `step` is asked for: that step, if there is one."""
-        return step + 1 if self._open else self._announced
-
-    def deliver(self, step: int) -> bool:
-        """Return whether a step may be delivered.
-
-        Raises:
-            AgreedFailure: Reading it failed.
-        """
-        if step < self._announced:
-            return True
-        if self._failed:
-            failure = AgreedFailure(f"Reading step {step} failed.")
-            failure.step = step
-            raise failure
-        return False
-
-    def announce_ok(self, steps: int = 1) -> None:
-        """Announce that the next step, or the next `steps`, can be served."""
-        if self._open:
-            self._announced += steps
-
-    def announce_end(self) -> None:
-        """Announce that the next step cannot be served."""
-        self._open = False
-
-    announce_exhausted = announce_end  # without real rows the pass ends, as there is nobody to keep in step with
-
-    def announce_failure(self, report: bytes) -> None:
-        """Announce that reading the next step failed."""
-        self._failed, self._open = self._failed or self._open, False
-
-    def note(self, payload: bytes) -> None:
-        """Store a note about the step that is announced next."""
-        self._notes[self._announced] = payload
-
-    def take_notes(self, step: int) -> list[tuple[int, bytes]]:
-        """Return (rank, note) of a step; a rank that is alone has the number 0."""
-        found = self._notes.pop(step, None)
-        return [] if found is None else [(0, found)]
-
-    def note_read(self, digest: int) -> None:
-        """Do nothing: there is no other rank to compare with."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+    def _tell(self) -> None:
+        self.advance(decide(self.outlook.vector()), [self.outlook])  # what one rank says is what all say
+        for step, payload in self.send_notes():
+            self.hear_note(0, step, payload)
 
 
 class Coordinator:
@@ -423,8 +377,8 @@ class Coordinator:
         *,
         timeout: float = 1800.0,
         end_process: Callable[[], None],
-        join_table: Callable[[Group], ProgressTable | None] = lambda group: None,
-        introduction: bytes = b"",
+        meet: Callable[[Group], tuple[ProgressTable | None, dict[int, str]]] = lambda group: (None, {}),
+        introduction: str = "",
     ) -> None:
         """Set up the coordinator; its thread starts with the first pass.
 
@@ -433,9 +387,9 @@ class Coordinator:
             timeout: Default timeout of a pass: seconds for which a rank may be silent while another waits for it.
             end_process: Called if a rank is lost, a pass has `exit_when_lost`, and its training thread has not learned
                 of the loss within `GRACE` seconds: it may be stuck in a collective.
-            join_table: Returns a progress table, if the ranks can have one; called once on each rank, in the
-                background.
-            introduction: What this rank tells all others when they first meet.
+            meet: Returns a progress table, if the ranks can have one, and the introduction of each global rank; called
+                once on each rank, in the background.
+            introduction: Name by which this rank can be reached.
 
         Raises:
             ArgumentError: If `timeout` is not positive.
@@ -454,11 +408,10 @@ class Coordinator:
         self._heard = False
         """True if the training thread has learned that a rank is lost."""
         self._closed = False
-        self._join_table = join_table
+        self._meet = meet
         self.table: ProgressTable | None = None
-        self._introduction = introduction
-        self.introductions: dict[int, bytes] = {}
-        """Global rank -> its introduction; empty until the ranks have met."""
+        self.introductions: dict[int, str] = {self._name: introduction}
+        """Global rank -> its introduction; those of the others are known once the ranks have met."""
         self._thread: threading.Thread | None = None
 
     def open(self, terms: Terms) -> Agreement:
@@ -531,7 +484,8 @@ class Coordinator:
             self._asking = False
             if told < timeout:
                 agreement.noticed = True
-                log_wait(self._name, agreement.terms, step, waited, behind)
+                if behind:
+                    log_wait(self._name, agreement.terms, step, waited, behind)
             elif over >= grace or behind:
                 raise silence(agreement.terms, step, behind)
             return  # no rank is late: the next round releases the step, or the next answer differs
@@ -561,8 +515,7 @@ class Coordinator:
     def _run(self) -> None:
         pause = 0.0
         try:
-            self.table = self._join_table(self.group)
-            self.introductions = dict(zip(self.group.names, self.group.gather(self._introduction), strict=True))
+            self.table, self.introductions = self._meet(self.group)
             while True:
                 with self.changed:
                     if pause:  # this rank has sent all it knows, and now waits for the others
@@ -643,15 +596,15 @@ class Coordinator:
                 self._passes[number].report(decision)
             told = [(number, agreement.outlook.told()) for number, agreement in self._passes.items()]
             notes = [
-                (number, step, payload.decode("latin-1"))
+                (number, step, payload)
                 for number in self._common
                 for step, payload in self._passes[number].send_notes()
             ]
         said = self.group.gather(json.dumps([told, notes]).encode())
         found = []
         for name, (outlooks, their_notes) in zip(self.group.names, map(json.loads, said), strict=True):
-            found.append({number: Outlook.heard(one) for number, one in outlooks})
+            found.append({number: Outlook(*one) for number, one in outlooks})
             with self.changed:
                 for number, step, payload in their_notes:
-                    self._passes[number].hear_note(name, step, payload.encode("latin-1"))
+                    self._passes[number].hear_note(name, step, payload)
         return found

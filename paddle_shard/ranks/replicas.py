@@ -1,30 +1,35 @@
-"""How does a pass meet the ranks that it reads for, or the rank that reads for it?"""
+"""How do ranks of one host share a reader: one reads and publishes, the others subscribe?"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import paddle.distributed as dist
 
-from paddle_shard.errors import PeerLostError
+from paddle_shard.errors import DifferentDataError, PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
-from paddle_shard.ranks.broadcast import (
-    END,
-    READ_YOURSELF,
-    STOP,
-    Broadcast,
-    PassKey,
-    Receiver,
-    connected,
-    reception,
-)
-from paddle_shard.reading import sharing
+from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected
+from paddle_shard.reading.batch import Batch
+from paddle_shard.reading.digest import digest
+from paddle_shard.reading.executor import Executor, Wrapper
+from paddle_shard.reading.failure import ReadFailure
 
+BATCH, FAILED, STOP, READ_YOURSELF = range(4)
+"""Kinds of messages, which are (kind, key, content). BATCH: the next batch. FAILED: a message cannot be received; the
+content is a `ReadFailure`. STOP: nothing more will come, and the agreement tells why. READ_YOURSELF: reading is no
+dearer than receiving, so the followers read from here on."""
+
+_TRIALS = 8
+"""Number of batches after which a leader compares what reading and sending cost."""
 _LOOK_SECONDS = 0.05
 """Seconds between two looks at the agreement while no message comes."""
 _GRACE = 5.0
@@ -33,146 +38,261 @@ _NOTICE = 5.0
 """Seconds after which a rank that waits says so, once a pass."""
 
 
-def pass_key(ranks: Sequence[int], agreement: Agreement) -> PassKey:
-    """Return what stands for a pass in a connection between two of the ranks that agree on it."""
-    return zlib.crc32(repr(tuple(ranks)).encode()), agreement.number
+class LeaderStoppedError(PeerLostError):
+    """The rank that reads for this one has stopped, and the agreement on steps tells why."""
 
 
-class Leading:
-    """The leader's end: what its pass reads goes to the followers."""
+class _ReadYourselfError(Exception):
+    """The leader has said that this rank must read from here on."""
 
-    def __init__(self, num_followers: int, *, measured: bool, on_each: Callable[[], None]) -> None:
-        """Begin; `begin` lets the followers connect.
+
+@dataclass(slots=True, kw_only=True)
+class Replicas:
+    """How a loader shares its reading; one for all its passes."""
+
+    ranks: tuple[int, ...] = ()
+    """Global ranks of this host that read the same samples, ascending; the first reads for all. Empty: each rank reads
+    for itself."""
+    timeout: float = 0.0
+    """Seconds for which the leader may be silent."""
+    measured: bool = False
+    """True if the leader looks whether reading costs more than handing on (`replicas="auto"`)."""
+    on_each: bool = False
+    """True if it has found that it does not, so that each rank reads for itself after all."""
+
+    @property
+    def follows(self) -> bool:
+        """True if another rank reads for this one."""
+        return bool(self.ranks) and not self.on_each and dist.get_rank() != self.ranks[0]
+
+    def __str__(self) -> str:
+        """Who reads for whom; empty if each rank reads for itself, and nothing else was possible."""
+        if not self.ranks:
+            return ""
+        if self.on_each:
+            return "each replica reads for itself, as that costs less than handing on"
+        if self.follows:
+            return f"read by global rank {self.ranks[0]}"
+        return f"reads for global ranks {', '.join(map(str, self.ranks[1:]))} too"
+
+    def shared(self, core: Executor | None, read: Callable[[], Executor], agreement: Agreement) -> Executor:
+        """Return the executor of a new pass, which publishes or subscribes.
 
         Args:
-            num_followers: Number of ranks that this one reads for.
-            measured: True if they are told to read for themselves if that is as quick.
-            on_each: Called when they are told so.
+            core: Reads; None if this rank follows.
+            read: Starts to read, if the leader says later that each rank had better do that.
+            agreement: Of all ranks, on the steps of the pass.
         """
-        self.measured, self._on_each = measured, on_each
-        self._broadcast = Broadcast(num_followers)
-        self._key: PassKey | None = None
+        if core is None:
+            return Subscribing(_Received(self, agreement), read)
+        if not self.ranks or dist.get_rank() != self.ranks[0]:
+            return core
+        name = agreement.name_of(self.ranks[0])
+        assert name is not None
+        return Publishing(core, self, Broadcast(name, len(self.ranks) - 1))
 
-    def begin(self, ranks: Sequence[int], agreement: Agreement) -> None:
-        """Let the followers connect."""
-        self._key = pass_key(ranks, agreement)
-        reception().enter(self._key, self._broadcast)
 
-    def send(self, key: int, message: Any) -> None:
-        """See `Leads`."""
-        self._broadcast.send(key, message)
+class Publishing(Wrapper):
+    """An executor that reads, and sends what it reads to other ranks."""
 
-    def end(self) -> None:
-        """See `Leads`."""
-        self._broadcast.say(END)
+    def __init__(self, inner: Executor, replicas: Replicas, broadcast: Broadcast) -> None:
+        super().__init__(inner)
+        self._replicas, self._broadcast, self._ended = replicas, broadcast, False
+        self._took: list[tuple[float, float]] = []
+        """(seconds of reading, seconds of sending) of the newest batches, if they are measured."""
+        if replicas.on_each:  # a follower may have left the last pass before it was told
+            self._end(READ_YOURSELF)
+
+    def take(self, *, beside: bool = False) -> Batch:
+        """See `Executor`."""
+        began = time.perf_counter()
+        found = self._inner.take(beside=beside)
+        if self._ended:
+            return found
+        read = time.perf_counter()
+        state = found.step.sampler_state if found.step.parts else None
+        content = (found.value, found.real, found.skipped, found.fresh, found.why, found.digest, state)
+        try:
+            self._broadcast.send((BATCH, _key_of(found.step), content))
+        except Exception as error:
+            raise_if_a_handlers(error)
+            what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
+            raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
+        if self._replicas.measured:
+            self._measure(read - began, time.perf_counter() - read)
+        return found
+
+    def _measure(self, reading: float, sending: float) -> None:
+        self._took.append((reading, sending))
+        if len(self._took) < _TRIALS:
+            return
+        reading, sending = np.min(self._took[1:], axis=0)  # on a busy host, a follower that is woken runs at once
+        self._took.clear()
+        if reading < sending:
+            self._replicas.on_each = True
+            self._end(READ_YOURSELF)
+
+    def _end(self, kind: int) -> None:
+        """Send the last message of the pass."""
+        if not self._ended:
+            self._ended = True
+            self._broadcast.send((kind, 0, None))
 
     def stop(self) -> None:
-        """See `Leads`."""
-        self._broadcast.say(STOP)
+        """See `Executor`."""
+        self._end(STOP)
 
-    def read_yourself(self) -> None:
-        """See `Leads`."""
-        self._broadcast.say(READ_YOURSELF)
-        self._on_each()
-
-    def close(self) -> None:
-        """See `Leads`."""
-        if self._key is not None:
-            reception().leave(self._key)
+    def finish(self) -> None:
+        """See `Executor`."""
+        self._inner.finish()
         self._broadcast.close()
 
+    def close(self) -> None:
+        """See `Executor`."""
+        self._inner.close()
+        self._broadcast.close()
 
-class Following:
-    """A follower's end. It connects when it first waits for a message."""
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self._broadcast.close()
 
-    def __init__(self, leader: int, position: int, *, timeout: float, on_each: Callable[[], None]) -> None:
-        """Begin; `begin` says which pass it is.
 
-        Args:
-            leader: Global rank that reads.
-            position: This rank's position among those that it reads for.
-            timeout: Seconds for which the leader may say nothing.
-            on_each: Called when the leader says that each rank had better read for itself.
-        """
-        self.leader, self._position, self._timeout, self._on_each = leader, position, timeout, on_each
-        self._agreement: Agreement | None = None
-        self._key: PassKey = (0, 0)
+class Subscribing(Wrapper):
+    """Takes what another rank of this host has read for the same steps; reads itself once that rank says so."""
+
+    def __init__(self, received: _Received, read: Callable[[], Executor]) -> None:
+        super().__init__(received)
+        self._received, self._read = received, read
+
+    def take(self, *, beside: bool = False) -> Batch:
+        """See `Executor`."""
+        try:
+            return self._inner.take(beside=beside)
+        except _ReadYourselfError:
+            self._inner = self._read()
+            self._received.close()
+            for step in self._received.steps:
+                self._inner.submit(step)
+            return self._inner.take(beside=beside)
+
+
+class _Received(Executor):
+    """Takes what another rank has read. It connects when it first waits for a batch."""
+
+    def __init__(self, replicas: Replicas, agreement: Agreement) -> None:
+        self._replicas, self._agreement, self._leader = replicas, agreement, replicas.ranks[0]
+        self._named = f"global rank {self._leader}, which reads for global rank {dist.get_rank()} too"
         self._receiver: Receiver | None = None
         self._closed = self._noticed = False
+        self.steps: deque[Step] = deque()
+        """Steps that were submitted and whose batches were not taken."""
 
-    def begin(self, ranks: Sequence[int], agreement: Agreement) -> None:
-        """Learn which pass it is, and where to ask what has become of it."""
-        self._key, self._agreement = pass_key(ranks, agreement), agreement
+    def submit(self, step: Step) -> None:
+        """See `Executor`."""
+        self.steps.append(step)
 
-    def at_hand(self) -> int:
-        """See `Follows`."""
-        return 0 if self._receiver is None else self._receiver.at_hand()
+    def take(self, *, beside: bool = False) -> Batch:
+        """See `Executor`.
 
-    def receive(self, failed: Callable[[Exception], Any]) -> Any:
-        """See `Follows`."""
-        began, pause = time.monotonic(), 0.001
-        while not self.at_hand():
-            self._look_at_the_clock(time.monotonic() - began)
-            if self._receiver is None:
-                self._connect()
-                if self._receiver is None:
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LOOK_SECONDS)
-            elif not self._receiver.wait(_LOOK_SECONDS):
-                raise PeerLostError.of(f"{self._named}, has left its loop or was killed.", [self.leader])
-        assert self._receiver is not None
-        kind, key, message = self._receiver.take(failed)
-        if kind == END:
-            raise StopIteration
+        Raises:
+            LeaderStoppedError: The leader has stopped, or the pass is over.
+            PeerLostError: The leader is lost, or has said nothing for too long.
+            DifferentDataError: The leader has read other samples.
+        """
+        kind, key, content = self._receive()
         if kind == STOP:
             raise self._stopped()
         if kind == READ_YOURSELF:
-            self._on_each()
-            return sharing.READ_YOURSELF
-        return key, message
+            self._replicas.on_each = True
+            raise _ReadYourselfError
+        step = self.steps.popleft()
+        if kind == FAILED:
+            self.close()
+            raise content.error(step)
+        if key != _key_of(step):
+            self.close()
+            raise DifferentDataError(
+                f"step {step.number}: {self._named}, has read other samples than this rank's sampler asks for "
+                "(replicas=). Seed the sampler alike on all ranks."
+            )
+        value, real, skipped, fresh, why, read, state = content
+        if state is not None:
+            step = replace(step, sampler_state=state)
+        return Batch(step=step, value=value, real=real, skipped=skipped, fresh=fresh, why=why, digest=read)
+
+    def ready(self) -> bool:
+        """See `Executor`."""
+        return self._receiver is not None and self._receiver.wait(0)
 
     def interrupt(self) -> None:
-        """See `Follows`."""
+        """See `Executor`."""
         self._closed = True
         if self._receiver is not None:
             self._receiver.interrupt()
 
     def close(self) -> None:
-        """See `Follows`."""
+        """See `Executor`."""
         self._closed = True
         if self._receiver is not None:
             self._receiver.close()
 
-    def _connect(self) -> None:
-        assert self._agreement is not None
-        name = self._agreement.introduction_of(self.leader)
-        if name is None:
-            return
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self.close()
+
+    def _receive(self) -> tuple[int, int, Any]:
+        """Return the next message."""
+        began, pause = time.monotonic(), 0.001
+        while True:
+            if self._receiver is None:
+                self._receiver = self._connected()
+            try:
+                if self._receiver is not None:
+                    (message,) = self._receiver.receive(_failed)
+                    return message  # type: ignore[no-any-return]
+            except BlockingIOError:
+                pass
+            except (EOFError, OSError) as error:
+                raise_if_a_handlers(error)
+                if self._closed:
+                    raise self._stopped() from None
+                raise PeerLostError.of(f"{self._named}, has left its loop or was killed.", [self._leader]) from None
+            self._check(time.monotonic() - began)
+            if self._receiver is not None:
+                self._receiver.wait(_LOOK_SECONDS)
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK_SECONDS)
+
+    def _connected(self) -> Receiver | None:
+        """Return a connection to the leader's pass; None if the leader has not opened it yet."""
+        name = self._agreement.name_of(self._leader)
         try:
-            self._receiver = connected(name.decode(), self._key, self._position)
+            return None if name is None else connected(name, self._replicas.ranks.index(dist.get_rank()) - 1)
         except OSError as error:
             raise_if_a_handlers(error)
             raise PeerLostError.of(
                 f"{self._named}, cannot be reached on this host: {error}. With replicas='each', every rank reads for "
                 "itself.",
-                [self.leader],
+                [self._leader],
             ) from error
 
-    def _look_at_the_clock(self, waited: float) -> None:
-        """See what has become of the others if no message comes.
+    def _check(self, waited: float) -> None:
+        """See what has become of the others while no message comes.
 
         Raises:
             LeaderStoppedError: The pass is over, or a rank is lost.
             PeerLostError: The leader has said nothing for too long.
         """
-        if self._closed or self._agreement is None or self._agreement.is_decided:
+        timeout = self._replicas.timeout
+        if self._closed or self._agreement.is_decided:
             raise self._stopped()
-        if waited > self._timeout + (0.0 if self._receiver else _GRACE):
+        if waited > timeout + (0.0 if self._receiver else _GRACE):
             raise PeerLostError.of(
-                f"{self._named}, has sent nothing for {self._timeout:g} s. If a batch may take longer than that, use a "
+                f"{self._named}, has sent nothing for {timeout:g} s. If a batch may take longer than that, use a "
                 "longer timeout.",
-                [self.leader],
-                self._timeout,
+                [self._leader],
+                timeout,
             )
         if waited > _NOTICE and not self._noticed:
             self._noticed = True
@@ -181,13 +301,19 @@ class Following:
                 "waiting, up to timeout=%g s.",
                 dist.get_rank(),
                 waited,
-                self.leader,
-                self._timeout,
+                self._leader,
+                timeout,
             )
 
-    def _stopped(self) -> Exception:
-        return sharing.LeaderStoppedError.of(f"{self._named}, has ended its pass.", [self.leader])
+    def _stopped(self) -> PeerLostError:
+        return LeaderStoppedError.of(f"{self._named}, has ended its pass.", [self._leader])
 
-    @property
-    def _named(self) -> str:
-        return f"global rank {self.leader}, which reads for global rank {dist.get_rank()} too"
+
+def _key_of(step: Step) -> int:
+    """Return a number by which a follower knows that a message is the answer to its own step."""
+    return digest(step.ids, step.number) if len(step.ids) else step.number
+
+
+def _failed(error: Exception) -> tuple[int, int, ReadFailure]:
+    raise_if_a_handlers(error)
+    return FAILED, 0, ReadFailure.of(error, what="receiving the batch", index=None, worker=None)

@@ -22,7 +22,7 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.ranks.group import FINE, LOST, MergingGroup, TwoLevelGroup, loss, told_loss
+from paddle_shard.ranks.group import FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
 
 _HEAD = struct.Struct("<Ic")
@@ -33,8 +33,8 @@ MAX_STAR = 64
 """Most ranks that one rank talks to if they are on several hosts."""
 
 
-class StarGroup(MergingGroup):
-    """A `Group` over TCP. Construction sends nothing: the first call connects."""
+class StarGroup(Group):
+    """A group over TCP. Construction sends nothing: the first call connects."""
 
     def __init__(
         self,
@@ -55,22 +55,17 @@ class StarGroup(MergingGroup):
             host: Host on which the first rank of the group can be reached.
             key: Key of this group in the store. It is the same on all ranks, and each rank uses it equally often:
                 their forked children may meet with it, too.
-            timeout: Seconds to wait for the others in one call; may be changed between calls.
+            timeout: See `Group`.
         """
-        self.rank, self.names = rank, tuple(names)
-        self._connect_store, self._host, self._key, self.timeout = connect_store, host, key, timeout
+        super().__init__(rank, names, timeout)
+        self._connect_store, self._host, self._key = connect_store, host, key
         self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
-        self._connected = self._closed = False
+        self._closed = False
 
     def absent(self) -> list[int]:
         """Return the global ranks that are known not to have connected yet."""
-        if self._connected:
-            return []
-        return [
-            self.names[position]
-            for position in (range(1, self.size) if self.rank == 0 else (0,))
-            if position not in self._peers
-        ]
+        others = range(1, self.size) if self.rank == 0 else (0,)
+        return [self.names[position] for position in others if position not in self._peers]
 
     def close(self) -> None:
         """Leave the group; a call that waits in another thread ends with PeerLostError."""
@@ -84,15 +79,14 @@ class StarGroup(MergingGroup):
         if self.size == 1:
             return merge([payload])
         deadline = time.monotonic() + self.timeout
-        if not self._connected:
+        if self.absent():
             (self._listen if self.rank == 0 else self._join)(deadline)
-            self._connected = True
         if self.rank:
             return self._ask(payload, deadline)
         parts = {0: payload}
-        for position, peer in self._ready(self._peers, deadline):
+        for position in self._ready(deadline):
             try:
-                parts[position] = _receive(peer, deadline)[1]
+                parts[position] = _receive(self._peers[position], deadline)[1]
             except OSError as error:
                 raise_if_a_handlers(error)
                 raise self._lose({position}, "has ended or was killed") from None
@@ -122,22 +116,19 @@ class StarGroup(MergingGroup):
             raise loss(answer)
         return answer
 
-    def _ready(self, peers: dict[int, socket.socket], deadline: float) -> Iterable[tuple[int, socket.socket]]:
-        """Yield each connection once, when it has something to read."""
-        waiting = {peer: position for position, peer in peers.items()}
+    def _ready(self, deadline: float) -> Iterable[int]:
+        """Yield each position once, when its connection has something to read."""
+        waiting = {peer.fileno(): position for position, peer in self._peers.items()}
         poll = select.poll()  # not select: file descriptors above 1023 are common in a training process
-        by_number = {peer.fileno(): peer for peer in waiting}
-        for number in by_number:
+        for number in waiting:
             poll.register(number, select.POLLIN)
         while waiting:
             found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not found:
-                late = set(waiting.values())
-                raise self._lose(late, f"did not respond for {self.timeout:g} s", self.timeout)
+                raise self._lose(set(waiting.values()), f"did not respond for {self.timeout:g} s", self.timeout)
             for number, _ in found:
                 poll.unregister(number)
-                peer = by_number[number]
-                yield waiting.pop(peer), peer
+                yield waiting.pop(number)
 
     def _lose(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
         """Tell all other ranks who is lost, and return the error to raise here."""
@@ -166,7 +157,7 @@ class StarGroup(MergingGroup):
             server.setblocking(False)
             poll = select.poll()
             poll.register(server, select.POLLIN)
-            store = self._connect_store(self._is_open)
+            store = self._connect_store(lambda: not self._closed)
             key = self._key_of(store)
             store.set(f"{key}/address", f"{server.getsockname()[1]} {token.hex()}")
             store.add(f"{key}/there", 1)
@@ -193,7 +184,7 @@ class StarGroup(MergingGroup):
     def _join(self, deadline: float) -> None:
         """Connect to rank 0 of the group."""
         try:
-            store = self._connect_store(self._is_open)
+            store = self._connect_store(lambda: not self._closed)
             key = self._key_of(store)
             # `wait` and `get` would block forever if a rank never comes; adding 0 reads the value and returns.
             while not store.add(f"{key}/there", 0):
@@ -213,9 +204,6 @@ class StarGroup(MergingGroup):
             raise self._error({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)
 
-    def _is_open(self) -> bool:
-        return not self._closed
-
     def _key_of(self, store: Any) -> str:
         """Return the key of this rendezvous: the n-th rendezvous of this rank is the n-th of the others."""
         return f"{self._key}/{store.add(f'{self._key}/of {self.rank}', 1)}"
@@ -228,9 +216,7 @@ class StarGroup(MergingGroup):
             self.close()
 
 
-def group_of(
-    ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None
-) -> StarGroup | TwoLevelGroup:
+def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None) -> Group:
     """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
 
     With more than `MAX_STAR` ranks on several hosts, it has two levels: the ranks of a host, and the first rank of each

@@ -1,10 +1,11 @@
-"""Why has a pass ended, which error reports it, and what is told of a wait?"""
+"""What does a rank know of the next steps, what follows from what all ranks know, and which error says so?"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard import errors
@@ -17,12 +18,119 @@ from paddle_shard.errors import (
     PeerLostError,
     UnequalEndsError,
 )
-from paddle_shard.ranks.outlook import CLOSED, END, FAIL, NEVER, Decision, Outlook, Terms
 
+FAIL, END, OK, CLOSED = range(4)
+"""A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
+
+NEVER = 2**60
+REPORT_LIMIT = 64 * 1024
 _MOST_RANKS = 8
 _LONGEST = 10_000
 """Most characters of an error text that are sent to the other ranks."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
+_CUT = "\n[cut: a report holds 64 KB]"
+STEPS_TOLD = 2000
+"""Most steps whose digests a rank reports if ranks differ: a report holds 64 KB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the ranks agree on in a pass."""
+
+    label: str = ""
+    """Text of `described` about the data. It must be equal on all ranks; errors name differences."""
+    name: str = "the data"
+    """Name of the loader, for messages."""
+    timeout: float | None = None
+    """Seconds for which a rank may be silent while another waits for it; None: the coordinator's."""
+    ends_must_agree: bool = False
+    """True if ends at different steps are an error."""
+    same_data: bool = False
+    """True if all ranks read the same data, and give a digest with each step (`Agreement.note_read`)."""
+    ends_apart: int | None = None
+    """With `same_data`, by how many steps their ends may differ; None: by any number."""
+    exit_when_lost: bool = False
+    """True if the process ends when a rank is lost while the pass is open."""
+    first_step: int = 0
+    """The epoch's step with which the pass begins, for messages."""
+
+
+@dataclass(slots=True)
+class Outlook:
+    """One rank's knowledge about one pass. `vector` is its contribution to a round."""
+
+    tag: int = 0
+    """Digest of the label of the pass; must be the same on all ranks."""
+    step: int = 0
+    """This rank can serve every step before this one."""
+    kind: int = OK
+    """Kind of `step`. OK: nothing is known yet. Any other value is final, and no step follows."""
+    exhausted: int = NEVER
+    """From this step on, this rank has no real rows; NEVER while it may have some."""
+    delivered: int = 0
+    read: int = 0
+    """Digest of all that was read before the last step that was agreed on; 0 if ranks need not read the same data."""
+    report: str = ""
+    """Report of the failure."""
+    reads_on: int = 0
+    """Extra steps that this rank reads before the end of another rank is settled, to see whether its data continues."""
+
+    def vector(self) -> list[int]:
+        """Return seven values; `decide` takes their minima over the ranks."""
+        known = self.step - self.reads_on if self.kind == OK else NEVER
+        return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
+
+    def told(self) -> list[Any]:
+        """Return what `Outlook(*told)` makes again on another rank; a long report is cut."""
+        cut = self.report if len(self.report) <= REPORT_LIMIT else self.report[: REPORT_LIMIT - len(_CUT)] + _CUT
+        return [self.tag, self.step, self.kind, self.exhausted, self.delivered, self.read, cut]
+
+
+WIDTH = len(Outlook().vector())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The result of a round, which follows from the minima; it is the same on all ranks."""
+
+    step: int
+    """Every step before this one may be delivered."""
+    kind: int
+    """Final event at `step`; OK: it is not decided yet."""
+    matches: bool = True
+    """True if all ranks refer to the same pass."""
+    same: bool = True
+    """True if all ranks that must read the same data have done so."""
+
+
+def decide(least: Sequence[int]) -> Decision:
+    """Return what the minima of all ranks' vectors decide.
+
+    The result depends only on what the ranks report in the end, not on when it is computed. The pass ends at the first
+    step that any rank cannot serve; the reason is decided when every rank has reported what it can do there.
+
+    Examples:
+        >>> ahead, ends, fails = Outlook(step=9), Outlook(step=5, kind=END), Outlook(step=5, kind=FAIL)
+        >>> def decided(*outlooks):
+        ...     return decide([min(column) for column in zip(*(o.vector() for o in outlooks))])
+        >>> decided(ahead, ends)
+        Decision(step=5, kind=1, matches=True, same=True)
+        >>> decided(ahead, ends, fails)
+        Decision(step=5, kind=0, matches=True, same=True)
+        >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
+        Decision(step=5, kind=2, matches=True, same=True)
+        >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
+        Decision(step=6, kind=1, matches=True, same=True)
+    """
+    first, negated, known, tag, negated_tag, read, negated_read = least
+    if tag != -negated_tag:
+        return Decision(0, CLOSED, matches=False)
+    if read != -negated_read:
+        return Decision(0, CLOSED, same=False)
+    if -negated < NEVER:
+        first = min(first, 4 * -negated + END)
+    step, kind = divmod(first, 4)
+    return Decision(step, kind if known > step else OK)
 
 
 def described(facts: Mapping[str, Any]) -> str:
@@ -46,25 +154,28 @@ def differences(said: Mapping[int, str]) -> str:
             facts[rank] = dict(json.loads(text))
         except ValueError:  # no facts, or cut off because they were too long
             facts[rank] = {"loader": text}
-    names = list(dict.fromkeys(name for of_rank in facts.values() for name in of_rank))
     found = []
-    for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, of_rank in facts.items():
-            holders.setdefault(of_rank.get(name, "nothing"), []).append(rank)
+    for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
+        holders = _holders({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})
         if len(holders) > 1:
-            found.append(f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items()))
+            found.append(f"{name}: " + ", ".join(f"{value} on {ranks}" for value, ranks in holders.items()))
     return "; ".join(found)
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"global rank {ranks[0]}"
+def _holders(values: Mapping[int, Any]) -> dict[Any, str]:
+    """Return, for each value, which global ranks have it, in words."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return {value: _named(ranks) for value, ranks in found.items()}
+
+
+def _named(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return f"global ranks {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
+    return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
 
 
-def difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDataError:
+def _difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDataError:
     """Return the error that says which global ranks have read different data.
 
     Args:
@@ -72,12 +183,9 @@ def difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDa
         where: The step, as the beginning of a sentence.
         digests: Global rank -> digest of what it has read.
     """
-    by_digest: dict[int, list[int]] = {}
-    for rank, digest in digests.items():
-        by_digest.setdefault(digest, []).append(rank)
-    who = " and ".join(f"global rank{'s' * (len(ranks) > 1)} {str(ranks)[1:-1]}" for ranks in by_digest.values())
     return DifferentDataError(
-        f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
+        f"{where} of {name}, {' and '.join(_holders(digests).values())} have read different data. Each must read the "
+        "same stream, or draw the same "
         "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use the "
         "same seed on all ranks for every random generator in it: its own generators, or Paddle's "
         "(dataset.seed_paddle = True); and, with balance=, the same costs. "
@@ -90,11 +198,11 @@ def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[i
     """Return the first step at which the ranks have read different data, and each digest; None if there is none.
 
     Args:
-        outlooks: The outlooks of all ranks, with `ReadHistory.report` as the report.
+        outlooks: The outlooks of all ranks, each with its digests as the report: [first step, [digest of each]].
         ends_apart: By how many steps the ends of one stream may differ; None: by any number.
 
     Examples:
-        >>> one, two = Outlook(report=b"[0, [5, 7, 9]]"), Outlook(report=b"[0, [5, 8, 10]]")
+        >>> one, two = Outlook(report="[0, [5, 7, 9]]"), Outlook(report="[0, [5, 8, 10]]")
         >>> data_differs([one, two], None)
         (1, [7, 8])
     """
@@ -119,61 +227,44 @@ def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[i
     return (first, [int(end > first) for end in ends]) if max(ends) - first > ends_apart else None
 
 
-def ended_unequally(verdict: Decision, outlooks: Sequence[Outlook]) -> bool:
-    """Return whether the data of some ranks has ended while that of others has not.
-
-    A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
-    """
-    return len({_ended_at(verdict.step, outlook) for outlook in outlooks if outlook.kind != CLOSED}) > 1
-
-
-def _ended_at(step: int, outlook: Outlook) -> bool:
-    return outlook.kind == END and outlook.step == step
-
-
-def error_of(
-    verdict: Decision,
-    ranks: Mapping[int, Outlook],
-    number: int,
-    terms: Terms,
-    differing: tuple[int, Sequence[int]] | None,
-) -> PaddleShardError:
-    """Return the error for a pass that did not end normally.
+def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms) -> PaddleShardError | None:
+    """Return the error for a pass that has ended; None if it has ended as it should.
 
     Args:
         verdict: How it ended.
         ranks: Global rank -> its outlook.
         number: Number of the pass, for messages.
         terms: Its terms.
-        differing: The result of `data_differs`.
     """
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
     if not verdict.matches:
-        differ = differences({rank: o.report.decode(errors="replace") for rank, o in ranks.items()})
+        differ = differences({rank: o.report for rank, o in ranks.items()})
         return ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
             "arguments and data, and start every loop on all of them, in the same order."
         )
     if not verdict.same:
+        differing = data_differs(list(ranks.values()), terms.ends_apart)
         if differing is None:  # so long ago that no rank keeps the digests
-            return difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
+            return _difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
         first, digests = differing
-        return difference(name, f"At step {terms.first_step + first}", dict(zip(ranks, digests, strict=True)))
+        return _difference(name, f"At step {terms.first_step + first}", dict(zip(ranks, digests, strict=True)))
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]
         failure = AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
         failure.step, failure.reports = step, tuple(failed)
         return failure
     if verdict.kind == END:
-        unequal = UnequalEndsError("")
-        unequal.step = at
-        unequal.ended = tuple(rank for rank, o in ranks.items() if _ended_at(step, o))
-        unequal.went_on = tuple(rank for rank, o in ranks.items() if o.kind != CLOSED and not _ended_at(step, o))
-        unequal.args = (
-            f"tail='error', but at step {at} the data of global ranks {list(unequal.ended)} has ended and that of "
-            f"{list(unequal.went_on)} has not. Make the data of equal length, or choose tail='drop', 'pad' or "
-            "'repeat', or num_batches=.",
+        ended = [rank for rank, o in ranks.items() if o.kind == END and o.step == step]
+        # A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
+        went_on = [rank for rank, o in ranks.items() if o.kind != CLOSED and rank not in ended]
+        if not (terms.ends_must_agree and ended and went_on):
+            return None
+        unequal = UnequalEndsError(
+            f"tail='error', but at step {at} the data of global ranks {ended} has ended and that of {went_on} has not. "
+            "Make the data of equal length, or choose tail='drop', 'pad' or 'repeat', or num_batches=."
         )
+        unequal.step, unequal.ended, unequal.went_on = at, tuple(ended), tuple(went_on)
         return unequal
     left = {rank: o.delivered for rank, o in ranks.items() if o.kind == CLOSED and o.step == step}
     told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())
@@ -185,7 +276,7 @@ def error_of(
 
 
 def log_wait(rank: int, terms: Terms, step: int, waited: float, behind: Mapping[int, str]) -> None:
-    """Log which ranks this one waits for, long before the timeout; nothing if no rank is late.
+    """Log which ranks this one waits for, long before the timeout.
 
     Args:
         rank: Global rank of this process.
@@ -194,42 +285,37 @@ def log_wait(rank: int, terms: Terms, step: int, waited: float, behind: Mapping[
         waited: Seconds so far.
         behind: Global rank -> how far it is.
     """
-    if not behind:
-        return
     logging.getLogger("paddle_shard").warning(
-        "global rank %s has waited %.0f s for the other ranks at step %d of %s: %s. All ranks of a loader's meshes "
-        "must iterate over it in the same way, so that they end or fail at the same step. If an iterator is open on "
-        "one rank only, close() it. This rank keeps waiting, up to timeout=%g s. For a loop on this rank alone, "
-        "make a loader on a mesh of this rank, ProcessMesh([%s]).",
-        rank,
-        waited,
-        terms.first_step + step,
-        terms.name,
-        "; ".join(f"global rank {one} {text}" for one, text in behind.items()),
-        terms.timeout,
-        rank,
+        f"global rank {rank} has waited {waited:.0f} s for the other ranks at step {terms.first_step + step} of "
+        f"{terms.name}: {_listed(behind)}. All ranks of a loader's meshes must iterate over it in the same way, so "
+        "that they end or fail at the same step. If an iterator is open on one rank only, close() it. This rank keeps "
+        f"waiting, up to timeout={terms.timeout:g} s. For a loop on this rank alone, make a loader on a mesh of this "
+        f"rank, ProcessMesh([{rank}])."
     )
 
 
 def silence(terms: Terms, step: int, behind: Mapping[int, str]) -> PeerLostError:
     """Return the error for ranks that did not respond before the timeout expired."""
-    listed = "; ".join(f"global rank {one} {text}" for one, text in behind.items())
     return PeerLostError.of(
-        f"Waited {terms.timeout:g} s for the other ranks to reach step {terms.first_step + step} of "
-        f"{terms.name}: {listed or 'no rank answers'}. If a step may take longer than that (evaluation, "
-        "saving), use a longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
+        f"Waited {terms.timeout:g} s for the other ranks to reach step {terms.first_step + step} of {terms.name}: "
+        f"{_listed(behind) or 'no rank answers'}. If a step may take longer than that (evaluation, saving), use a "
+        "longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
         behind,
         terms.timeout,
     )
 
 
-def report_of(failure: Any) -> bytes:
+def _listed(behind: Mapping[int, str]) -> str:
+    return "; ".join(f"global rank {rank} {text}" for rank, text in behind.items())
+
+
+def report_of(failure: Any) -> str:
     """Return the report of a failure that is sent to the other ranks."""
     told = {name: getattr(failure, name, None) for name in _TOLD}
     text = errors.text_of(failure)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... [cut]"
-    return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr).encode()
+    return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr)
 
 
 def failure_of_another(failure: AgreedFailure) -> Exception:
@@ -238,7 +324,7 @@ def failure_of_another(failure: AgreedFailure) -> Exception:
     try:
         told = json.loads(report)
     except ValueError:  # cut off because it was too long
-        told = {"kind": "DataReadError", "text": report.decode(errors="replace")}
+        told = {"kind": "DataReadError", "text": report}
     text = f"global rank {rank}: {told['text']}"
     kind = getattr(errors, told["kind"], None)
     if kind is not None and kind is not DataReadError:

@@ -1,4 +1,4 @@
-"""How do messages travel between a process and its worker?"""
+"""How do messages travel between two processes: a rank and its worker, or two ranks of a host?"""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import errno
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paddle_shard.reading.parcel import pickled, unpickled
 from paddle_shard.reading.slots import Slots, ample, layout, mapped, read, write
 
-_HEAD = struct.Struct("<BxHIIQ")
-"""Kind of payload, number of messages, number of pieces, slot, number of bytes."""
+HEAD = struct.Struct("<BxHIQQ")
+"""Kind of payload, number of messages, number of pieces, where it begins in shared memory, number of bytes."""
 _FILE = struct.Struct("i")
 _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
-_INLINE, _SHARED, _MEMORY = range(3)
+INLINE, SHARED, MEMORY = range(3)
 """The payload follows the head; the payload is in shared memory; new shared memory is sent, without a payload."""
 _SMALL = 16 << 10
 """Largest payload in bytes that is sent through the socket."""
@@ -36,10 +36,10 @@ class Channel:
 
         Args:
             connection: The socket. It must be non-blocking if `receive` and `send` must not wait.
-            num_slots: Number of slots, the same at both ends.
+            num_slots: Number of slots for what this end sends.
         """
         self._connection, self._num_slots = connection, num_slots
-        self._small = memoryview(bytearray(_HEAD.size + _SMALL))
+        self._small = memoryview(bytearray(HEAD.size + _SMALL))
         self._theirs: memoryview | None = None
         self._ours: Slots | None = None
         self._num_sent = 0
@@ -69,18 +69,17 @@ class Channel:
                 continue
             if not received:
                 raise EOFError
-            kind, count, num_pieces, slot, self.num_bytes = _HEAD.unpack_from(self._small)
-            if kind == _MEMORY:
+            kind, count, num_pieces, start, self.num_bytes = HEAD.unpack_from(self._small)
+            if kind == MEMORY:
                 self._theirs = mapped(_FILE.unpack(files[0][2])[0], self.num_bytes) if files else None
                 continue
-            if kind == _INLINE:
-                return unpickled(*read(self._small[_HEAD.size :], num_pieces), count, failed)
+            if kind == INLINE:
+                return unpickled(*read(self._small[HEAD.size :], num_pieces), count, failed)
             theirs = self._theirs  # another thread may close this end
             if theirs is None:
                 error = OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v")
                 return [failed(error)] * count
-            room = len(theirs) // self._num_slots
-            return unpickled(*read(theirs[slot * room : (slot + 1) * room], num_pieces), count, failed)
+            return unpickled(*read(theirs[start : start + self.num_bytes], num_pieces), count, failed)
 
     def send(self, *messages: Any, slot: int | None = None) -> None:
         """Send messages, which are received together.
@@ -94,16 +93,8 @@ class Channel:
             OSError: The other side has closed, or there is not enough memory.
             Exception: Whatever pickling raises; nothing was sent.
         """
-        pieces = pickled(messages)
-        starts, size = layout([piece.nbytes for piece in pieces])
-        slot = self._num_sent % self._num_slots if slot is None else slot
-        if size <= _SMALL:
-            _HEAD.pack_into(self._small, 0, _INLINE, len(messages), len(pieces), slot, size)
-            write(self._small[_HEAD.size :], pieces, starts)
-            self._connection.send(self._small[: _HEAD.size + size])
-        else:
-            write(self._slot(slot, size), pieces, starts)
-            self._connection.send(_HEAD.pack(_SHARED, len(messages), len(pieces), slot, size))
+        number = self._num_sent % self._num_slots if slot is None else slot
+        self._connection.send(framed(messages, lambda size: self._slot(number, size)))
         self._num_sent += 1
 
     def interrupt(self) -> None:
@@ -118,16 +109,40 @@ class Channel:
         if ours is not None:
             ours.close()
 
-    def _slot(self, number: int, size: int) -> memoryview:
-        """Return shared memory for a payload. If there is too little, new memory is made and sent to the other side."""
+    def _slot(self, number: int, size: int) -> tuple[int, memoryview]:
+        """Return where a slot begins, and its memory. If that is too small, new memory is made and sent."""
         if self._ours is None or self._ours.room < size:
             slots = Slots(self._num_slots, ample(size))
             try:
-                socket.send_fds(self._connection, [_HEAD.pack(_MEMORY, 0, 0, 0, len(slots.memory))], [slots.file])
+                socket.send_fds(self._connection, [HEAD.pack(MEMORY, 0, 0, 0, len(slots.memory))], [slots.file])
             except BaseException:
                 slots.close()
                 raise
             if self._ours is not None:
                 self._ours.close()
             self._ours = slots
-        return self._ours.slot(number, size)
+        return number * self._ours.room, self._ours.slot(number, size)
+
+
+def framed(messages: Sequence[Any], place: Callable[[int], tuple[int, memoryview]]) -> bytes | bytearray:
+    """Return what goes through the socket for messages that are received together; a large payload goes into memory.
+
+    Args:
+        messages: One or more.
+        place: Returns where a payload of so many bytes begins in the memory that the receiver has mapped, and the
+            memory from there on.
+
+    Raises:
+        OSError: There is not enough memory.
+        Exception: Whatever pickling raises; then `place` was not called.
+    """
+    pieces = pickled(messages)
+    starts, size = layout([piece.nbytes for piece in pieces])
+    if size > _SMALL:
+        start, memory = place(size)
+        write(memory, pieces, starts)
+        return HEAD.pack(SHARED, len(messages), len(pieces), start, size)
+    frame = bytearray(HEAD.size + size)
+    HEAD.pack_into(frame, 0, INLINE, len(messages), len(pieces), 0, size)
+    write(memoryview(frame)[HEAD.size :], pieces, starts)
+    return frame

@@ -69,13 +69,13 @@ NO_STAND_IN = (
     "tail='pad': no sample can stand in for this rank's missing rows ({}). Use tail='drop', or more samples than parts."
 )
 
-Even = Callable[[Sequence[Any]], Sequence[Any]]
-"""Pads the rows of several batches to the same length, if lengths may differ."""
+Even = Callable[[Sequence[Any], str], Sequence[Any]]
+"""Pads the rows of several arrays to the same length, if lengths may differ, given the path of their field."""
 
 
-def as_they_are(batches: Sequence[Any]) -> Sequence[Any]:
-    """Return the batches unchanged, as their rows must be alike."""
-    return batches
+def as_they_are(arrays: Sequence[Any], path: str) -> Sequence[Any]:
+    """Return the arrays unchanged, as their rows must be alike."""
+    return arrays
 
 
 def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, even: Even = as_they_are) -> Batch:
@@ -106,7 +106,7 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, e
             raise LookupError(NO_STAND_IN.format(found.why))
     elif len(chunks) > 1 and order is not None and places is not None:
         sizes = [len(place) for place in places]
-        found.value = take_rows(even([chunk.value for chunk in chunks]), sizes, order)
+        found.value = take_rows([chunk.value for chunk in chunks], sizes, order, even)
     if any(chunk.skipped for chunk in chunks):
         num_rows = len(step.ids) if found.real is None else len(found.real)
         found.skipped = np.zeros(num_rows, np.bool_)
@@ -115,13 +115,16 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, e
     return found
 
 
-def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: str = "") -> Any:
+def take_rows(
+    batches: Sequence[Any], sizes: Sequence[int], rows: Rows, even: Even = as_they_are, path: str = ""
+) -> Any:
     """Return some rows of several batches, joined one after the other.
 
     Args:
         batches: Batches of the same structure.
         sizes: Number of rows of each batch.
         rows: The rows to take, counted over all batches.
+        even: Pads the rows of several arrays to one length.
         path: Path of this field in the batches, for messages.
 
     Raises:
@@ -131,7 +134,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: st
     if isinstance(first, Mapping):
         _check_alike([sorted(map(str, batch)) for batch in batches], "keys", path)
         columns = {key: [batch[key] for batch in batches] for key in first}
-        return rebuild(first, {key: take_rows(c, sizes, rows, f"{path}[{key!r}]") for key, c in columns.items()})
+        return rebuild(first, {key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]") for key, c in columns.items()})
     if hasattr(first, "shape"):
         if [batch.shape[0] if len(batch.shape) else None for batch in batches] != list(sizes):
             raise ValueError(
@@ -139,6 +142,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: st
                 f"{[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn must make one row a "
                 "sample; add what is the same for all samples in the training loop."
             )
+        batches = even(batches, path)
         _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", path)
         return np.concatenate([as_array(batch) for batch in batches])[rows]
     if not is_sequence(first):
@@ -153,7 +157,7 @@ def take_rows(batches: Sequence[Any], sizes: Sequence[int], rows: Rows, path: st
         return [flat[row] for row in rows.tolist()]
     _check_alike([len(batch) for batch in batches], "number of fields", path)
     fields = enumerate(zip(*batches, strict=True))
-    return rebuild(first, [take_rows(column, sizes, rows, f"{path}[{i}]") for i, column in fields])
+    return rebuild(first, [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields])
 
 
 def _check_alike(found: Sequence[Any], what: str, path: str) -> None:

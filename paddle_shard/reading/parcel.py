@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.tree import mapped, mapped_at
+from paddle_shard.tree import mapped
 
 _NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
@@ -129,11 +129,11 @@ def _flatten(value: Any, leaves: list[Any]) -> Any:
         leaves.append(leaf)
         return _Slot(len(leaves) - 1)
 
-    return mapped_at(value, slot)
+    return mapped(value, slot)
 
 
 def _restore(value: Any, leaves: Sequence[Any]) -> Any:
-    return mapped(value, lambda leaf: leaves[leaf.number] if isinstance(leaf, _Slot) else leaf)
+    return mapped(value, lambda leaf, _: leaves[leaf.number] if isinstance(leaf, _Slot) else leaf)
 
 
 def map_leaves(value: Any, to_tensors: ToTensors) -> Any:

@@ -19,10 +19,9 @@ from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, Wor
 from paddle_shard.reading.local_batch import arrays_of
 from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
-from paddle_shard.reading.sharing import Publishing, Sender, Sharing, Subscribing
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.samplers.randomness import Generator
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Stage
 
 _END = object()
@@ -77,23 +76,18 @@ class Reading:
         self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
         self.num_workers = dataloader.num_workers if stream is None else stream.num_workers
 
-    def start(self, more: Callable[[], bool], sharing: Sharing = None) -> Executor:
-        """Start a new pass; any number may be open at once.
+    def start(self, more: Callable[[], bool], core: Executor | None = None) -> Executor:
+        """Return the executor of a new pass, which makes tensors; any number may be open at once.
 
         Args:
             more: Submits the next step; returns False if there is none.
-            sharing: How reading is shared with other ranks; None: it is not.
+            core: Reads the steps; None: a new `core`.
         """
-        if isinstance(sharing, Sender):
-            core: Executor = Publishing(self._core(), sharing)
-        elif sharing is not None:
-            core = Subscribing(sharing, None if self._stream is not None else self._core)
-        else:
-            core = self._core()
-        core = Tensors(core, self._copied, self._zero_copy)
-        return UserIterated(core, self.dataloader, more) if self._iterates_itself else core
+        made = Tensors(self.core() if core is None else core, self._copied, self._zero_copy)
+        return UserIterated(made, self.dataloader, more) if self._iterates_itself else made
 
-    def _core(self) -> Executor:
+    def core(self) -> Executor:
+        """Start to read a new pass, in this process or in workers."""
         stream = self._stream
         places = None if stream is None or len(stream.places) == 1 else stream.places
         even = as_they_are if stream is None else stream.even

@@ -1,4 +1,8 @@
-"""How many samples does each file have, where do they begin, and how are counts of local files kept?"""
+"""How many samples does each file have, where do they begin, and how is a file read from one of them on?
+
+A format is a function `samples(file, name, start)`. It yields the samples of an open file, each with the byte where it
+begins, so that counting a file and reading it from a sample on are the same code for all formats.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from paddle_shard.errors import PaddleShardError, ShardReadError, described
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.sources.files import decompressed, held, is_remote, local_path, open_file, replacing, shown
+from paddle_shard.sources import files
+from paddle_shard.sources.shards import RECOUNT, ShardSource
 
-VERSION = 1
 KEPT = 64
 """Number of lists of files whose counts are kept: the most recently used ones."""
 RECENT = 2.0
@@ -30,17 +35,20 @@ EVERY = 64
 MOST = 128
 """Most byte offsets that are kept for a file that is counted without an index. Longer files have sparser offsets."""
 
+Samples = Callable[[BinaryIO, str, int], Iterator[tuple[int, Any]]]
+"""A format. Called with (open file, its name, a byte where a sample begins, at which the file stands)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """The index entry of a shard."""
+    """What is known of a file that was counted."""
 
     samples: int
     size: int
-    """Size in bytes; the key "bytes" in the index file."""
+    """Size in bytes; the key "bytes" in JSON."""
     starts: tuple[int, ...] = ()
     """Bytes at which samples 0, `every`, 2 * `every`, ... begin; empty if the file is compressed as a whole."""
-    every: int = EVERY
+    every: int
 
     def before(self, sample: int) -> tuple[int, int]:
         """Return the last known byte where a sample at or before `sample` begins, and how many samples lie between."""
@@ -49,36 +57,55 @@ class ShardEntry:
         at = min(sample // self.every, len(self.starts) - 1)
         return self.starts[at], sample - at * self.every
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as an index file and the kept counts have it."""
+        return {"samples": self.samples, "bytes": self.size, "every": self.every, "starts": list(self.starts)}
 
-def entry_of(starts: Iterable[int], size: Callable[[], int], *, packed: bool, most: int | None = None) -> ShardEntry:
+    @classmethod
+    def from_json(cls, found: Any) -> ShardEntry:
+        """Return the entry of an index file or of kept counts.
+
+        Raises:
+            TypeError, ValueError, KeyError: It is damaged.
+        """
+        starts = tuple(int(start) for start in found.get("starts", ()))
+        return cls(
+            samples=int(found["samples"]), size=int(found["bytes"]), starts=starts, every=int(found.get("every", EVERY))
+        )
+
+
+def count_file(name: str, samples: Samples, most: int | None = None) -> ShardEntry:
     """Count the samples of a file.
 
     Args:
-        starts: The byte at which each sample begins.
-        size: Returns the file's size in bytes; called at the end.
-        packed: True if the file is compressed, so that no sample can be found by its byte.
+        name: Path or URL of the file.
+        samples: The format, or a function that finds where samples begin in less time.
         most: Most byte offsets to keep, an even number; None: no limit.
+
+    Raises:
+        Exception: Whatever reading raises, if the file cannot be read to its end.
     """
+    opened, size = files.open_file(name)
     kept: list[int] = []
     number, every = 0, EVERY
-    for number, start in enumerate(starts, 1):
-        if (number - 1) % every:
-            continue
-        if len(kept) == most:
-            kept, every = kept[::2], 2 * every
-        kept.append(start)
-    return ShardEntry(samples=number, size=size(), starts=() if packed else tuple(kept), every=every)
+    with opened, files.decompressed(opened) as file:
+        for number, (start, _) in enumerate(samples(file, name, 0), 1):
+            if (number - 1) % every:
+                continue
+            if len(kept) == most:
+                kept, every = kept[::2], 2 * every
+            kept.append(start)
+        starts = tuple(kept) if file is opened else ()  # in a compressed file, no sample can be found by its byte
+        return ShardEntry(samples=number, size=opened.tell() if size is None else size, starts=starts, every=every)
 
 
-def count_files(
-    names: Sequence[str], kind: str, count: Callable[[str], ShardEntry], counts: bool | None
-) -> dict[str, ShardEntry] | None:
+def count_files(names: Sequence[str], kind: str, samples: Samples, counts: bool | None) -> dict[str, ShardEntry] | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
     Args:
         names: Names of the files.
         kind: Name of what is counted in the files.
-        count: Counts the samples of a file.
+        samples: Finds the samples of a file; see `count_file`.
         counts: True: count all files; False: count none. None: count all if counting is cheap compared to reading: all
             files are local and none is compressed. So all ranks that see the same files decide alike.
 
@@ -88,38 +115,77 @@ def count_files(
     Raises:
         ShardReadError: A file cannot be read.
     """
-    if counts is False or (counts is None and any(map(is_remote, names))):
+    if counts is False or (counts is None and any(map(files.is_remote, names))):
         return None
     found: dict[str, ShardEntry] = {}
-    paths = {name: name if is_remote(name) else os.path.abspath(local_path(name)) for name in names}
     slow = (
         "counting the samples of %d files, so that the parts of the stream are equal. The counts of local files are "
         "kept in %s; counts=False (index=False for tars) does without."
     )
-    with said_if_slow(slow, len(names), _folder()), _kept(kind, list(paths.values())) as kept:
-        for name, path in paths.items():
-            try:
-                stamp = None
-                if not is_remote(name):
-                    status = os.stat(path)
-                    stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-                entry = _entry(kept.get(path), stamp)
+    paths = [name if files.is_remote(name) else os.path.abspath(files.local_path(name)) for name in names]
+    with said_if_slow(slow, len(names), _folder()), _kept(kind, paths) as kept:
+        for name, path in zip(names, paths, strict=True):
+            with files.failures_named(name, lambda: ("counting its samples", None)):
+                status = None if files.is_remote(name) else os.stat(path)
+                entry = None if status is None else _kept_entry(kept.get(path), status)
                 if counts is None and (entry is None or not entry.starts):
-                    opened, _ = open_file(name)
-                    with opened:
-                        if decompressed(opened) is not opened:
+                    opened, _ = files.open_file(name)
+                    with opened, files.decompressed(opened) as file:
+                        if file is not opened:
                             return None
-                found[name] = entry = entry or count(name)
-            except PaddleShardError:
-                raise
-            except Exception as error:
-                raise_if_a_handlers(error)
-                raise ShardReadError.of(
-                    f"{shown(name)}: counting its samples failed: {described(error)}", shown(name)
-                ) from error
-            if stamp is not None and entry.size == stamp[0] and time.time() - max(stamp[1:]) / 1e9 >= RECENT:
-                kept[path] = [*stamp, entry.samples, entry.every, list(entry.starts)]
+                found[name] = entry = entry or count_file(name, samples, MOST)
+            if status is not None and entry.size == status.st_size:
+                changed = [status.st_mtime_ns, status.st_ctime_ns]
+                if time.time() - max(changed) / 1e9 >= RECENT:
+                    kept[path] = {"changed": changed, **entry.to_json()}
     return found
+
+
+def source_of_files(
+    names: Sequence[str],
+    samples: Samples,
+    entries: Mapping[str, ShardEntry] | None,
+    *,
+    cache_dir: str | None = None,
+    shuffle_shards: bool,
+    resample: bool,
+) -> ShardSource:
+    """Return the source of files of a format.
+
+    Args:
+        names: Names of the files.
+        samples: The format.
+        entries: The index entry of each file; None if files are not counted.
+        cache_dir: Directory where each remote file is kept after one download; None: files are not kept.
+        shuffle_shards: If True, permute the files, in another order each epoch.
+        resample: If True, each part is an endless stream of files, sampled with replacement.
+    """
+    return ShardSource(
+        names,
+        partial(_read, samples=samples, entries=entries, cache_dir=cache_dir),
+        counts=None if entries is None else [entries[name].samples for name in names],
+        shuffle_shards=shuffle_shards,
+        resample=resample,
+    )
+
+
+def _read(
+    name: str, skip: int, *, samples: Samples, entries: Mapping[str, ShardEntry] | None, cache_dir: str | None
+) -> Iterator[Any]:
+    """Read a file, starting at a given sample."""
+    path = name if cache_dir is None or not files.is_remote(name) else files.cached(name, cache_dir)
+    start = 0
+    if entries is not None:
+        start, skip = entries[name].before(skip)
+    opened, size = files.open_file(path, start)
+    with opened, opened if start else files.decompressed(opened) as file:
+        if entries is not None and size not in (None, entries[name].size):
+            raise ValueError(
+                f"the file has {size} bytes, and had {entries[name].size} when it was counted. It has changed since, "
+                f"or is another file of that name: {RECOUNT}"
+            )
+        for _, sample in islice(samples(file, name, start), skip, None):
+            yield sample
 
 
 @contextmanager
@@ -143,14 +209,14 @@ def _folder() -> Path:
 def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
     """Open the kept counts of a list of files, under a lock so that one process at a time counts.
 
-    Yield path -> [size, times of change, samples, every, starts]. What is added is written at the end. If there is no
-    place for the counts, nothing is kept.
+    Yield path -> an entry in JSON and "changed", the times of change. What is added is written at the end. If there is
+    no place for the counts, nothing is kept.
     """
-    file = _folder() / f"{derive_key(VERSION, kind, paths, size=16).hex()}.json"
+    file = _folder() / f"{derive_key(2, kind, paths, size=16).hex()}.json"  # 2 is the version of what is kept
     with ExitStack() as stack:
         with ignoring(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(stack.enter_context(file.open("ab"))))
+            stack.enter_context(files.held(stack.enter_context(file.open("ab"))))
         known: dict[str, Any] = {}
         with ignoring(OSError, ValueError, TypeError):
             known = dict(json.loads(file.read_bytes()))
@@ -160,20 +226,20 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
         finally:
             with ignoring(OSError):
                 if known != before:
-                    with replacing(file) as target:
+                    with files.replacing(file) as target:
                         target.write(json.dumps(known, separators=(",", ":")).encode())
                 else:
                     os.utime(file)
                 # Remove the lists that were not used for the longest time.
-                files = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-                for path in files[:-KEPT]:
+                lists = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+                for path in lists[:-KEPT]:
                     path.unlink()
 
 
-def _entry(kept: Any, stamp: tuple[int, int, int] | None) -> ShardEntry | None:
+def _kept_entry(kept: Any, status: os.stat_result) -> ShardEntry | None:
     """Return the kept entry of a file; None if there is none or the file has changed."""
-    with suppress(ValueError, TypeError):
-        *known, samples, every, starts = kept
-        if stamp is not None and tuple(known) == stamp:
-            return ShardEntry(samples=samples, size=stamp[0], starts=tuple(starts), every=every)
+    with ignoring(AttributeError, KeyError, TypeError, ValueError):
+        entry = ShardEntry.from_json(kept)
+        if entry.size == status.st_size and kept["changed"] == [status.st_mtime_ns, status.st_ctime_ns]:
+            return entry
     return None

@@ -1,28 +1,24 @@
-"""How is another library's loader a source?"""
+"""How is anything that can be iterated a source: another library's loader, which reads parts, or an iterable?"""
 
 from __future__ import annotations
 
 import base64
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchSizeError,
-    MissingDependencyError,
-    SplitError,
-    StateError,
-)
-from paddle_shard.plan.partition import nearest_multiples
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
+from paddle_shard.plan.partition import check_batch_size
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
+
+VERSION = 1
+"""Version of the states that are saved."""
+ROUND = 1 << 20
+"""Number that is added to a library's epoch each time that the data is read again within an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +57,9 @@ class ExternalLoader:
             build: Returns an iterable over the batches of an epoch: arrays, or tensors that support DLPack. All batches
                 except the last have the same number of rows. It is called in each process when a pass begins.
             name: Name of the library, for messages and the saved state.
-            save: Called after each batch with the result of `build`. It returns the state as a JSON value, which
-                `build` gets again in `ShardOptions.state`. None: a resumed pass reads the delivered batches again
-                and drops them.
+            save: Called after each batch with the result of `build`. It returns the state, which `build` gets again in
+                `ShardOptions.state`: numbers, strings, bytes, arrays, tensors of torch, and lists, tuples and dicts of
+                these. None: a resumed pass reads the delivered batches again and drops them.
         """
         self.build, self.name, self.save = build, name, save
 
@@ -86,56 +82,104 @@ class ExternalSource(Stage):
         return [["foreign", self._loader.name]]  # the kind as saved states spell it
 
     def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
-        external, key = self._loader, opening.key(part, "source")
-        state = opening.state
-        if state is not None and not (isinstance(state, dict) and set(state) == {"at", "saved"}):
+        name, save, key = self._loader.name, self._loader.save, opening.key(part, "source")
+        state: Any = {"version": VERSION, "at": 0, "saved": None} if opening.state is None else opening.state
+        if not isinstance(state, dict) or state.keys() != {"version", "at", "saved"} or state["version"] != VERSION:
             raise StateError(
-                f"state is no state of the {external.name} loader: {state!r}. Load what its state_dict() returned."
+                f"state is no state of the {name} loader in version {VERSION}: {state!r}. Load what its state_dict() "
+                "returned."
             )
         share = ShardOptions(
             shard=part,
             num_shards=opening.num_parts,
             seed=opening.seed,
-            epoch=opening.epoch + opening.round * (1 << 20),
-            state=None if state is None else state["saved"],
+            epoch=opening.epoch + opening.round * ROUND,
+            state=from_json(state["saved"]),
         )
         opening.seed_generators(key)
-        loader = external.build(share)
+        loader = self._loader.build(share)
         if not hasattr(loader, "__iter__"):
-            raise ArgumentError(f"{external.name}: build returned {type(loader).__name__}, which cannot be iterated.")
-        batches = iter(loader)
-        begun = 0 if state is None else state["at"]
-        for number in count(begun):
-            opening.seed_generators(mix(key, number))
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if number < begun + opening.skip:
-                continue
-            if external.save is None:
+            raise ArgumentError(f"{name}: build returned {type(loader).__name__}, which cannot be iterated.")
+        batches = opening.drawn(iter(loader), key, state["at"])
+        for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
+            if save is None:
                 yield batch
             else:
-                yield Stated(batch, {"at": number + 1, "saved": external.save(loader)})
+                yield Stated(batch, {"version": VERSION, "at": number, "saved": to_json(save(loader))})
 
 
-VERSION = 1
-"""Version of the states that adapters save."""
+class IterableSource(Stage):
+    """A list, a function that returns an iterator, or anything that can be iterated once per epoch.
 
-
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the extra to install.
-
-    Raises:
-        MissingDependencyError: A package that is imported in the `with` block is not installed.
+    It cannot open a part by itself. The global random generators are seeded before each sample from (seed, epoch,
+    round, number of the sample), so every reader sees the same stream.
     """
-    try:
-        yield
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name or error} cannot be imported ({error}). Install it with: pip install 'paddle_shard[{extra}]'."
-        ) from error
+
+    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        """Set up the source.
+
+        Args:
+            iterable: Iterated once per epoch. A generator can be read in one epoch only; to read it in several, give
+                the function that makes it, without calling it.
+
+        Raises:
+            ArgumentTypeError: The argument is neither iterable nor callable.
+        """
+        if not hasattr(iterable, "__iter__") and not callable(iterable):
+            raise ArgumentTypeError(
+                f"a stream must be iterable, or a function that returns something iterable, got "
+                f"{type(iterable).__name__}: {iterable!r}."
+            )
+        self._iterable = iterable
+        self._indexed = (
+            hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__") and not isinstance(iterable, Mapping)
+        )
+        self._one_shot = isinstance(iterable, Iterator)
+        self._used = False
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return the whole stream: part 0 of 1."""
+        if opening.num_parts != 1:
+            raise AssertionError("an iterable is cut by a stage behind it")
+        return [self._items(opening)]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the length of a list; None for anything else."""
+        return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
+
+    @property
+    def once(self) -> bool:
+        """True if the iterable is an iterator."""
+        return self._one_shot
+
+    def fingerprint(self) -> list[Any]:
+        """Return the length of a list; nothing for anything else."""
+        return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]
+
+    def _items(self, opening: Opening) -> Iterator[Any]:
+        key, seed = opening.key(0, "source"), opening.seed_generators
+        if self._indexed:
+            for number in range(opening.skip, len(self._iterable)):  # type: ignore[arg-type]
+                seed(mix(key, number))
+                yield self._iterable[number]  # type: ignore[index]
+            return
+        seed(key)
+        yield from opening.drawn(self._begin(), key)
+
+    def _begin(self) -> Iterator[Any]:
+        if not self._one_shot:
+            return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
+        if self._used:
+            raise ArgumentError(
+                f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
+                "function that makes it, without calling it, so that each epoch can begin anew. (Describing the inputs "
+                "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
+            )
+        self._used = True
+        return iter(self._iterable)  # type: ignore[arg-type]
+
+
+# What adapters share
 
 
 def refuse_options(function: str, options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
@@ -158,16 +202,11 @@ def local_rows(batch_size: int, share: ShardOptions) -> int:
     """Return the rows that one data rank reads of a global batch.
 
     Raises:
-        BatchSizeError: The batch size is not an int >= 1, or the data ranks do not divide it.
+        ArgumentError: The batch size is not an int >= 1.
+        BatchSizeError: The data ranks do not divide it.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise BatchSizeError(f"batch_size must be an int >= 1, got {batch_size!r}.")
-    if batch_size % share.num_shards:
-        near = " or ".join(map(str, nearest_multiples(batch_size, share.num_shards)))
-        raise BatchSizeError(
-            f"batch_size={batch_size} is the global batch, which {share.num_shards} data ranks do not divide. "
-            f"Nearest sizes that work: {near}."
-        )
+    check_count("batch_size", batch_size)
+    check_batch_size(batch_size, share.num_shards)
     return batch_size // share.num_shards
 
 
@@ -197,28 +236,23 @@ def check_share(found: Mapping[str, Any], share: ShardOptions, what: str, fix: s
         )
 
 
-class _WatchedOptions:
-    """A `ShardOptions` that records which of its attributes were read."""
-
-    def __init__(self, share: ShardOptions) -> None:
-        self._share = share
-        self.asked: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._share, name)
-        self.asked.add(name)
-        return value
-
-
 def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str) -> Any:
     """Return what a user's function builds for a share.
 
     Raises:
         SplitError: The function has not read both `shard` and `num_shards`, so every data rank would read all the data.
     """
-    watched = _WatchedOptions(share)
-    built = build(watched)
-    if share.num_shards > 1 and not {"shard", "num_shards"} <= watched.asked:
+    asked: set[str] = set()
+
+    class Watched:
+        """The share, which records what the function reads of it."""
+
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            return getattr(share, name)
+
+    built = build(Watched())
+    if share.num_shards > 1 and not {"shard", "num_shards"} <= asked:
         raise SplitError(
             f"{library}: the function that builds the loader has looked at neither share.shard nor share.num_shards, "
             f"or at one only, so that each of the {share.num_shards} data ranks would read all of the data. Split it "
@@ -227,58 +261,26 @@ def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str
     return built
 
 
-def opened(state: Any, library: str, **expected: Any) -> Mapping[str, Any]:
-    """Check a state that `sealed` made, and return it.
+def check_same(share: ShardOptions, **values: Any) -> None:
+    """Check that what a saved state depends on is the same as when it was saved.
+
+    Args:
+        share: The share; nothing is checked if it has no state.
+        values: Values that the saved state has under the same names.
 
     Raises:
-        StateError: The state is of another library, another version, or other data.
+        StateError: One differs.
     """
-    if not isinstance(state, Mapping) or state.get("adapter") != library or state.get("version") != VERSION:
-        shown = {key: state.get(key) for key in ("adapter", "version")} if isinstance(state, Mapping) else state
-        raise StateError(f"state: {shown!r} is no state of the {library} adapter in version {VERSION}.")
-    for name, value in expected.items():
-        if state.get(name) != value:
+    for name, value in values.items():
+        if share.state is not None and share.state.get(name) != value:
             raise StateError(
-                f"state: {name} was {state.get(name)!r} when it was saved, and is {value!r} now. Go on with the same "
-                "data and batch size, or begin the epoch anew."
+                f"state: {name} was {share.state.get(name)!r} when it was saved, and is {value!r} now. Go on with the "
+                "same data and batch size, or begin the epoch anew."
             )
-    return state
-
-
-def sealed(adapter: str, **values: Any) -> dict[str, Any]:
-    """Return values as a state that `opened` can check."""
-    return {"adapter": adapter, "version": VERSION, **values}
-
-
-def stacked(samples: Sequence[Any]) -> Any:
-    """Return a batch of samples of one structure: arrays and numbers stacked, other leaves as a list."""
-    first = samples[0]
-    if isinstance(first, Mapping):
-        return {key: stacked([sample[key] for sample in samples]) for key in first}
-    if isinstance(first, tuple | list):
-        return [stacked([sample[i] for sample in samples]) for i in range(len(first))]
-    if isinstance(first, np.ndarray | np.generic | bool | int | float):
-        return np.stack(samples)
-    return list(samples)
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while, and restore the old ones."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 _TAG = "$"
-"""The only key of a dict that encodes a value of another kind: {"$": [kind, ...]}."""
+"""The only key of a dict that encodes a value of another kind: {"$": [kind, content, ...]}."""
 
 
 def to_json(value: Any, path: str = "state") -> Any:
@@ -290,31 +292,25 @@ def to_json(value: Any, path: str = "state") -> Any:
 
     Raises:
         ArgumentTypeError: The value contains another type.
-
-    Examples:
-        >>> from_json(to_json({1: (b"ab", 2.5)}))
-        {1: (b'ab', 2.5)}
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, bytes):
-        return {_TAG: ["bytes", _text(value)]}
     if isinstance(value, np.generic):
         return to_json(value.item(), path)
-    if isinstance(value, list):
-        return [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {_TAG: ["tuple", *(to_json(item, f"{path}[{i}]") for i, item in enumerate(value))]}
+    if isinstance(value, list | tuple):
+        items = [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: ["tuple", items]}
     if isinstance(value, Mapping):
-        pairs = [(key, to_json(item, f"{path}[{key!r}]")) for key, item in value.items()]
-        if all(isinstance(key, str) and key != _TAG for key, _ in pairs):
-            return dict(pairs)
-        return {_TAG: ["dict", *([to_json(key, f"a key of {path}"), item] for key, item in pairs)]}
+        pairs = [[to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        plain = all(isinstance(key, str) and key != _TAG for key in value)
+        return dict(pairs) if plain else {_TAG: ["dict", pairs]}
+    if isinstance(value, bytes):
+        return {_TAG: ["bytes", base64.b64encode(value).decode()]}
     kind = "array" if isinstance(value, np.ndarray) else "tensor" if type(value).__module__ == "torch" else None
     array = np.ascontiguousarray(value) if kind else None
     if array is None or array.dtype.hasobject:
         raise ArgumentTypeError(f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}")
-    return {_TAG: [kind, array.dtype.str, list(value.shape), _text(array.tobytes())]}
+    return {_TAG: [kind, base64.b64encode(array.tobytes()).decode(), array.dtype.str, list(value.shape)]}
 
 
 def from_json(value: Any) -> Any:
@@ -327,25 +323,20 @@ def from_json(value: Any) -> Any:
         return [from_json(item) for item in value]
     if not isinstance(value, Mapping):
         return value
-    if set(value) != {_TAG}:
+    if value.keys() != {_TAG}:
         return {key: from_json(item) for key, item in value.items()}
-    kind, *rest = value[_TAG]
-    if kind == "bytes":
-        return base64.b64decode(rest[0])
-    if kind == "tuple":
-        return tuple(from_json(item) for item in rest)
-    if kind == "dict":
-        return {from_json(key): from_json(item) for key, item in rest}
-    if kind not in ("array", "tensor"):
+    kind, content, *about = value[_TAG]
+    if kind in ("tuple", "dict"):
+        return tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
+    if kind not in ("bytes", "array", "tensor"):
         raise StateError(f"state: {kind!r} is no kind of value that is known.")
-    dtype, shape, text = rest
-    array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+    data = base64.b64decode(content)
+    if kind == "bytes":
+        return data
+    dtype, shape = about
+    array = np.frombuffer(data, dtype).reshape(shape).copy()
     if kind == "array":
         return array
     import torch
 
     return torch.from_numpy(array)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

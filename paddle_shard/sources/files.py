@@ -1,4 +1,7 @@
-"""How are local and remote files named, opened and kept, and how does reading continue after a connection drops?"""
+"""How are local and remote files named, opened and kept, and how does reading continue after a connection drops?
+
+What sources share: errors that name a file, and errors that name a missing package.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    MissingDependencyError,
+    PaddleShardError,
+    ShardReadError,
+    described,
+)
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 
+T = TypeVar("T")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -104,17 +115,56 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
     """
     steps = [(shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split("/") for name in names]
     folders = zip(*(path[:-1] for path in steps), strict=False)
-    common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
-    return ["/".join(path[common:]) for path in steps]
+    shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
+    return ["/".join(path[shared:]) for path in steps]
 
 
 def local_size(name: str) -> int | None:
     """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
-    try:
+    with ignoring(OSError):  # reading the file later raises an error that names it
         return None if is_remote(name) else os.path.getsize(local_path(name))
-    except OSError as error:
+    return None
+
+
+@contextmanager
+def needs(extra: str, what: str = "") -> Iterator[None]:
+    """Turn a failed import into an error that names the extra to install.
+
+    Args:
+        extra: The extra of paddle_shard.
+        what: Begins the error's text, if the import alone does not say what is needed.
+
+    Raises:
+        MissingDependencyError: A package that is imported in the `with` block is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{what}{error.name or error} cannot be imported ({error}). Install it with: pip install "
+            f"'paddle_shard[{extra}]'."
+        ) from error
+
+
+@contextmanager
+def failures_named(name: str, place: Callable[[], tuple[str, int | None]]) -> Iterator[None]:
+    """Turn what fails in the `with` block into an error that names a file.
+
+    Args:
+        name: The file.
+        place: Called after a failure. It returns what failed, and the number of the sample in the file if it is known.
+
+    Raises:
+        ShardReadError: The block failed. The library's own errors are raised as they are.
+    """
+    try:
+        yield
+    except PaddleShardError:
+        raise
+    except Exception as error:
         raise_if_a_handlers(error)
-        return None  # reading it later raises an error that names it
+        what, offset = place()
+        raise ShardReadError.of(f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset) from error
 
 
 def remote_file(url: str, extra: str) -> tuple[Any, str]:
@@ -130,16 +180,13 @@ def remote_file(url: str, extra: str) -> tuple[Any, str]:
     Raises:
         MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
     """
-    try:
+    with needs("s3" if url.startswith(("s3://", "s3a://")) else extra, f"reading {shown(url)}: "):
         if "::" in url:  # a file inside another file, which is a file system of its own
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
             system, path = url_to_fs(url, skip_instance_cache=True)
             return system, path
         return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
-    except ImportError as error:
-        extra = "s3" if url.startswith(("s3://", "s3a://")) else extra
-        raise MissingDependencyError(f"reading {shown(url)}: {error}: pip install 'paddle_shard[{extra}]'") from error
 
 
 @cache
@@ -196,31 +243,25 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     return io.BufferedReader(remote, BUFFER), remote.size
 
 
+_PACKED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"BZh", bz2.open),
+    (b"\xfd7zXZ\x00", lzma.open),
+)
+"""(first bytes, function that opens a file) of each kind of compression."""
+
+
 def decompressed(file: BinaryIO) -> BinaryIO:
     """Return the plain bytes of a file that may be compressed by gzip, bzip2 or xz, as its first bytes tell.
 
-    Unlike `tarfile`'s own streams, these raise if the file ends too soon, and verify the checksums.
+    Unlike `tarfile`'s own streams, these raise if the file ends too soon, and verify the checksums. The file itself is
+    returned if it is not compressed; otherwise, the caller closes both.
     """
     begin = cast(io.BufferedReader, file).peek(6)
-    if begin.startswith(b"\x1f\x8b"):
-        return cast(BinaryIO, _Closing(gzip.GzipFile(fileobj=file), file))
-    if begin.startswith(b"BZh"):
-        return cast(BinaryIO, _Closing(bz2.BZ2File(file), file))
-    if begin.startswith(b"\xfd7zXZ\x00"):
-        return cast(BinaryIO, _Closing(lzma.LZMAFile(file), file))
+    for first_bytes, unpack in _PACKED:
+        if begin.startswith(first_bytes):
+            return io.BufferedReader(unpack(file), BUFFER)
     return file
-
-
-class _Closing(io.BufferedReader):
-    """A decompressed file. Closing it also closes the compressed file."""
-
-    def __init__(self, unpacked: Any, packed: BinaryIO) -> None:
-        super().__init__(unpacked, BUFFER)
-        self._packed = packed
-
-    def close(self) -> None:
-        super().close()
-        self._packed.close()
 
 
 class RemoteFile(io.RawIOBase):
@@ -236,15 +277,9 @@ class RemoteFile(io.RawIOBase):
         """
         self._name, self._connect, self._position = name, connect, start
         self._connection: Connection | None = None
-        self._failures = 0
         self.size: int | None = None
         self._tag: str | None = None
-        while self._connection is None:
-            try:
-                self._open()
-            except Exception as error:
-                raise_if_a_handlers(error)
-                self._pause_or_give_up(error)
+        self._retried(self._connected)
 
     def readable(self) -> bool:
         """Return True."""
@@ -261,32 +296,30 @@ class RemoteFile(io.RawIOBase):
             OSError: Reading failed too often in a row.
             ChangedError: The file has changed.
         """
-        while self._position != self.size:
-            try:
-                if self._connection is None:
-                    self._open()
-                assert self._connection is not None
-                stream = self._connection.stream
-                # Read what has arrived instead of filling the buffer, so that a stall cannot lose it.
-                content = getattr(stream, "read1", stream.read)(len(buffer))
-                if not content and self.size is not None:
-                    raise ConnectionError("the connection was closed")
-            except Exception as error:
-                raise_if_a_handlers(error)
-                self._pause_or_give_up(error)
-                continue
-            buffer[: len(content)] = content
-            self._position += len(content)
-            self._failures = 0
-            return len(content)
-        return 0
+        if self._position == self.size:
+            return 0
+        content = self._retried(lambda: self._received(len(buffer)))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
     def close(self) -> None:
         """Close the connection."""
         self._disconnect()
         super().close()
 
-    def _open(self) -> None:
+    def _received(self, most: int) -> bytes:
+        stream = self._connected().stream
+        # Read what has arrived instead of filling the buffer, so that a stall cannot lose it.
+        content: bytes = getattr(stream, "read1", stream.read)(most)
+        if not content and self.size not in (None, self._position):
+            raise ConnectionError("the connection was closed")
+        return content
+
+    def _connected(self) -> Connection:
+        """Return the connection; connect at the present byte if there is none."""
+        if self._connection is not None:
+            return self._connection
         connection = self._connect(self._name, self._position)
         size, tag = connection.size, connection.tag
         if (None not in (self.size, size) and self.size != size) or (self._tag and tag and self._tag != tag):
@@ -296,28 +329,35 @@ class RemoteFile(io.RawIOBase):
             )
         self._connection = connection
         self.size, self._tag = self.size if size is None else size, tag or self._tag
+        return connection
 
     def _disconnect(self) -> None:
-        connection, self._connection = getattr(self, "_connection", None), None
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.stream.close()
 
-    def _pause_or_give_up(self, error: Exception) -> None:
-        self._disconnect()
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
-            passing = error.code in _AGAIN
-        else:
-            passing = isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, _FINAL)
-        if not passing:
-            raise error
-        if self._failures == RETRIES:
-            raise OSError(
-                f"given up after {RETRIES} retries at byte {self._position} of {self.size or 'an unknown number'}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        time.sleep(BACKOFF * 2**self._failures)
-        self._failures += 1
+    def _retried(self, attempt: Callable[[], T]) -> T:
+        """Return the result of an attempt; after a failure that may pass, disconnect, pause and try again."""
+        for failures in itertools.count():
+            try:
+                return attempt()
+            except Exception as error:
+                raise_if_a_handlers(error)
+                self._disconnect()
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+                    passing = error.code in _AGAIN
+                else:
+                    passing = isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, _FINAL)
+                if not passing:
+                    raise
+                if failures == RETRIES:
+                    raise OSError(
+                        f"given up after {RETRIES} retries at byte {self._position} of "
+                        f"{self.size or 'an unknown number'}: {type(error).__name__}: {error}"
+                    ) from error
+            time.sleep(BACKOFF * 2**failures)
+        raise AssertionError
 
 
 def _connect_http(name: str, start: int) -> Connection:
@@ -371,13 +411,12 @@ def cached(name: str, cache_dir: str) -> str:
         with _explained(name, cache_dir):
             os.makedirs(cache_dir, exist_ok=True)
             lock = stack.enter_context(open(os.path.join(cache_dir, f".{kept}.lock"), "wb"))
-        alone = stack.enter_context(held(lock))
-        if os.path.exists(path):
-            return path
-        if alone:  # remove what a killed process has left
-            for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
-                os.unlink(stale)
-        with _explained(name, cache_dir):
+            alone = stack.enter_context(held(lock))
+            if os.path.exists(path):
+                return path
+            if alone:  # remove what a killed process has left
+                for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
+                    os.unlink(stale)
             target = stack.enter_context(replacing(path, 0o644, buffering=0))
         source, size = open_file(name)
         copied = 0
@@ -390,8 +429,6 @@ def cached(name: str, cache_dir: str) -> str:
                 copied += len(piece)
         with _explained(name, cache_dir, size, copied):
             os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
-        if size is not None and copied != size:
-            raise OSError(f"the download has {copied} bytes, the server said {size}")
     return path
 
 

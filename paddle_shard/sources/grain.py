@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched, needs
+from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched
+from paddle_shard.sources.files import needs
 
 
 def grain_dataset(map_dataset: Any) -> GrainDataset:
@@ -107,10 +107,10 @@ def grain_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
             raise ArgumentTypeError(f"grain: build must return a grain.IterDataset, got {type(dataset).__name__}.")
         batches = iter(dataset)
         if share.state is not None:
-            batches.set_state(copy.deepcopy(share.state))
+            batches.set_state(share.state)
         return batches
 
-    return ExternalLoader(iterator, name="grain", save=lambda batches: copy.deepcopy(batches.get_state()))
+    return ExternalLoader(iterator, name="grain", save=lambda batches: batches.get_state())
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:

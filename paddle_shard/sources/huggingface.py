@@ -9,11 +9,10 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.sources.external import needs
+from paddle_shard.sources.external import ROUND
+from paddle_shard.sources.files import needs
 from paddle_shard.stages.stage import Opening, Stage
 
-_ROUND = 1 << 20
-"""Number that is added to the library's epoch each time that the data is read again within an epoch."""
 _SEEDS = 1 << 64
 """Seeds of this size and above come from the operating system and differ between processes."""
 
@@ -24,10 +23,28 @@ class HuggingFaceSource(Stage):
     The epoch is set on each part, so that the data set's own `shuffle` gives another order in each epoch. This order
     depends on the library's version and on the data set's own seed, not on the loader's seed. A resumed run reads the
     delivered samples again and drops them, since the library's own state leaves out what its shuffle buffer held.
+
+    With `with_format("numpy")`, lists become arrays. Without a format, a list is a structure of single numbers.
+
+    The library's own `shuffle` reads in threads, so put a random `map` after it. On Parquet files, it also sleeps 5 s
+    when it ends, to avoid a bug of Arrow; for several parts of a reader, these times add up. A stream's own
+    `shuffle(window)` has neither problem, and depends on the loader's seed.
     """
 
     def __init__(self, dataset: Any) -> None:
-        """Set up the source; see `huggingface_source`."""
+        """Set up the source.
+
+        Args:
+            dataset: A streamed data set (`load_dataset(..., split=, streaming=True)` or
+                `to_iterable_dataset(num_shards=)`). It may be mapped, filtered and shuffled. A `shuffle` needs a seed.
+                The data set is not changed.
+
+        Raises:
+            MissingDependencyError: datasets is not installed.
+            ArgumentTypeError: `dataset` is not a `datasets.IterableDataset`.
+            SplitError: The data set was split by node already.
+            ArgumentError: The data set is shuffled without a seed, or has a state.
+        """
         with needs("huggingface"):
             import datasets  # type: ignore[import-untyped]
         if not isinstance(dataset, datasets.IterableDataset):
@@ -97,31 +114,8 @@ class HuggingFaceSource(Stage):
         key = opening.key(part, "source")
         opening.seed_generators(key)
         mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy, so that its epoch can be set
-        mine.set_epoch(opening.epoch + opening.round * _ROUND)
+        mine.set_epoch(opening.epoch + opening.round * ROUND)
         yield from opening.drawn(iter(mine), key)
-
-
-def huggingface_source(dataset: Any) -> HuggingFaceSource:
-    """Return the source of the samples of a `datasets.IterableDataset`.
-
-    With `with_format("numpy")`, lists become arrays. Without a format, a list is a structure of single numbers.
-
-    The library's own `shuffle` reads in threads, so put a random `map` after it. On Parquet files, it also sleeps 5 s
-    when it ends, to avoid a bug of Arrow; for several parts of a reader, these times add up. A stream's own
-    `shuffle(window)` has neither problem, and depends on the loader's seed.
-
-    Args:
-        dataset: A streamed data set (`load_dataset(..., split=, streaming=True)` or
-            `to_iterable_dataset(num_shards=)`). It may be mapped, filtered and shuffled. A `shuffle` needs a seed. The
-            data set is not changed.
-
-    Raises:
-        MissingDependencyError: datasets is not installed.
-        ArgumentTypeError: `dataset` is not a `datasets.IterableDataset`.
-        SplitError: The data set was split by node already.
-        ArgumentError: The data set is shuffled without a seed, or has a state.
-    """
-    return HuggingFaceSource(dataset)
 
 
 def _generators(node: Any) -> Iterator[str]:

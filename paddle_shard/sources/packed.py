@@ -20,6 +20,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError, de
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.packing import Packing, Piece
+from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.counts import SLOW, said_if_slow
 from paddle_shard.sources.files import held, replacing
@@ -119,9 +120,7 @@ class Packed:
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
         most = self.packing.most_pieces
-        if max_pieces is not None and (isinstance(max_pieces, bool) or not isinstance(max_pieces, int | np.integer)):
-            raise ArgumentTypeError(f"Packed: max_pieces must be an int or None, got {max_pieces!r}.")
-        if max_pieces is not None and max_pieces < most:
+        if max_pieces is not None and check_count("Packed: max_pieces", max_pieces) < most:
             raise ArgumentError(
                 f"Packed: max_pieces={max_pieces}, but a row holds {most} pieces. Give max_pieces={most} or more, or "
                 "leave it out."
@@ -219,9 +218,36 @@ class Packed:
         return {name: value[piece.first : piece.end] for name, value in found.items()}
 
 
+VERSION = 1
+CHECKED = 32
+"""Documents that are read again, to see that a file of lengths is of these documents."""
+
+
 def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
-    if lengths is None or isinstance(lengths, str | os.PathLike):
-        return count_lengths(documents, key, lengths)
+    """Return the number of tokens of each document: int[number of documents].
+
+    Args:
+        documents: A data set with an index.
+        lengths: These numbers. None: all documents are counted. A path: a file that keeps them; the first process to
+            come counts all documents and writes it, and others wait.
+        key: Field of the tokens, in documents that are dicts.
+
+    Raises:
+        ArgumentError: There are more or fewer numbers than documents, or a document cannot be counted.
+        StateError: The file is of other documents, or damaged.
+    """
+    if lengths is None:
+        return _counted(documents, key)
+    if isinstance(lengths, str | os.PathLike):
+        file = Path(lengths)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{file}.lock", "wb") as lock, held(lock):
+                if not file.exists():
+                    counted, about = _counted(documents, key), np.array(json.dumps({"version": VERSION, "key": key}))
+                    with replacing(file) as target:
+                        np.savez(target, lengths=counted, about=about)
+        return _read(file, documents, key)
     found = np.asarray(lengths)
     if found.shape != (len(documents),):
         raise ArgumentError(
@@ -229,36 +255,6 @@ def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
             f"{list(found.shape)}."
         )
     return found
-
-
-VERSION = 1
-CHECKED = 32
-"""Documents that are read again, to see that a file of lengths is of these documents."""
-
-
-def count_lengths(documents: Any, key: str, path: str | os.PathLike[str] | None) -> Indices:
-    """Return the number of tokens of each document: int64[number of documents].
-
-    Args:
-        documents: A data set with an index.
-        key: Field of the tokens, in documents that are dicts.
-        path: A file that keeps the lengths. The first process to come reads all documents and writes it; others wait.
-            None: nothing is kept.
-
-    Raises:
-        StateError: The file is of other documents, or damaged.
-    """
-    if path is None:
-        return _counted(documents, key)
-    file = Path(path)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{file}.lock", "wb") as lock, held(lock):
-            if not file.exists():
-                lengths, about = _counted(documents, key), np.array(json.dumps({"version": VERSION, "key": key}))
-                with replacing(file) as target:
-                    np.savez(target, lengths=lengths, about=about)
-    return _read(file, documents, key)
 
 
 def _counted(documents: Any, key: str) -> Indices:

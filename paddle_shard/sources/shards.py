@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, ShardReadError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.sources.files import is_remote, local_size, shown, within_their_folder
+from paddle_shard.sources.files import failures_named, is_remote, local_size, shown, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
 
 RECOUNT = (
@@ -64,7 +64,7 @@ class ShardSource(Stage):
 
         Raises:
             ArgumentTypeError: `names` is one string.
-            ArgumentError: There is no name, or names are not distinct, or `counts` or `files` do not fit them.
+            ArgumentError: There is no name, or names are not distinct, or `counts` do not fit them.
         """
         if isinstance(names, str):
             raise ArgumentTypeError(f"names must be a list of shards, got one string: {names!r}. Give [{names!r}].")
@@ -77,15 +77,19 @@ class ShardSource(Stage):
                 f"names holds {shown(twice)!r} more than once, so its samples would be delivered as often. "
                 "Give each shard once; resample=True reads shards again and again."
             )
-        self._counts = _checked(counts, self._names)
+        self._counts: npt.NDArray[np.int64] | None = None
+        if counts is not None:
+            if len(counts) != len(names):
+                raise ArgumentError(
+                    f"counts must have one number for each of the {len(names)} shards, got {len(counts)}."
+                )
+            for name, number in zip(names, counts, strict=True):
+                check_count(f"counts: the samples of {shown(name)}", number, 0)
+            self._counts = np.asarray(counts, dtype=np.int64)
+            if resample and not self._counts.any():
+                raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
         self._total = 0 if self._counts is None else int(self._counts.sum())
-        if resample and self._counts is not None and not self._counts.any():
-            raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
         self._files = self._names if files is None else [str(file) for file in files]
-        if len(self._files) != len(self._names):
-            raise ArgumentError(
-                f"files must name one for each of the {len(self._names)} shards, got {len(files or ())}."
-            )
         self._digest: str | None = None
         self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
         self._spread = SPREAD * any(map(is_remote, self._files)) if spread is None else spread
@@ -173,12 +177,15 @@ class ShardSource(Stage):
         def seed(number: int) -> None:
             opening.seed_generators(mix(key, number))
 
-        if self._counts is None:
-            segments = self._in_rounds(opening, part, 0) if self._resample else self._assigned(opening, part)
-            yield from islice(self._samples(segments, 0, seed), skip, None)
-            return
-        segments = self._in_rounds(opening, part, skip) if self._resample else self._cut_out(opening, part, skip)
-        yield from self._samples(segments, skip, seed)
+        # Only counted shards can be skipped without reading them.
+        first = 0 if self._counts is None else skip
+        if self._resample:
+            segments = self._drawn(opening, part, first)
+        elif self._counts is None:
+            segments = self._assigned(opening, part)
+        else:
+            segments = self._cut_out(opening, part, first)
+        yield from islice(self._samples(segments, first, seed), skip - first, None)
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
         numbers = np.arange(len(self._names), dtype=np.int64)
@@ -211,29 +218,25 @@ class ShardSource(Stage):
                 start = end
             at += 1
 
-    def _in_rounds(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
-        """Yield resampled shards; count a round each time that all shards that have samples were read again."""
-        num_shards = len(self._names) if self._counts is None else np.count_nonzero(self._counts)
-        read: set[int] = set()
-        for segment in self._drawn(opening, part, skip):
-            yield segment
-            read.add(segment[0])
-            if len(read) == num_shards:
-                opening.rounds[part] += 1
-                read.clear()
-
     def _drawn(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
-        """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out."""
+        """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out.
+
+        A round is counted each time that all shards that have samples were read again.
+        """
         key, shards = opening.key(part, "draw"), len(self._names)
+        num_filled = shards if self._counts is None else np.count_nonzero(self._counts)
+        read: set[int] = set()
         for draw in count():
             shard = mix(key, draw) % shards
-            if self._counts is None:
-                yield shard, 0, None
+            if self._counts is not None and skip >= self._counts[shard]:
+                skip -= int(self._counts[shard])
                 continue
-            length = int(self._counts[shard])
-            if skip < length:
-                yield shard, skip, None
-            skip = max(0, skip - length)
+            yield shard, skip, None
+            skip = 0
+            read.add(shard)
+            if len(read) == num_filled:
+                opening.rounds[part] += 1
+                read.clear()
 
     def _samples(self, segments: Iterator[Segment], number: int, seed: Callable[[int], None]) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
@@ -253,37 +256,30 @@ class ShardSource(Stage):
     def _piece(
         self, shard: int, begin: int, end: int | None, number: int, seed: Callable[[int], None]
     ) -> Iterator[Any]:
-        name, offset = self._names[shard], begin
+        name, offset, what = self._names[shard], begin, ""
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         items: Iterator[Any] = iter(())
-        what = ""
-        try:
-            seed(number)
-            items = iter(self._read(name, begin))
-            for item in items:
-                if offset + 1 == length:  # check before the last sample: no further one may be asked for
-                    what, offset = f"what follows its {length} samples", length
-                    if more := sum(1 for _ in items):
-                        raise _miscounted(name, length + more, length)
-                    what, offset = "", length - 1
-                yield item
-                offset += 1
-                if offset == end:
-                    return
-                seed(number + offset - begin)
-        except PaddleShardError:
-            raise
-        except Exception as error:
-            raise_if_a_handlers(error)
-            raise ShardReadError.of(
-                f"{shown(name)}: reading {what or f'sample {offset}'} failed: {described(error)}", shown(name), offset
-            ) from error
-        finally:
-            if hasattr(items, "close"):
-                items.close()
-        if end is not None:
-            raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
+        with failures_named(name, lambda: (f"reading {what or f'sample {offset}'}", offset)):
+            try:
+                seed(number)
+                items = iter(self._read(name, begin))
+                for item in items:
+                    if offset + 1 == length:  # check before the last sample: no further one may be asked for
+                        what, offset = f"what follows its {length} samples", length
+                        if more := sum(1 for _ in items):
+                            raise _miscounted(name, length + more, length)
+                        what, offset = "", length - 1
+                    yield item
+                    offset += 1
+                    if offset == end:
+                        return
+                    seed(number + offset - begin)
+            finally:
+                if hasattr(items, "close"):
+                    items.close()
+            if end is not None:
+                raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
 
 
 def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:
@@ -293,14 +289,3 @@ def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> S
         shown(name),
         min(found, length or 0),
     )
-
-
-def _checked(counts: Sequence[int] | None, names: Sequence[str]) -> npt.NDArray[np.int64] | None:
-    if counts is None:
-        return None
-    if len(counts) != len(names):
-        raise ArgumentError(f"counts must have one number for each of the {len(names)} shards, got {len(counts)}.")
-    for name, number in zip(names, counts, strict=True):
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
-            raise ArgumentError(f"counts: the samples of {shown(name)} must be an int >= 0, got {number!r}.")
-    return np.asarray(counts, dtype=np.int64)

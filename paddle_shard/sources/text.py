@@ -6,27 +6,39 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from paddle_shard.sources.counts import MOST, ShardEntry, count_files, entry_of
-from paddle_shard.sources.files import BUFFER, Paths, decompressed, matched, open_file
-from paddle_shard.sources.shards import RECOUNT, ShardSource
+from paddle_shard.sources.counts import count_files, source_of_files
+from paddle_shard.sources.files import BUFFER, Paths, matched, open_file
+from paddle_shard.sources.shards import ShardSource
 
 
-def lines_source(
-    paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
+class TextFormat(NamedTuple):
+    """A kind of text files."""
+
+    kind: str
+    """Name of what is counted in the files; kept counts belong to it."""
+    samples: Callable[[_Text], Iterator[tuple[int, Any]]]
+    """Yields the samples of a file's text, each with the byte where it begins."""
+    starts: Callable[[_Text], Iterator[tuple[int, Any]]]
+    """Finds where samples begin, which may be cheaper than reading them."""
+
+
+def text_source(
+    paths: Paths, form: TextFormat, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
 ) -> ShardSource:
-    r"""Return the source of the lines of text files, without their ends ("\n" or "\r\n").
+    """Return the source of text files.
 
     Args:
         paths: One or more UTF-8 files, plain or compressed by gzip, bzip2 or xz: paths, patterns such as `data/*.csv`,
             whose files are sorted, or URLs that fsspec opens.
-        counts: If True, count the lines now, which reads the files once. Then parts are equal and their lengths known.
-            None: count if all files are local, none is compressed, and the stream has an end. The counts of local files
-            are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and later runs.
+        form: What a sample is: one of `LINES`, `CSV_ROWS`, `CSV_DICTS`, `JSON_LINES`.
+        counts: If True, count the samples now, which reads the files once. Then parts are equal and their lengths
+            known. None: count if all files are local, none is compressed, and the stream has an end. The counts of
+            local files are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and
+            later runs.
         shuffle_shards: If True, permute the files, in another order each epoch.
         resample: If True, each part is an endless stream of files, sampled with replacement.
 
@@ -35,98 +47,18 @@ def lines_source(
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
-    return _source(paths, "lines", _lines, counts, shuffle_shards, resample)
-
-
-def csv_source(
-    paths: Paths,
-    header: bool = True,
-    *,
-    counts: bool | None = None,
-    shuffle_shards: bool = True,
-    resample: bool = False,
-) -> ShardSource:
-    """Return the source of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
-
-    A row with more or fewer fields than the first row of its file is an error.
-
-    Args:
-        paths: The same as for `lines_source`.
-        header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
-            lists.
-        counts: The same as for `lines_source`.
-        shuffle_shards: The same as for `lines_source`.
-        resample: The same as for `lines_source`.
-
-    Raises:
-        ArgumentTypeError: `paths` is neither a path nor a list of paths.
-        ArgumentError: There is no file, or none that matches a pattern.
-        ShardReadError: A file cannot be read to count it.
-    """
-    kind, samples = ("CSV rows below a header", _dicts) if header else ("CSV rows", _rows)
-    return _source(paths, kind, samples, counts, shuffle_shards, resample)
-
-
-def jsonl_source(
-    paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
-) -> ShardSource:
-    """Return the source of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
-
-    Args:
-        paths: The same as for `lines_source`.
-        counts: The same as for `lines_source`. Counting does not parse the lines.
-        shuffle_shards: The same as for `lines_source`.
-        resample: The same as for `lines_source`.
-
-    Raises:
-        ArgumentTypeError: `paths` is neither a path nor a list of paths.
-        ArgumentError: There is no file, or none that matches a pattern.
-        ShardReadError: A file cannot be read to count it.
-    """
-    return _source(paths, "JSON lines", _values, counts, shuffle_shards, resample, starts=_not_blank)
-
-
-def _source(
-    paths: Paths,
-    kind: str,
-    samples: _SamplesOf,
-    counts: bool | None,
-    shuffle_shards: bool,
-    resample: bool,
-    starts: _SamplesOf | None = None,
-) -> ShardSource:
-    """Return the source of text files; `starts` finds where samples begin, if that is cheaper than reading them."""
     names = matched(paths)
     if resample and counts is None:
         counts = False
-    entries = count_files(names, kind, lambda name: _count(name, starts or samples), counts)
-    return ShardSource(
-        names,
-        partial(_read, samples=samples, entries=entries),
-        counts=None if entries is None else [entries[name].samples for name in names],
-        shuffle_shards=shuffle_shards,
-        resample=resample,
-    )
+    entries = count_files(names, form.kind, partial(_of_text, find=form.starts), counts)
+    samples = partial(_of_text, find=form.samples)
+    return source_of_files(names, samples, entries, shuffle_shards=shuffle_shards, resample=resample)
 
 
-def _count(name: str, samples: _SamplesOf) -> ShardEntry:
-    opened, size = open_file(name)
-    with opened, decompressed(opened) as file:
-        starts = (start for start, _ in samples(_Text(file, name, 0)))
-        return entry_of(starts, lambda: opened.tell() if size is None else size, packed=file is not opened, most=MOST)
-
-
-def _read(name: str, skip: int, *, samples: _SamplesOf, entries: Mapping[str, ShardEntry] | None) -> Iterator[Any]:
-    """Read a file, starting at a given sample."""
-    start = 0
-    if entries is not None:
-        start, skip = entries[name].before(skip)
-    opened, size = open_file(name, start)
-    with opened, opened if start else decompressed(opened) as file:
-        if entries is not None and size not in (None, entries[name].size):
-            raise ValueError(f"the file has {size} bytes, and had {entries[name].size} when it was counted: {RECOUNT}")
-        for _, sample in islice(samples(_Text(file, name, start)), skip, None):
-            yield sample
+def _of_text(
+    file: BinaryIO, name: str, start: int, find: Callable[[_Text], Iterator[tuple[int, Any]]]
+) -> Iterator[tuple[int, Any]]:
+    return find(_Text(file, name, start))
 
 
 class _Text:
@@ -174,10 +106,6 @@ class _Text:
         opened, _ = open_file(self._name)
         with opened:
             return next(_rows(_Text(opened, self._name, 0)))[1]
-
-
-_SamplesOf = Callable[[_Text], Iterator[tuple[int, Any]]]
-"""Yields the samples of a file's text, each with the byte where it begins."""
 
 
 def _lines(text: _Text) -> Iterator[tuple[int, str]]:
@@ -241,3 +169,15 @@ def _lines_of_csv(text: _Text, begins: list[int]) -> Iterator[str]:
             begins.append(at)
             yield piece
             at += len(piece.encode())
+
+
+LINES = TextFormat("lines", _lines, _lines)
+r"""Samples are the lines, without their ends ("\n" or "\r\n")."""
+CSV_ROWS = TextFormat("CSV rows", _rows, _rows)
+"""Samples are the rows as lists (Python's `csv`, dialect "excel", strict).
+
+Empty lines are skipped. A row with more or fewer fields than the first row of its file is an error."""
+CSV_DICTS = TextFormat("CSV rows below a header", _dicts, _dicts)
+"""Samples are the rows as dicts; the first row of each file names the fields."""
+JSON_LINES = TextFormat("JSON lines", _values, _not_blank)
+"""Samples are JSON values, one per line. Blank lines are skipped. Counting does not parse the lines."""

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, StateError, described
+from paddle_shard.errors import ArgumentError, ShardReadError, StateError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.sources.counts import EVERY, MOST, ShardEntry, count_files, entry_of
-from paddle_shard.sources.files import (
-    BUFFER,
-    Paths,
-    base_name,
-    cached,
-    decompressed,
-    is_remote,
-    local_path,
-    matched,
-    open_file,
-    replacing,
-    shown,
-)
+from paddle_shard.sources.counts import ShardEntry, count_files, source_of_files
+from paddle_shard.sources.files import BUFFER, Paths, base_name, is_remote, matched, needs, open_file, replacing, shown
 from paddle_shard.sources.shards import RECOUNT, ShardSource
 
 _META = re.compile(r"__[^/]*__($|/)")
@@ -42,55 +30,47 @@ def import_webdataset() -> Any:
     Raises:
         MissingDependencyError: webdataset is not installed.
     """
-    try:
+    with needs("webdataset", "reading WebDataset tars: "):
         import webdataset  # type: ignore[import-untyped]
         import webdataset.autodecode  # type: ignore[import-untyped]
         import webdataset.shardlists  # type: ignore[import-untyped]
         import webdataset.tariterators  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"reading WebDataset tars needs the webdataset package ({error}): pip install 'paddle_shard[webdataset]'"
-        ) from error
     return webdataset
 
 
-class TarSamples:
-    """The samples of one open tar, from a given byte to the end, grouped by WebDataset; iterate it once.
+def tar_samples(
+    file: BinaryIO,
+    name: str,
+    start: int = 0,
+    *,
+    select: Callable[[str], bool] | None = None,
+    contents: bool = True,
+) -> Iterator[tuple[int, Sample]]:
+    """Yield the samples of one open tar, from a given byte to the end, each with the byte where it begins.
 
-    WebDataset's own loop over the members treats a damaged header, or a file that was cut between two members, as the
-    end of the tar. It also ignores data after the end marker. Here, each of these is an error.
+    WebDataset groups them. Its own loop over the members treats a damaged header, or a file that was cut between two
+    members, as the end of the tar. It also ignores data after the end marker. Here, each of these is an error.
+
+    Args:
+        file: The open tar, at position `start`.
+        name: The samples' `__url__`.
+        start: A byte where a sample begins.
+        select: Called with a member's name; True: the member is read. None: all members are read.
+        contents: If False, seek over the contents of the tar's files. `start` must be 0.
     """
+    begin = following = start
 
-    _mode: Any = "r|"
-
-    def __init__(self, file: BinaryIO, name: str, start: int = 0, select: Callable[[str], bool] | None = None) -> None:
-        """Set up the reading.
-
-        Args:
-            file: The open tar, at position `start`.
-            name: The samples' `__url__`.
-            start: A byte where a sample begins.
-            select: Called with a member's name; True: the member is read. None: all members are read.
-        """
-        self._file, self._name, self._start, self._select = file, name, start, select
-        self.next_start = start
-        """The byte where the sample after the last yielded one begins; not valid after the tar's last sample."""
-
-    def __iter__(self) -> Iterator[Sample]:
-        # When the grouping yields a sample, it has read the first member of the next sample, but no more.
-        yield from import_webdataset().tariterators.group_by_keys(self._members(), handler=_raised)
-
-    def _members(self) -> Iterator[dict[str, Any]]:
-        with tarfile.open(fileobj=self._file, mode=self._mode, tarinfo=_StrictInfo) as archive:
+    def members() -> Iterator[dict[str, Any]]:
+        nonlocal following
+        mode: Any = "r|" if contents else "r:"
+        with tarfile.open(fileobj=file, mode=mode, tarinfo=_StrictInfo) as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
-                if not member.isreg() or _META.match(member.name):
+                if not member.isreg() or _META.match(member.name) or not (select is None or select(member.name)):
                     continue
-                if self._select is not None and not self._select(member.name):
-                    continue
-                content = self._content(archive, member)
-                self.next_start = self._start + member.offset
-                yield {"fname": member.name, "data": content, "__url__": self._name}
+                content = archive.extractfile(member).read() if contents else b""  # type: ignore[union-attr]
+                following = start + member.offset
+                yield {"fname": member.name, "data": content, "__url__": name}
             rest: Any = archive.fileobj
             while block := rest.read(BUFFER):
                 if block.count(0) != len(block):
@@ -99,19 +79,18 @@ class TarSamples:
                         "`tar --concatenate`"
                     )
 
-    def _content(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-        file = archive.extractfile(member)
-        assert file is not None
-        return file.read()
+    for sample in import_webdataset().tariterators.group_by_keys(members(), handler=_raised):
+        yield begin, sample
+        begin = following  # when a sample is yielded, the first member of the next one has been read, but no more
 
 
-class TarHeaders(TarSamples):
-    """The samples of an uncompressed tar, from its beginning. The contents of their files are not read."""
-
-    _mode = "r:"
-
-    def _content(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-        return b""
+def tar_starts(file: BinaryIO, name: str, start: int) -> Iterator[tuple[int, Sample]]:
+    """Find where the samples of a tar begin: by its headers if it is local and not compressed, else by reading it."""
+    raw = getattr(file, "raw", None)
+    if not isinstance(raw, io.FileIO):
+        return tar_samples(file, name, start)
+    raw.seek(start)  # with the buffer, each header would fill it
+    return tar_samples(cast(BinaryIO, raw), name, start, contents=False)
 
 
 def _raised(error: Exception) -> None:
@@ -138,40 +117,10 @@ class _StrictInfo(tarfile.TarInfo):
 VERSION = 1
 
 
-def index_shard(name: str, most: int | None = None) -> ShardEntry:
-    """Count the samples of a tar. A local, uncompressed tar is counted by its headers, any other is read to its end.
-
-    Args:
-        name: Path or URL of the tar.
-        most: See `entry_of`.
-
-    Raises:
-        Exception: Whatever reading raises, if the tar cannot be read to its end.
-    """
-    opened, size = open_file(name)
-    with opened, decompressed(opened) as file:
-        packed = file is not opened
-        if not packed and not is_remote(name):
-            with open(local_path(name), "rb", buffering=0) as headers:  # with a buffer, each header would fill it
-                return entry_of(_starts(TarHeaders(headers, name)), lambda: size or 0, packed=False, most=most)
-        samples = TarSamples(file, name, 0, None)
-        return entry_of(_starts(samples), lambda: opened.tell() if size is None else size, packed=packed, most=most)
-
-
-def _starts(samples: TarSamples) -> Iterator[int]:
-    start = 0
-    for _ in samples:
-        yield start
-        start = samples.next_start
-
-
 def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
     """Write an index; an existing file of that name is replaced atomically."""
-    shards = {
-        name: {"samples": entry.samples, "bytes": entry.size, "starts": list(entry.starts)}
-        for name, entry in entries.items()
-    }
-    text = json.dumps({"version": VERSION, "every": EVERY, "shards": shards}, separators=(",", ":"))
+    shards = {name: entry.to_json() for name, entry in entries.items()}
+    text = json.dumps({"version": VERSION, "shards": shards}, separators=(",", ":"))
     with replacing(path, 0o644) as file:
         file.write(f"{text}\n".encode())
 
@@ -193,7 +142,18 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         raise_if_a_handlers(error)
         raise ArgumentError(f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}.") from error
     with file:
-        shards = _parsed(file.read(), path)
+        text = file.read()
+    try:
+        found: Any = json.loads(text)
+        version = found["version"]
+        if version == VERSION:
+            shards = {name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"index={path!r} is not an index of shards, or is damaged ({error!r}). Make it: {RECOUNT}."
+        ) from error
+    if version != VERSION:
+        raise StateError(f"index={path!r} is of version {version!r}, this library reads {VERSION}: {RECOUNT}.")
     check_base_names(names)
     unknown = [name for name in names if base_name(name) not in shards]
     if unknown:
@@ -212,28 +172,6 @@ def check_base_names(names: Sequence[str]) -> None:
                 f"an index knows shards by the last piece of their names, which {shown(other)} and {shown(name)} "
                 "share. Rename one."
             )
-
-
-def _parsed(text: bytes, path: str) -> dict[str, ShardEntry]:
-    try:
-        found: Any = json.loads(text)
-        version = found["version"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise StateError(f"index={path!r} is not an index of shards ({error!r}). Make it: {RECOUNT}.") from error
-    if version != VERSION:
-        raise StateError(f"index={path!r} is of version {version!r}, this library reads {VERSION}: {RECOUNT}.")
-    try:
-        usable = found.get("every") == EVERY
-        return {
-            name: ShardEntry(
-                samples=int(entry["samples"]),
-                size=int(entry["bytes"]),
-                starts=tuple(int(start) for start in entry.get("starts", ())) if usable else (),
-            )
-            for name, entry in found["shards"].items()
-        }
-    except (AttributeError, ValueError, TypeError, KeyError) as error:
-        raise StateError(f"index={path!r} is damaged ({error!r}): {RECOUNT}.") from error
 
 
 def webdataset_source(
@@ -275,44 +213,41 @@ def webdataset_source(
 
     Examples:
         >>> source = webdataset_source("https://host/train-{000..099}.tar", cache_dir="/data/cache")  # doctest: +SKIP
-        >>> Map(source, decode("rgb8"))  # doctest: +SKIP
+        >>> Map(source, Decode("rgb8"))  # doctest: +SKIP
     """
     names = expand(urls)
     entries = None
     if index is None and select is None and not resample:
-        entries = count_files(names, "samples of tars", lambda name: index_shard(name, MOST), None)
+        entries = count_files(names, "samples of tars", tar_starts, None)
     elif index is not None and index is not False:
         entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
     folder = None if cache_dir is None else os.path.expanduser(os.fspath(cache_dir))
-    return ShardSource(
+    return source_of_files(
         names,
-        partial(_read, entries=entries, cache_dir=folder, select=select),
-        counts=None if entries is None else [entries[name].samples for name in names],
+        partial(tar_samples, select=select),
+        entries,
+        cache_dir=folder,
         shuffle_shards=shuffle_shards,
         resample=resample,
     )
 
 
-def decode(*handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> Decode:
-    """Return a function that decodes a raw sample, for `Map`: WebDataset's own `decode`.
-
-    Args:
-        handlers: Names of WebDataset's image decoders ("pil", "rgb8", "l", ...), or functions of (file ending with
-            a leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
-            decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
-        only: File endings that are decoded; None: all.
-
-    Raises:
-        MissingDependencyError: webdataset is not installed.
-        ArgumentError: A handler is neither a function nor a name that WebDataset knows.
-    """
-    return Decode(handlers, only)
-
-
 class Decode:
-    """A function of a raw sample; see `decode`."""
+    """A function that decodes a raw sample, for `Map`: WebDataset's own `decode`."""
 
-    def __init__(self, handlers: Sequence[str | Callable[[str, bytes], Any]], only: str | Sequence[str] | None) -> None:
+    def __init__(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> None:
+        """Set up the decoders.
+
+        Args:
+            handlers: Names of WebDataset's image decoders ("pil", "rgb8", "l", ...), or functions of (file ending with
+                a leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
+                decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
+            only: File endings that are decoded; None: all.
+
+        Raises:
+            MissingDependencyError: webdataset is not installed.
+            ArgumentError: A handler is neither a function nor a name that WebDataset knows.
+        """
         autodecode = import_webdataset().autodecode
         for handler in handlers:
             known = handler in autodecode.imagespecs if isinstance(handler, str) else callable(handler)
@@ -366,26 +301,3 @@ def _beside(name: str) -> str:
     path, mark, query = name.partition("?") if is_remote(name) else (name, "", "")
     folder = path.rpartition("/")[0]
     return f"{folder}/index.json{mark}{query}" if folder else "index.json"
-
-
-def _read(
-    name: str,
-    skip: int,
-    *,
-    entries: Mapping[str, ShardEntry] | None,
-    cache_dir: str | None,
-    select: Callable[[str], bool] | None,
-) -> Iterator[Sample]:
-    """Read a tar, starting at a given sample."""
-    path = name if cache_dir is None or not is_remote(name) else cached(name, cache_dir)
-    start = 0
-    if entries is not None:
-        start, skip = entries[name].before(skip)
-    opened, size = open_file(path, start)
-    with opened, opened if start else decompressed(opened) as file:
-        if entries is not None and size not in (None, entries[name].size):
-            raise tarfile.ReadError(
-                f"the file has {size} bytes, the index says {entries[name].size}: it has changed since, or is another "
-                f"shard of that name. If it is the right one, {RECOUNT}"
-            )
-        yield from islice(TarSamples(file, name, start, select), skip, None)

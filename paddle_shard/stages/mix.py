@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import Weights, chairman
 from paddle_shard.stages.cut import FAILED_AT
-from paddle_shard.stages.stage import Opening, Stage, leave_sample
+from paddle_shard.stages.stage import Opening, Stage
 from paddle_shard.stages.steps import in_rounds
 
 _BLOCK = 4096
@@ -43,12 +42,9 @@ class Mix(Stage):
         self._parts = tuple(weights.parts[at] for at in drawn)
         self._chairman = chairman(self._parts)
         self._every = stop == "all"
-        self.depth = 1 + max(stage.depth for stage in self._stages)
 
-    @property
-    def cuts(self) -> bool:
-        """True: each stream can open a part."""
-        return True
+    cuts = True
+    """Each stream can open a part."""
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part."""
@@ -65,14 +61,12 @@ class Mix(Stage):
     def _opening(self, opening: Opening, at: int) -> Opening:
         """Return the opening of a source, which has random numbers of its own."""
         seed = derive_seed("source", self._names[at], opening.seed)
-        return replace(opening, seed=seed, seen=leave_sample, rounds=Counter())
+        return replace(opening, seed=seed, seen=None, rounds=Counter())
 
     def _mixed(self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int) -> Iterator[Any]:
-        ended = set()
-        for at, (back, items) in enumerate(sources):
-            if back and next(items)[0]:
-                ended.add(at)
-        if ended and (not self._every or len(ended) == len(sources)):  # it ended before this position
+        ended = {at for at, (back, items) in enumerate(sources) if back and next(items)[0]}
+        ends_at = len(sources) if self._every else 1
+        if len(ended) >= ends_at:  # it ended before this position
             return
         items_of = [items for _, items in sources]
         for first in count(skip, _BLOCK):
@@ -87,7 +81,7 @@ class Mix(Stage):
                     raise
                 if number and at not in ended:
                     ended.add(at)
-                    if not self._every or len(ended) == len(sources):
+                    if len(ended) >= ends_at:
                         return
                 yield item
 
@@ -119,24 +113,19 @@ class Mix(Stage):
     def num_shards(self) -> int | None:
         """Fewest files of a source, if a part cannot have less than one."""
         one = Opening(parts=(0,), num_parts=1)
-        found = [stage.num_shards for stage in self._stages if stage.lengths(one) is None]
+        found = [stage.source.num_shards for stage in self._stages if stage.lengths(one) is None]
         return min((shards for shards in found if shards is not None), default=None)
 
     @property
     def most_even_parts(self) -> int | None:
         """Fewest parts to which the files of a source can be assigned evenly."""
-        found = [stage.most_even_parts for stage in self._stages]
+        found = [stage.source.most_even_parts for stage in self._stages]
         return min((parts for parts in found if parts is not None), default=None)
 
     @property
     def endless(self) -> bool:
         """True if no end comes: of any source for stop="first", of every one for "all"."""
         return (any if self._every else all)(stage.endless for stage in self._stages)
-
-    @property
-    def once(self) -> bool:
-        """True if a source can be opened only once."""
-        return any(stage.once for stage in self._stages)
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
@@ -145,16 +134,3 @@ class Mix(Stage):
             for name, part, stage in zip(self._names, self._parts, self._stages, strict=True)
         ]
         return [["mixture", "all" if self._every else "first", sources]]
-
-
-def check_mixable(name: str, stage: Stage) -> None:
-    """Refuse a stream that cannot be read again.
-
-    Raises:
-        ArgumentError: It can be opened only once, and a mixture opens a source again.
-    """
-    if stage.once:
-        raise ArgumentError(
-            f"mixture: source {name!r} can be opened only once, but a source that has ended is opened again. Give a "
-            "function that returns a new iterator."
-        )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.packing import MAX_WINDOW, fitted
 from paddle_shard.plan.parts import check_count
-from paddle_shard.stages.stage import Opening, Search, Stage, Unreadable
+from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
 
 MADE = ("position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
 """Fields that are made for each row."""
@@ -148,12 +147,13 @@ LONG = ("split", "drop", "error")
 """What can be done with a document that is longer than a row."""
 
 
-class Pack(Stage):
+class Pack(Transform):
     """Packs windows of documents of a part into rows. Rows to be skipped are still read, as their number is not known.
 
     A document that cannot be read is a row that cannot be read, after the rows of its window.
     """
 
+    counted: ClassVar[bool] = False
     makes_several: ClassVar[bool] = True
 
     def __init__(self, upstream: Stage, rows: PackedRows, window: int, long: str) -> None:
@@ -171,48 +171,24 @@ class Pack(Stage):
             raise ArgumentError(f"pack: window must be at most {MAX_WINDOW}, got {window}.")
         if long not in LONG:
             raise ArgumentError(f"pack: long must be one of {', '.join(map(repr, LONG))}, got {long!r}.")
-        self.upstream, self.depth = upstream, upstream.depth + 1
-        self._upstream, self._rows, self._window, self._long = upstream, rows, window, long
+        super().__init__(upstream, "pack", rows.length, window, long, rows.key, rows.labels)
+        self._rows, self._window, self._long = rows, window, long
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the rows of each part."""
-        opened = self._upstream.open(replace(opening, skip=0))
-        return [
-            islice(self._packed(items, part, opening), opening.skip, None)
-            for part, items in zip(opening.parts, opened, strict=True)
-        ]
-
-    def lengths(self, opening: Opening) -> None:
-        """Return None: the lengths are not known."""
-        return
-
-    def fingerprint(self) -> list[Any]:
-        """Add the form of the rows."""
-        rows = self._rows
-        return [*self._upstream.fingerprint(), ["pack", rows.length, self._window, self._long, rows.key, rows.labels]]
-
-    def _packed(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
-        rounds, search, number = opening.rounds, Search(opening, part, "pack"), 0
-        while True:
-            before = rounds[part]
-            documents = list(islice(items, self._window))
-            rounds[part], behind = before, rounds[part]  # a window that was read is no progress yet
-            if not documents:
-                return
+    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+        """Yield the rows of one window after the other."""
+        search, number = Search(opening, part, "pack"), 0
+        for documents in opening.windows(items, self._window, part):
             bad = [document for document in documents if isinstance(document, Unreadable)]
-            pieces, names = self._pieces(documents, number)
+            pieces = self._pieces(documents, number)
             number += len(documents)
-            yield from self._rows_of(pieces, names)
+            for first in range(0, len(pieces), MAX_WINDOW):  # long documents may have many pieces
+                yield from self._packed(pieces[first : first + MAX_WINDOW])
             yield from bad
-            rounds[part] = behind
-            if pieces or bad:
-                search.kept()
-            else:
-                search.dropped()
+            search.note(kept=bool(pieces or bad))
 
-    def _pieces(self, documents: list[Any], number: int) -> tuple[list[Fields], list[str]]:
-        """Return the pieces of a window's documents, and the document of each, for messages."""
-        length, pieces, names = self._rows.length, list[Fields](), list[str]()
+    def _pieces(self, documents: list[Any], number: int) -> list[tuple[str, Fields]]:
+        """Return the pieces of a window's documents, each with the name of its document for messages."""
+        length, pieces = self._rows.length, list[tuple[str, Fields]]()
         for at, document in enumerate(documents, number):
             if isinstance(document, Unreadable):
                 continue
@@ -226,16 +202,15 @@ class Pack(Stage):
                 )
             if size <= length or self._long == "split":
                 for first in range(0, size, length):
-                    pieces.append({name: value[first : first + length] for name, value in fields.items()})
-                    names.append(what)
-        return pieces, names
+                    pieces.append((what, {name: value[first : first + length] for name, value in fields.items()}))
+        return pieces
 
-    def _rows_of(self, pieces: list[Fields], names: list[str]) -> Iterator[dict[str, Any]]:
-        for first in range(0, len(pieces), MAX_WINDOW):  # long documents may have many pieces
-            some, called = pieces[first : first + MAX_WINDOW], names[first : first + MAX_WINDOW]
-            sizes = np.array([len(piece[self._rows.key]) for piece in some], np.int64)
-            rows, num_rows = fitted(sizes, self._rows.length)
-            order = np.argsort(rows, kind="stable")
-            ends = np.cumsum(np.bincount(rows, minlength=num_rows))
-            for chosen in np.split(order, ends[:-1]):
-                yield self._rows.row([some[at] for at in chosen.tolist()], [called[at] for at in chosen.tolist()])
+    def _packed(self, pieces: list[tuple[str, Fields]]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of some pieces."""
+        sizes = np.array([len(fields[self._rows.key]) for _, fields in pieces], np.int64)
+        rows, num_rows = fitted(sizes, self._rows.length)
+        order = np.argsort(rows, kind="stable")
+        ends = np.cumsum(np.bincount(rows, minlength=num_rows))
+        for chosen in np.split(order, ends[:-1]):
+            names, fields = zip(*(pieces[at] for at in chosen.tolist()), strict=True)
+            yield self._rows.row(fields, names)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.errors import ArgumentError, described
@@ -15,10 +16,6 @@ from paddle_shard.plan.seeding import derive_seed, mix
 
 def _leave_generators(seed: int) -> None:
     """Seed nothing."""
-
-
-def leave_sample(number: int, sample: Any) -> None:
-    """Ignore the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class Opening:
     seed_generators: Callable[[int], None] = _leave_generators
     """Seeds the global random generators with a number in [0, 2^64); called before each call of the user's code."""
 
-    seen: Callable[[int, Any], None] = leave_sample
+    seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
 
     skip_errors: bool = False
@@ -57,7 +54,7 @@ class Opening:
     rounds: Counter[int] = field(default_factory=Counter)
     """Part -> number of whole rounds of an endless source that it saw before the last delivered sample.
 
-    The stages update it. It belongs to this opening, and is 0 for a part that has an end."""
+    Sources and `windows` update it. It belongs to this opening, and is 0 for a part that has an end."""
 
     def uncut(self, skip: int) -> Opening:
         """Return the opening of the whole stream, which is part 0 of 1."""
@@ -79,15 +76,37 @@ class Opening:
             raise_if_a_handlers(error)
             return Unreadable(described(error))
 
-    def drawn(self, items: Iterator[Any], key: int) -> Iterator[Any]:
-        """Yield the items of the user's code after the first `skip`; the generators are seeded before each item."""
-        for number in count():
+    def windows(self, items: Iterator[Any], size: int, part: int) -> Iterator[list[Any]]:
+        """Yield lists of the next `size` samples of a part; the last one may be shorter.
+
+        A sample counts as read in the round that its window began with, since it is delivered after the window was
+        read: `rounds` moves on when the next window is asked for.
+        """
+        rounds = self.rounds
+        while True:
+            before = rounds[part]
+            held = list(islice(items, size))
+            rounds[part], after = before, rounds[part]
+            if not held:
+                return
+            yield held
+            rounds[part] = after
+
+    def drawn(self, items: Iterator[Any], key: int, first: int = 0) -> Iterator[Any]:
+        """Yield the items of the user's code after the first `skip`; the generators are seeded before each item.
+
+        Args:
+            items: The items, from number `first` on.
+            key: Seed of the items.
+            first: Number of the first item.
+        """
+        for number in count(first):
             self.seed_generators(mix(key, number))
             try:
                 item = next(items)
             except StopIteration:
                 return
-            if number >= self.skip:
+            if number >= first + self.skip:
                 yield item
 
 
@@ -111,14 +130,13 @@ class Stated(NamedTuple):
 
 
 class Stage:
-    """The source of a stream, or a step after it. The defaults suit a stage that changes each sample 1 : 1.
+    """The source of a stream, or a stage after it (`Transform`). The defaults suit a source.
 
-    A subclass defines `open`, and each other method whose result differs from that of its upstream.
+    A source defines `open`, and each other method whose result differs from the default.
     """
 
     upstream: Stage | None = None
-    depth: int = 0
-    """Number of stages before it; gives each stage its own random numbers."""
+    """The stage before it; None for a source."""
     makes_several: ClassVar[bool] = False
     """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
@@ -132,7 +150,12 @@ class Stage:
     @property
     def source(self) -> Stage:
         """The first stage of its stream."""
-        return self if self.upstream is None else self.upstream.source
+        return [*self.line()][-1]
+
+    @property
+    def depth(self) -> int:
+        """Number of stages before it; gives each stage its own random numbers."""
+        return len([*self.line()]) - 1
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return an iterator over each opened part, which begins after `opening.skip` samples."""
@@ -140,40 +163,108 @@ class Stage:
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the number of samples of each part without skipping; None if it is known only at the end."""
-        return None if self.upstream is None else self.upstream.lengths(opening)
+        return None
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the place in a file of a part's sample, counted from 0, for messages; None if only reading tells."""
         return None
 
-    @property
-    def num_shards(self) -> int | None:
-        """Number of files of the stream; None if it is not made of files."""
-        return None if self.upstream is None else self.upstream.num_shards
-
-    @property
-    def most_even_parts(self) -> int | None:
-        """Most parts to which whole files can be assigned so that no part is much longer, as far as that is known."""
-        return self.num_shards if self.upstream is None else self.upstream.most_even_parts
-
-    @property
-    def endless(self) -> bool:
-        """True if its parts have no end."""
-        return self.upstream is not None and self.upstream.endless
-
-    @property
-    def once(self) -> bool:
-        """True if it can be opened only once."""
-        return self.upstream is not None and self.upstream.once
+    def fingerprint(self) -> list[Any]:
+        """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
+        return []
 
     @property
     def cuts(self) -> bool:
         """True if it can open a part without reading the others, or if it cuts the stream."""
         return False
 
+    @property
+    def endless(self) -> bool:
+        """True if its parts have no end."""
+        return False
+
+    # What only a source is asked for
+
+    @property
+    def once(self) -> bool:
+        """True if it can be opened only once."""
+        return False
+
+    @property
+    def num_shards(self) -> int | None:
+        """Number of files of the stream; None if it is not made of files."""
+        return None
+
+    @property
+    def most_even_parts(self) -> int | None:
+        """Most parts to which whole files can be assigned so that no part is much longer, as far as that is known."""
+        return self.num_shards
+
+
+class Transform(Stage):
+    """A stage that makes the samples of a part from those of the same part before it. The defaults suit 1 : 1.
+
+    A subclass defines `made`, and `begin` if it can begin in the middle of a part other than sample by sample. One that
+    reads the stream in another way overrides `open`.
+    """
+
+    upstream: Stage
+    counted: ClassVar[bool] = True
+    """True if it makes as many samples as it gets. If not, and `lengths` says nothing else, that shows at the end."""
+
+    def __init__(self, upstream: Stage, *mark: Any) -> None:
+        """Set up the stage.
+
+        Args:
+            upstream: The stage before it.
+            mark: What it adds to the fingerprint: its name, and the settings on which the order or the number of
+                samples depends. Nothing if neither depends on it.
+        """
+        self.upstream, self._mark = upstream, list(mark)
+
+    def after(self, upstream: Stage) -> Transform:
+        """Return the same stage after another one."""
+        other = copy(self)
+        other.upstream = upstream
+        return other
+
+    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+        """Yield what becomes of the samples of a part.
+
+        Args:
+            items: The samples of the stage before, from `opening.skip` on.
+            part: The part.
+            opening: How the stage before was opened.
+        """
+        raise NotImplementedError
+
+    def begin(self, skip: int) -> tuple[int, int]:
+        """Return how many samples the stage before leaves out so that `skip` are left out here, and how many of what
+        is made then are still to be dropped.
+        """
+        return (skip, 0) if self.counted else (0, skip)
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return what becomes of the samples of each part."""
+        first, rest = self.begin(opening.skip)
+        before = replace(opening, skip=first)
+        opened = zip(opening.parts, self.upstream.open(before), strict=True)
+        made = [self.made(items, part, before) for part, items in opened]
+        return [islice(one, rest, None) for one in made] if rest else made
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the lengths of the stage before, if they do not change."""
+        return self.upstream.lengths(opening) if self.counted else None
+
     def fingerprint(self) -> list[Any]:
-        """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
-        return [] if self.upstream is None else self.upstream.fingerprint()
+        """Return that of the stage before, and what this one adds."""
+        before = self.upstream.fingerprint()
+        return [*before, self._mark] if self._mark else before
+
+    @property
+    def endless(self) -> bool:
+        """True if the stage before has no end."""
+        return self.upstream.endless
 
 
 FEWEST = 1000
@@ -189,23 +280,27 @@ class Search:
 
     def __init__(self, opening: Opening, part: int, name: str) -> None:
         self._opening, self._part, self._name = opening, part, name
-        self._dropped = self._began = 0
+        self._dropped, self._rounds = 0, 0
+        self._began: int | None = None
+        """Round from which on all samples were dropped; None: not known yet."""
 
-    def kept(self) -> None:
-        """Restart the count."""
-        self._dropped = 0
-
-    def dropped(self) -> None:
-        """Count a dropped sample.
+    def note(self, *, kept: bool) -> None:
+        """Count a sample.
 
         Raises:
             ArgumentError: Whole rounds were dropped.
         """
+        if kept:
+            self._dropped, self._began = 0, None
+            return
         rounds = self._opening.rounds[self._part]
         if self._dropped == 0:
+            self._rounds = rounds
+        elif self._began is None and rounds != self._rounds:
+            # Only now: the sample that was kept may be one of a window with many rounds, which counts as its first.
             self._began = rounds
         self._dropped += 1
-        if self._dropped >= FEWEST and rounds > self._began + 2:  # two of them whole
+        if self._dropped >= FEWEST and self._began is not None and rounds > self._began + 2:  # two of them whole
             raise ArgumentError(
                 f"{self._name}: none of the last {self._dropped} samples of part {self._part} of "
                 f"{self._opening.num_parts} gave a result. The part has no end, and whole rounds of its source gave no "

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from itertools import count
-from types import TracebackType
 from typing import Any
+from unittest import mock
 
 from paddle_shard.errors import PaddleShardError
 
@@ -27,14 +28,15 @@ _preparations = count()
 """Numbers the exchanges between ranks; keys of the store cannot be deleted, so a number is never used twice."""
 
 _active: list[CpuStatic] = []
-_restore: list[Callable[[], None]] = []
+_patched = ExitStack()
+"""Puts back what is patched while any `CpuStatic` is in use."""
 
 
 class StaticGroupsError(PaddleShardError, RuntimeError):
     """A static program cannot be trained on CPU: it uses more than one communication group."""
 
 
-class CpuStatic:
+class CpuStatic(ExitStack):
     """The patch that `cpu_static` applied; `undo` takes it back, as does leaving its `with` block."""
 
     def undo(self) -> None:
@@ -42,18 +44,7 @@ class CpuStatic:
 
         Models that were prepared under the patch keep training: their groups stay theirs.
         """
-        if self in _active:
-            _active.remove(self)
-            while _restore and not _active:
-                _restore.pop()()
-
-    def __enter__(self) -> CpuStatic:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
+        self.close()
 
 
 def cpu_static(timeout: float = 60.0) -> CpuStatic:
@@ -91,6 +82,7 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
         if not _active:
             _apply(timeout)
         _active.append(patch)
+        patch.callback(_leave, patch)
     return patch
 
 
@@ -98,17 +90,16 @@ def _apply(timeout: float) -> None:
     from paddle.distributed.auto_parallel.static.engine import Engine
     from paddle.distributed.auto_parallel.static.process_group import ProcessGroup
 
-    init_comm, instantiate = Engine._init_comm, ProcessGroup.instantiate
-    pod_name = os.environ.pop("POD_NAME", None)  # with it, DistModel calls fleet.init: a dozen gloo groups
+    if "POD_NAME" in os.environ:  # with it, DistModel calls fleet.init: a dozen gloo groups
+        _patched.callback(os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME"))
+    _patched.enter_context(mock.patch.object(Engine, "_init_comm", lambda engine: _prepare(engine, timeout)))
+    _patched.enter_context(mock.patch.object(ProcessGroup, "instantiate", lambda group: None))
 
-    def restore() -> None:
-        Engine._init_comm, ProcessGroup.instantiate = init_comm, instantiate
-        if pod_name is not None:
-            os.environ.setdefault("POD_NAME", pod_name)
 
-    _restore.append(restore)
-    Engine._init_comm = lambda engine: _prepare(engine, timeout)
-    ProcessGroup.instantiate = lambda group: None
+def _leave(patch: CpuStatic) -> None:
+    _active.remove(patch)
+    if not _active:
+        _patched.close()
 
 
 def _prepare(engine: Any, timeout: float) -> None:

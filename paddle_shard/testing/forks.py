@@ -2,36 +2,48 @@
 
 A rank is ready in milliseconds instead of seconds of CPU. It differs from a process that the launcher has started in
 one way only: what is read when Paddle is imported (`FLAGS_*`, `OMP_NUM_THREADS`, the hash seed) is the same for all.
+
+The process that forks has imported Paddle and this library, and has started nothing of `paddle.distributed`. It is
+asked in lines of JSON over its standard input, and answers over its standard output.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import faulthandler
 import functools
+import gc
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paddle_shard.plan.handlers import ignoring
+
+DUMP_AT = "PADDLE_SHARD_DUMP_AT"
+"""Environment variable: seconds since the epoch, when a rank that still runs writes its stacks."""
+_PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 10.0
+_CONNECT_SECONDS = 60.0
 
 
 class Forks:
-    """A process that forks ranks; all that they start are its descendants, and end with it."""
+    """A process that starts others; all that they start are its descendants, and end with it."""
 
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the process.
-
-        Args:
-            variables: Its environment; None: this process's.
-        """
+    def __init__(self) -> None:
+        """Start the process."""
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "paddle_shard.testing.fork_server"],
-            env={"OMP_NUM_THREADS": "1", **(os.environ if variables is None else variables)},
+            [sys.executable, "-u", "-c", "from paddle_shard.testing.forks import serve; serve()"],
+            env={"OMP_NUM_THREADS": "1", **os.environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -40,44 +52,37 @@ class Forks:
         )
         self._ended: dict[int, int] = {}
 
-    def start(self, script: Path, args: Sequence[str], variables: Mapping[str, str], log: Path) -> int:
-        """Fork a process that runs a script as `__main__`, and return its id.
+    def start(self, command: list[str], variables: Mapping[str, str], log: Path) -> int:
+        """Start a process in this one's folder, and return its id.
 
         Args:
-            script: The file.
-            args: Its command-line arguments.
+            command: A Python file, which is run as `__main__` in a fork, or an interpreter; and its arguments.
             variables: All of its environment.
             log: Where its standard output and error go.
         """
-        return int(self._ask(["start", [str(script), *map(str, args)], dict(variables), str(log), os.getcwd()]))
+        return int(self._ask("start", command, dict(variables), str(log), os.getcwd()))
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit code of each process that was started and has ended; -n for signal n."""
-        self._ended.update({int(pid): code for pid, code in self._ask(["ended"]).items()})
+        self._ended.update({int(pid): code for pid, code in self._ask("ended").items()})
         return self._ended
 
     def alive(self) -> set[int]:
         """Return the processes that were started, or that those have started, and that run."""
-        return set(descendants(self._process.pid))
+        return set(_descendants(self._process.pid))
 
     def kill(self) -> None:
         """Kill all of them."""
-        self._ask(["kill"])
+        self._ask("kill")
 
     def close(self) -> None:
         """Kill all, and end the process."""
-        with contextlib.suppress(OSError):
+        with ignoring(OSError):
             self._process.communicate(timeout=_KILL_SECONDS)
         self._process.kill()
         self._process.wait()
 
-    def __enter__(self) -> Forks:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def _ask(self, request: Any) -> Any:
+    def _ask(self, *request: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -96,11 +101,11 @@ def forks_of_process(process: int) -> Forks:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes below one that run; with their parents dead they are the nearest reaper's."""
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below one that run, parents first; with their parents dead they are the nearest reaper's."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError):  # ended meanwhile
+        with ignoring(OSError, ValueError):  # ended meanwhile
             state, parent = Path("/proc", str(int(entry)), "stat").read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry))
@@ -109,3 +114,99 @@ def descendants(pid: int) -> list[int]:
         new = [child for parent in new for child in children.get(parent, [])]
         found += new
     return found
+
+
+def serve() -> None:
+    """Be the process that forks: do what standard input asks for, to its end; a forked child becomes its script."""
+    import paddle_shard.loader.api  # noqa: F401  (which imports Paddle)
+
+    # A rank's workers, when it has died, are this process's children, and so are found.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        kind, *request = json.loads(line)
+        answer: Any = None
+        if kind == "start":
+            answer = os.fork()
+            if answer == 0:
+                return _become(*request)
+        elif kind == "ended":
+            answer = {}
+            with contextlib.suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    answer[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        elif kind == "kill":
+            _kill_all()
+        print(json.dumps(answer), flush=True)
+    return _kill_all()
+
+
+def _kill_all() -> None:
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (left := _descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in left:  # a launcher first, so that it restarts nothing
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _become(command: list[str], variables: Mapping[str, str], log: str, folder: str) -> None:
+    """Run a command in this forked process; a script as its `__main__`."""
+    import numpy as np
+    import paddle
+
+    os.setsid()
+    for path, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_CREAT, (1, 2))):
+        opened = os.open(path, flags, 0o644)
+        for number in numbers:
+            os.dup2(opened, number)
+        os.close(opened)
+    os.chdir(folder)
+    if command[0] == sys.executable:
+        os.execve(command[0], command, variables)
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(variables)
+    more = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path and path not in known]
+    sys.path[:1] = [str(Path(command[0]).resolve().parent), *more]
+    sys.argv = command
+    # Seed the generators from the system, as those of fresh processes; Python does it with its own after a fork.
+    np.random.seed()
+    paddle.seed(int.from_bytes(os.urandom(4), "little"))
+    _connect_late(variables)
+    arm_stack_dump()
+    script = types.ModuleType("__main__")
+    script.__file__ = command[0]
+    sys.modules["__main__"] = script
+    exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), script.__dict__)
+
+
+def _connect_late(variables: Mapping[str, str]) -> None:
+    """Connect to Paddle's store when it listens: who comes too early sleeps for 3 s (Paddle 3.3)."""
+    from paddle.framework import core
+
+    if variables["PADDLE_TRAINER_ID"] == "0":
+        return
+    host, _, port = variables["PADDLE_MASTER"].rpartition(":")
+    original = core.create_or_get_global_tcp_store
+
+    def create_or_get_global_tcp_store(*args: Any) -> Any:
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while time.monotonic() < deadline:
+            with ignoring(OSError), socket.create_connection((host, int(port))):
+                break
+            time.sleep(0.01)
+        core.create_or_get_global_tcp_store = original
+        return original(*args)
+
+    core.create_or_get_global_tcp_store = create_or_get_global_tcp_store
+
+
+def arm_stack_dump() -> None:
+    """In a rank: write all threads' stacks to the log shortly before the deadline."""
+    if DUMP_AT in os.environ and "PADDLE_TRAINER_ID" in os.environ:
+        faulthandler.dump_traceback_later(max(0.1, float(os.environ[DUMP_AT]) - time.time()))
+
+
+arm_stack_dump()  # in a rank of the launcher, whose script imports this to report

@@ -5,26 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.testing.forks import Forks, forks_of_process
+from paddle_shard.plan.handlers import ignoring
+from paddle_shard.testing.forks import DUMP_AT, Forks, forks_of_process
 
-REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
+_REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
 """Environment variable: where a rank's `report` goes."""
-_DUMP_AT = "PADDLE_SHARD_DUMP_AT"
-"""The same: seconds since the epoch, when a rank that still runs writes its stacks."""
-_RUN_ID = "PADDLE_SHARD_RUN_ID"
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the other ranks may end by themselves when one has failed."""
 _LAUNCHER_SETS = ("PADDLE_", "POD_", "TRAINER_", "MASTER_", "FLAGS_selected_")
@@ -63,12 +57,15 @@ class Job:
         """
         wanted = list(ranks)
         running = sorted(set(wanted) - set(self.wait(wanted, seconds)))
-        paths = [report_path(self._directory, rank) for rank in wanted]
-        if running or not all(path.exists() for path in paths):
-            silent = [rank for rank, path in zip(wanted, paths, strict=True) if not path.exists()]
+        silent = self.silent(wanted)
+        if running or silent:
             what = f"ranks {running} had not ended after {seconds:g} s; " if running else ""
             raise RanksFailed(f"{what}no report from ranks {silent}\n{self.logs()}")
-        return [json.loads(path.read_text()) for path in paths]
+        return [json.loads(_report_path(self._directory, rank).read_text()) for rank in wanted]
+
+    def silent(self, ranks: Iterable[int]) -> list[int]:
+        """Return which of these ranks have not reported."""
+        return [rank for rank in ranks if not _report_path(self._directory, rank).exists()]
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to a rank that has not ended."""
@@ -84,10 +81,14 @@ class Job:
 
     def logs(self) -> str:
         """Return the end of every rank's log."""
-        return all_logs(self._directory)
+        parts = []
+        for path in [*sorted(self._directory.glob("workerlog.*")), *self._directory.glob("launcher.log")]:
+            text = path.read_text(errors="replace")
+            cut = "" if len(text) <= _LOG_TAIL else "[...]"
+            parts.append(f"--- {path.name} ---\n{cut}{text[-_LOG_TAIL:]}")
+        return "\n".join(parts)
 
 
-@contextlib.contextmanager
 def start_ranks(
     script: str | Path,
     num_ranks: int,
@@ -96,7 +97,7 @@ def start_ranks(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
-) -> Iterator[Job]:
+) -> contextlib.AbstractContextManager[Job]:
     """Start a script on several processes of this host, as `paddle.distributed.launch` does on the CPU.
 
     They are forked from a process that has imported Paddle, once for all jobs, so that a job starts in a second.
@@ -116,16 +117,26 @@ def start_ranks(
     """
     if at_import := [name for name in env or () if name.startswith(_READ_AT_IMPORT)]:
         raise ValueError(f"env: {at_import} is read when Paddle is imported, before ranks are forked.")
-    directory = Path(directory)
+    with contextlib.ExitStack() as stack:  # ports of this host that nobody listens at
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ranks + 1)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    command, variables = [str(script), *map(str, args)], _variables(directory, env, timeout)
+    ranks = {
+        f"workerlog.{rank}": (command, variables | _rank_variables(num_ranks, rank, endpoints))
+        for rank in range(num_ranks)
+    }
+    return _started(ranks, Path(directory))
+
+
+@contextlib.contextmanager
+def _started(commands: Mapping[str, tuple[list[str], dict[str, str]]], directory: Path) -> Iterator[Job]:
+    """Start processes, name of the log -> (command, environment); kill them and theirs at the end."""
     directory.mkdir(parents=True, exist_ok=True)
-    forks, ports = forks_of_process(os.getpid()), free_ports(num_ranks + 1)
-    variables = variables_of_job(directory, env, timeout)
-    pids = []
+    forks = forks_of_process(os.getpid())
     try:
-        for rank in range(num_ranks):
-            of_rank = variables | rank_variables(num_ranks, rank, ports)
-            pids.append(forks.start(Path(script), args, of_rank, directory / f"workerlog.{rank}"))
-        yield Job(forks, pids, directory)
+        yield Job(forks, [forks.start(*how, directory / log) for log, how in commands.items()], directory)
     finally:
         forks.kill()
 
@@ -162,121 +173,73 @@ def run_ranks(
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
         ValueError: `env` has a variable that is read when Paddle is imported, and `launcher` is False.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    run = _launched if launcher else _forked
-    failure, running = run(Path(script), num_ranks, directory, list(map(str, args)), env, timeout)
-    results = [report_path(directory, rank) for rank in range(num_ranks)]
-    silent = [rank for rank, path in enumerate(results) if not path.exists()]
-    if not (failure or running or silent):
-        return [json.loads(path.read_text()) for path in results]
-    if failure:
+    started: contextlib.AbstractContextManager[Job]
+    if launcher:
+        command = [sys.executable, "-u", "-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
+        command += ["--log_dir", str(directory), str(script), *map(str, args)]
+        started = _started({"launcher.log": (command, _variables(directory, env, timeout))}, Path(directory))
+    else:
+        started = start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout)
+    deadline, codes = time.monotonic() + timeout, dict[int, int]()
+    with started as job:
+        while len(found := job.exit_codes()) < len(job.pids) and time.monotonic() < deadline:
+            if any(found.values()) and not any(codes.values()):
+                # The others may be its victims, and have something to say.
+                deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
+            codes = found
+            time.sleep(_POLL)
+        codes = job.exit_codes()
+        running = _launched_ranks() if launcher else [rank for rank in range(num_ranks) if rank not in codes]
+    silent = job.silent(range(num_ranks))
+    if bad := {rank: code for rank, code in codes.items() if code}:
+        failure = f"the launcher exited with {bad[0]}" if launcher else f"exit codes {bad}"
         reason = f"{failure}; no report from ranks {silent}"
     elif running:
         reason = f"the deadline of {timeout:g} s passed; still running: ranks {running}; no report from: {silent}"
-    else:
+    elif silent:
         reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
-    raise RanksFailed(f"{Path(script).name} on {num_ranks} ranks: {reason}\n{all_logs(directory)}")
+    else:
+        return [json.loads(_report_path(Path(directory), rank).read_text()) for rank in range(num_ranks)]
+    raise RanksFailed(f"{Path(script).name} on {num_ranks} ranks: {reason}\n{job.logs()}")
 
 
-def _forked(
-    script: Path, num_ranks: int, directory: Path, args: list[str], env: Mapping[str, str] | None, timeout: float
-) -> tuple[str, list[int]]:
-    """Run the ranks as forks; return how they failed, and which had not ended at the deadline."""
-    deadline, failed = time.monotonic() + timeout, False
-    with start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout) as job:
-        while len(codes := job.exit_codes()) < num_ranks and time.monotonic() < deadline:
-            if any(codes.values()) and not failed:  # the others may be its victims, and have something to say
-                failed, deadline = True, min(deadline, time.monotonic() + _AFTER_A_FAILURE)
-            time.sleep(0.01)
-        running = [rank for rank in range(num_ranks) if rank not in codes]
-    bad = {rank: code for rank, code in sorted(codes.items()) if code}
-    return (f"exit codes {bad}" if bad else ""), running
+def _launched_ranks() -> list[int]:
+    """Return the ranks of a launcher that still run; their environment tells which they are."""
+    found = set[int]()
+    for pid in forks_of_process(os.getpid()).alive():
+        with ignoring(OSError):  # ended meanwhile
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(one[18:]) for one in variables if one.startswith(b"PADDLE_TRAINER_ID=")}
+    return sorted(found)
 
 
-def _launched(
-    script: Path, num_ranks: int, directory: Path, args: list[str], env: Mapping[str, str] | None, timeout: float
-) -> tuple[str, list[int]]:
-    """Run the ranks under Paddle's launcher; return as `_forked` does."""
-    run_id = uuid.uuid4().hex
-    command = [
-        *(sys.executable, "-u", "-m", "paddle.distributed.launch"),
-        *("--nproc_per_node", str(num_ranks), "--log_dir", str(directory)),
-        *(str(script), *args),
-    ]
-    variables = {**variables_of_job(directory, env, timeout), _RUN_ID: run_id}
-    with open(directory / "launcher.log", "w") as output:
-        launcher = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        try:
-            code: int | None = launcher.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            running = sorted(rank for rank in _kill(run_id, launcher) if rank is not None)
-    if code is None:
-        return "", running
-    return (f"the launcher exited with {code}" if code else ""), []
-
-
-def _processes(run_id: str) -> Iterator[tuple[int, int | None]]:
-    """Yield (pid, global rank) of every live process of a run; the launcher's rank is None."""
-    token = f"{_RUN_ID}={run_id}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError as error:  # ended meanwhile, or another user's
-            raise_if_a_handlers(error)
-            continue
-        if token in variables:
-            rank = next((v[18:] for v in variables if v.startswith(b"PADDLE_TRAINER_ID=")), None)
-            yield int(entry.name), None if rank is None else int(rank)
-
-
-def _kill(run_id: str, launcher: subprocess.Popen[bytes]) -> set[int | None]:
-    """Kill every process of a run, the launcher first so that it restarts nothing; return the ranks."""
-    launcher.kill()
-    launcher.wait()
-    ranks: set[int | None] = set()
-    deadline = time.monotonic() + 10
-    while (found := list(_processes(run_id))) and time.monotonic() < deadline:
-        for pid, rank in found:
-            ranks.add(rank)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    return ranks
-
-
-def variables_of_job(directory: Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
-    """Return the environment of a job's ranks, but for what a launcher tells them."""
+def _variables(directory: str | Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
+    """Return the environment of a job's processes, but for what a launcher tells its ranks."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_SETS)}
     ours = {
-        REPORT_DIR: str(directory),
-        _DUMP_AT: str(time.time() + max(timeout - 3.0, timeout * 0.8)),
+        _REPORT_DIR: str(directory),
+        DUMP_AT: str(time.time() + max(timeout - 3.0, timeout * 0.8)),
         "OMP_NUM_THREADS": "1",
     }
     return variables | ours | dict(env or {})
 
 
-def rank_variables(num_ranks: int, rank: int, ports: Sequence[int]) -> dict[str, str]:
+def _rank_variables(num_ranks: int, rank: int, endpoints: Sequence[str]) -> dict[str, str]:
     """Return what `paddle.distributed.launch` tells a rank on the CPU of one host (3.0 to 3.3).
 
     Args:
         num_ranks: Of the job.
         rank: The global rank.
-        ports: One for each rank, and the store's as the last; see `free_ports`.
+        endpoints: One for each rank, and the store's as the last.
     """
-    endpoints = [f"127.0.0.1:{port}" for port in ports[:num_ranks]]
     return {
-        "PADDLE_MASTER": f"127.0.0.1:{ports[num_ranks]}",
+        "PADDLE_MASTER": endpoints[num_ranks],
         "PADDLE_GLOBAL_SIZE": str(num_ranks),
         "PADDLE_LOCAL_SIZE": str(num_ranks),
         "PADDLE_GLOBAL_RANK": str(rank),
         "PADDLE_LOCAL_RANK": str(rank),
         "PADDLE_NNODES": "1",
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints[:num_ranks]),
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(num_ranks),
@@ -287,53 +250,22 @@ def rank_variables(num_ranks: int, rank: int, ports: Sequence[int]) -> dict[str,
     }
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports of this host that nobody listens at."""
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
-
-
 def report(value: Any) -> None:
     """Hand a rank's result to the `run_ranks` or `start_ranks` that started it.
 
     Args:
         value: Anything that JSON can hold; numpy arrays and scalars become lists and numbers.
     """
-    path = report_path(Path(os.environ[REPORT_DIR]), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
-    path.with_suffix(".part").write_text(json.dumps(value, default=_plain))
-    path.with_suffix(".part").rename(path)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray | np.generic):
+            return value.tolist()
+        raise TypeError(f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}")
+
+    path = _report_path(Path(os.environ[_REPORT_DIR]), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
+    path.with_suffix(".part").write_text(json.dumps(value, default=plain))
+    path.with_suffix(".part").rename(path)  # in one go, so that nobody reads half of it
 
 
-def report_path(directory: Path, rank: int) -> Path:
-    """Return where a rank's report is."""
+def _report_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.json"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}")
-
-
-def all_logs(directory: Path) -> str:
-    """Return the end of every log of a job."""
-    parts = []
-    for path in [*sorted(directory.glob("workerlog.*")), *directory.glob("launcher.log")]:
-        text = path.read_text(errors="replace")
-        cut = "" if len(text) <= _LOG_TAIL else "[...]"
-        parts.append(f"--- {path.name} ---\n{cut}{text[-_LOG_TAIL:]}")
-    return "\n".join(parts)
-
-
-def arm_stack_dump() -> None:
-    """In a rank: write all threads' stacks to the log shortly before the deadline."""
-    if _DUMP_AT in os.environ and "PADDLE_TRAINER_ID" in os.environ:
-        import faulthandler
-
-        faulthandler.dump_traceback_later(max(0.1, float(os.environ[_DUMP_AT]) - time.time()))
-
-
-arm_stack_dump()

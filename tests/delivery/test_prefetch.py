@@ -26,7 +26,7 @@ from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, DataReadError
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
-from paddle_shard.ranks.outlook import Terms
+from paddle_shard.ranks.verdict import Terms
 from paddle_shard.reading import prefetcher
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor

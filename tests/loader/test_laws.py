@@ -16,8 +16,8 @@ from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.tails import INDEX_TAILS, find_tail
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
-from paddle_shard.testing.strategies import layouts_with_data_axes
 from tests.orders_and_tails import BLOCKS, OF_ANY_MESH
+from tests.strategies import layouts_with_data_axes
 from tests.trials import trials
 
 
@@ -150,7 +150,7 @@ def drawn_by_hand(shuffle, seed):
                 yield from (first + order).tolist()
 
         streams.append(stream())
-    for source in itertools.islice(itertools.cycle([0, 1, 0, 1, 0, 0, 2, 0, 1]), 130):
+    for source in itertools.islice(itertools.cycle([0, 1, 0, 1, 0, 0, 2, 0, 1]), 1000):
         drawn.append(next(streams[source]))
     return drawn
 

@@ -11,10 +11,10 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_shard.errors import AgreedFailure, PeerLostError
-from paddle_shard.ranks.agreeing import join_table
+from paddle_shard.ranks.agreeing import meet
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.outlook import Terms
 from paddle_shard.ranks.star import group_of
+from paddle_shard.ranks.verdict import Terms
 from paddle_shard.testing import report
 
 
@@ -24,8 +24,8 @@ class Job:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = float(os.environ.get("AGREEMENT_TIMEOUT", "60"))
         group = group_of(range(dist.get_world_size()), "test", self.timeout)
-        join = join_table if os.environ.get("AGREEMENT_BOARD") else lambda group: None
-        self.coordinator = Coordinator(group, timeout=self.timeout, join_table=join, end_process=lambda: os._exit(1))
+        meet_all = meet if os.environ.get("AGREEMENT_BOARD") else lambda group: (None, {})
+        self.coordinator = Coordinator(group, timeout=self.timeout, meet=meet_all, end_process=lambda: os._exit(1))
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""
@@ -42,7 +42,7 @@ class Job:
                 step += 1
             return [step, "left"]
         except AgreedFailure as error:
-            return [step, "failed", [[rank, text.decode()] for rank, text in error.reports]]
+            return [step, "failed", [[rank, text] for rank, text in error.reports]]
         except PeerLostError as error:
             return [step, "lost", list(error.ranks), str(error), error.timeout]
         finally:
@@ -60,7 +60,7 @@ class Job:
 
     def fails(self):
         bad = 13 if self.rank == self.size - 1 else -1
-        return self.run(announce=lambda a: a.announce_failure(b"no disk") if a.outlook.step == bad else a.announce_ok())
+        return self.run(announce=lambda a: a.announce_failure("no disk") if a.outlook.step == bad else a.announce_ok())
 
     def breaks(self):
         return [self.run(steps=steps) for steps in (4, 0, 11)] + [self.ends()]

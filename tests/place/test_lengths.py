@@ -93,11 +93,11 @@ def test_a_value_for_a_field_that_is_not_there_is_refused():
 def test_tensors_of_any_dtype_are_evened(dtype):
     short, long = paddle.ones([2, 3]).astype(dtype), paddle.ones([1, 5, 1])[:, :, 0].astype(dtype)
 
-    found = PadTo.of({"x": ("longest", 0)}).even([{"x": [short]}, {"x": [long]}])
+    first, second = PadTo.of({"x": ("longest", 0)}).even([short, long], "['x'][0]")
 
-    assert [batch["x"][0].shape for batch in found] == [[2, 5], [1, 5]]
-    assert found[0]["x"][0].dtype == short.dtype
-    assert found[0]["x"][0].astype("float32").numpy().tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert [first.shape, second.shape] == [[2, 5], [1, 5]]
+    assert first.dtype == short.dtype
+    assert first.astype("float32").numpy().tolist() == [[1, 1, 1, 0, 0]] * 2
 
 
 @pytest.mark.parametrize(

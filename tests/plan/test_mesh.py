@@ -6,7 +6,7 @@ from hypothesis import given
 
 from paddle_shard import MeshLayout
 from paddle_shard.errors import ArgumentError, AxisError
-from paddle_shard.testing.strategies import layouts_with_data_axes
+from tests.strategies import layouts_with_data_axes
 
 
 def mesh(shape, axes, process_ids):

@@ -5,7 +5,7 @@ import threading
 import time
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.ranks.outlook import PASSES, ProgressTable
+from paddle_shard.ranks.group import PASSES, ProgressTable
 
 
 class World:
@@ -84,8 +84,8 @@ class SimulatedGroup:
         assert isinstance(payload, bytes)
         return self.world.exchange(self.rank, "gather", payload)
 
-    def table(self):
-        return ProgressTable(self.world.words, self.rank, self.size)
+    def meet(self):
+        return ProgressTable(self.world.words, self.rank, self.size), {}
 
     def close(self):
         if self.rank not in self.world.gave_up:

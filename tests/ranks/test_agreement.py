@@ -7,8 +7,8 @@ import pytest
 
 from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError, PeerLostError
 from paddle_shard.ranks.agreement import WINDOW, Agreement, AloneAgreement, Coordinator
-from paddle_shard.ranks.group import TwoLevelGroup
-from paddle_shard.ranks.outlook import NEVER, OK, PASSES, REPORT_LIMIT, Outlook, ProgressTable, Terms
+from paddle_shard.ranks.group import PASSES, ProgressTable, TwoLevelGroup
+from paddle_shard.ranks.verdict import NEVER, OK, REPORT_LIMIT, Outlook, Terms
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World
 from tests.ranks.trial import Script, ahead, outcome, random_script, run_job
@@ -214,10 +214,9 @@ def end_nothing():
 
 def pair(timeout=HANG, size=2, table=False, **options):
     world = World(size, random.Random(0), **options)
-    join = SimulatedGroup.table if table else lambda group: None
+    meet = SimulatedGroup.meet if table else lambda group: (None, {})
     made = [
-        Coordinator(SimulatedGroup(world, r), timeout=timeout, join_table=join, end_process=end_nothing)
-        for r in range(size)
+        Coordinator(SimulatedGroup(world, r), timeout=timeout, meet=meet, end_process=end_nothing) for r in range(size)
     ]
     MADE.extend(made)
     return made
@@ -351,7 +350,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
 def test_a_rank_alone_delivers_what_it_has_announced_and_fails_where_it_failed():
     agreement = AloneAgreement()
     agreement.announce_ok()
-    agreement.announce_failure(b"why")
+    agreement.announce_failure("why")
 
     assert agreement.deliver(0)
     with pytest.raises(AgreedFailure) as caught:
@@ -475,11 +474,11 @@ def test_a_failure_and_an_end_at_the_same_step_are_a_failure():
 
 
 def test_a_long_report_is_cut_and_says_so():
-    got = Outlook.heard(Outlook(step=3, report=b"x" * 10**6).told())
+    got = Outlook(*Outlook(step=3, report="x" * 10**6).told())
 
     assert got.step == 3
     assert len(got.report) == REPORT_LIMIT
-    assert got.report.endswith(b"[cut: a report holds 64 KB]")
+    assert got.report.endswith("[cut: a report holds 64 KB]")
 
 
 @pytest.mark.parametrize(

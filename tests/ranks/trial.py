@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paddle_shard.errors import AgreedFailure, PeerLostError, UnequalEndsError
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.outlook import OK, Terms
+from paddle_shard.ranks.verdict import OK, Terms
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World
 
@@ -35,7 +35,7 @@ def note_of(rank, step, script):
     """What a rank has to say of a step: its first one and now and then."""
     if step and random.Random(f"{rank} {step} {script.noisy}").random() >= script.noisy:
         return None
-    return f"rank {rank}, step {step}".encode() * (1 + 3 * rank)
+    return f"rank {rank}, step {step}" * (1 + 3 * rank)
 
 
 def outcome(script, size):
@@ -88,7 +88,7 @@ def ahead(agreement, step, count):
 
 
 def report_of(rank):
-    return f"report of {rank}".encode()
+    return f"report of {rank}"
 
 
 class Rank:
@@ -96,8 +96,8 @@ class Rank:
 
     def __init__(self, rank, group, rng, timeout, barrier, pause, table):
         self.rank, self.rng, self.barrier, self.pause = rank, rng, barrier, pause
-        join = SimulatedGroup.table if table else lambda group: None
-        self.coordinator = Coordinator(group, timeout=timeout, join_table=join, end_process=lambda: None)
+        meet = SimulatedGroup.meet if table else lambda group: (None, {})
+        self.coordinator = Coordinator(group, timeout=timeout, meet=meet, end_process=lambda: None)
         self.results = []  # a pass each: (steps delivered, how it ended, details)
         self.waited = []
         self.kill_at = None  # (pass, step)

@@ -25,7 +25,7 @@ from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.stage import Opening, Stage
 from tests.trials import trials

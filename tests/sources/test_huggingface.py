@@ -6,7 +6,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, SplitError
-from paddle_shard.sources.huggingface import huggingface_source
+from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.stages.stage import Opening
 from tests.extras import needs
 from tests.sources.laws import check_laws, steps_of
@@ -33,7 +33,7 @@ def test_the_laws_hold(source, workers):
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_the_parts_together_are_every_sample_once_whenever_they_are_opened(num_parts, shuffled):
     dataset = streamed().shuffle(seed=1, buffer_size=3) if shuffled else streamed()
-    source = huggingface_source(dataset)
+    source = HuggingFaceSource(dataset)
     epochs = [read_all(source, num_parts, epoch=epoch) for epoch in range(3)]
 
     assert all(sorted(i for part in epoch for i in part) == list(range(24)) for epoch in epochs)
@@ -70,13 +70,13 @@ def test_a_data_set_with_an_index_is_read_in_batches_or_one_by_one_alike():
 def test_a_format_makes_arrays_of_lists():
     dataset = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]]}).to_iterable_dataset().with_format("numpy")
 
-    [items] = huggingface_source(dataset).open(Opening(parts=(0,), num_parts=1))
+    [items] = HuggingFaceSource(dataset).open(Opening(parts=(0,), num_parts=1))
 
     assert [item["x"].tolist() for item in items] == [[1, 2], [3, 4]]
 
 
 def test_random_numbers_of_its_own_map_depend_on_part_and_sample_alone():
-    source = huggingface_source(streamed().map(lambda sample: {"noise": np.random.rand()}))
+    source = HuggingFaceSource(streamed().map(lambda sample: {"noise": np.random.rand()}))
 
     def read(seed):
         opening = Opening(parts=(0, 1), num_parts=2, seed=seed, seed_generators=lambda s: np.random.seed(s % 2**32))
@@ -110,21 +110,21 @@ def test_an_uncut_stream_of_one_shard_is_the_way_out():
 
 def test_what_would_lose_or_repeat_samples_is_refused():
     with pytest.raises(SplitError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
-        huggingface_source(needs("datasets.distributed").split_dataset_by_node(streamed(), rank=1, world_size=2))
+        HuggingFaceSource(needs("datasets.distributed").split_dataset_by_node(streamed(), rank=1, world_size=2))
     with pytest.raises(ArgumentError, match="shuffled without a seed"):
-        huggingface_source(streamed().shuffle(buffer_size=3).map(lambda sample: sample))
+        HuggingFaceSource(streamed().shuffle(buffer_size=3).map(lambda sample: sample))
     with pytest.raises(ArgumentTypeError, match=r"got Dataset. A datasets.Dataset has an index: give it to paddle.io"):
-        huggingface_source(datasets.Dataset.from_dict({"id": [1]}))
+        HuggingFaceSource(datasets.Dataset.from_dict({"id": [1]}))
     with pytest.raises(ArgumentTypeError, match="got IterableDatasetDict. Choose a split"):
-        huggingface_source(datasets.IterableDatasetDict({"train": streamed()}))
+        HuggingFaceSource(datasets.IterableDatasetDict({"train": streamed()}))
     begun = streamed()
     begun.load_state_dict(begun.state_dict())
     with pytest.raises(ArgumentError, match="has a state"):
-        huggingface_source(begun)
+        HuggingFaceSource(begun)
 
 
 def test_another_seed_of_its_own_shuffle_is_another_stream():
-    prints = [huggingface_source(streamed().shuffle(seed=seed)).fingerprint() for seed in (1, 1, 2)]
+    prints = [HuggingFaceSource(streamed().shuffle(seed=seed)).fingerprint() for seed in (1, 1, 2)]
 
     assert prints[0] == prints[1] != prints[2]
 
@@ -133,4 +133,4 @@ def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
 
     with pytest.raises(MissingDependencyError, match=r"paddle_shard\[huggingface\]"):
-        huggingface_source(None)
+        HuggingFaceSource(None)

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from paddle_shard.inputs.stream import recipe_of
+from paddle_shard.inputs.stream import stage_of
 from paddle_shard.stages.stage import Opening
 from tests.sources.laws import FILE_KINDS, TOTAL, check_laws, files, names
 
@@ -26,7 +26,7 @@ def kind(request):
 
 @pytest.fixture
 def stage(kind, folder):
-    return recipe_of(kind.stream(names(folder, kind.ending))).stage
+    return stage_of(kind.stream(names(folder, kind.ending)))
 
 
 def read(stage, kind, num_parts, parts=None, **what):

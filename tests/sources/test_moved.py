@@ -11,7 +11,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard.errors import StateError
-from paddle_shard.inputs.stream import recipe_of
+from paddle_shard.inputs.stream import stage_of
 from tests.sources.laws import FILE_KINDS, files
 
 LAYOUTS = {
@@ -55,7 +55,7 @@ def test_copies_in_other_folders_are_the_same_data(kind, layout, tmp_path, monke
     there = write(tmp_path / "some" / "where" / "else", layout, ending)
 
     found = {
-        (place, spelling): recipe_of(make(paths)).stage.fingerprint()
+        (place, spelling): stage_of(make(paths)).fingerprint()
         for place, copies in (("here", here), ("there", there))
         for spelling, paths in spellings(copies, monkeypatch, tmp_path)
     }
@@ -72,13 +72,13 @@ def other_files():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_name_or_other_content_is_other_data(kind, layout, tmp_path):
     ending, make = kind.ending, kind.stream
-    before = recipe_of(make(write(tmp_path / "before", layout, ending))).stage.fingerprint()
+    before = stage_of(make(write(tmp_path / "before", layout, ending))).fingerprint()
     renamed = write(tmp_path / "renamed", layout, ending)
     renamed[-1] = str(Path(renamed[-1]).rename(tmp_path / "renamed" / f"new.{ending}"))
     other = write(tmp_path / "other", layout, ending, other_files())
 
-    assert recipe_of(make(renamed)).stage.fingerprint() != before
-    assert recipe_of(make(other)).stage.fingerprint() != before
+    assert stage_of(make(renamed)).fingerprint() != before
+    assert stage_of(make(other)).fingerprint() != before
 
 
 def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from paddle_shard import Stream
 from paddle_shard.cli.index_shards import main as index_command
 from paddle_shard.errors import ArgumentError
-from paddle_shard.inputs.stream import recipe_of
+from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources.files import matched
 from tests.sources.laws import files, names
 
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def order(stream):
-    return recipe_of(stream).stage.fingerprint(), list(map(str, stream))
+    return stage_of(stream).fingerprint(), list(map(str, stream))
 
 
 def test_a_pattern_is_the_sorted_list_of_what_matches_it(kind, folder, monkeypatch):

@@ -1,13 +1,20 @@
 import bz2
 import csv
 import gzip
+from functools import partial
 
 import pytest
 
 from paddle_shard.errors import ArgumentError, ShardReadError
-from paddle_shard.sources.text import csv_source, lines_source
+from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, LINES, text_source
 from paddle_shard.stages.stage import Opening
 from tests.sources.http_server import serving
+
+lines_source = partial(text_source, form=LINES)
+
+
+def csv_source(paths, header=True, **options):
+    return text_source(paths, CSV_DICTS if header else CSV_ROWS, **options)
 
 
 def opening(num_parts=1, **what):

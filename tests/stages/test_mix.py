@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.weights import Chairman, integer_weights
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages import Map, Repeat, Shuffle, Stripe
 from paddle_shard.stages.mix import Mix
 from tests.stages.test_stages import Parts, contents, opening

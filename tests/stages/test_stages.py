@@ -14,7 +14,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.chunk import ChunkRequest
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
-from paddle_shard.sources.iterable import IterableSource
+from paddle_shard.sources.external import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages import stage as stage_module
@@ -253,6 +253,12 @@ def test_a_random_filter_may_drop_all_of_many_short_rounds():
     (items,) = Filter(Repeat(Parts([[1, 2]])), lambda sample: np.random.rand() < 0.02).open(opening())
 
     assert len(list(islice(items, 30))) == 30
+
+
+def test_what_a_window_of_several_rounds_holds_at_its_beginning_is_no_round_without_a_result():
+    (items,) = Filter(Shuffle(Repeat(Parts([list(range(500))])), 2000), lambda sample: sample == 7).open(opening())
+
+    assert len(list(islice(items, 200))) == 200
 
 
 def test_a_part_of_several_rounds_may_be_dropped_whole():

@@ -10,7 +10,7 @@ from nvidia.dali import fn, pipeline_def
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from observe import loader_of, main, observe, refusal, steps_of
 
-from paddle_shard.sources.adapters.dali import dali_pipeline
+from paddle_shard.sources.dali import dali_pipeline
 
 DATA = Path(sys.argv[1])
 

@@ -39,5 +39,5 @@ def test_dali_keeps_every_claim(num_ranks, data, tmp_path):
         assert "must return a Pipeline, got NoneType" in refused["no pipeline"]
         assert "samples differ in shape" in refused["ragged"]
         assert "names 1 outputs, but the pipeline has 3" in refused["fields"]
-        assert "2 data ranks do not divide" in refused["batch size"]
+        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
         assert refused["seed"].startswith("ArgumentError: dali_pipeline: leave seed out")

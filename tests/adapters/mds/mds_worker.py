@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
+from mds_recipe import mds_stream
 from observe import SEED, loader_of, main, observe, refusal, steps_of
-
-from paddle_shard.sources.adapters.mds import mds_stream
 
 ZIPPED = {"shuffle_algo": "py1br", "shuffle_block_size": 8, "predownload": 4}
 DATA = Path(sys.argv[1])

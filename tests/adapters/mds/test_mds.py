@@ -1,11 +1,14 @@
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from paddle_shard.sources.adapters.mds import _as_often_as, import_streaming
 from paddle_shard.testing import run_ranks
 from tests.adapters.claims import check
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
+from mds_recipe import _as_often_as, import_streaming
 
 MDSWriter = import_streaming().MDSWriter
 WORKER = Path(__file__).parent / "mds_worker.py"
@@ -47,10 +50,10 @@ def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
     assert all({*"01"[: num_ranks // 2]} <= found and len(found) <= 3 * num_ranks // 2 for found in caches.values())
     for report in reports:
         refused = report["refused"]
-        assert "2 data ranks do not divide" in refused["batch size"]
+        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
         assert refused["streams"].startswith("ArgumentError: mds_stream: leave streams out")
         assert refused["begun"] == 1
-        assert "no state of the mds adapter" in refused["state"]
+        assert "no state of the mds loader" in refused["state"]
         assert "torch.distributed runs in this process" in refused["torch.distributed"]
     assert leftovers(tmp_path / "tmp") == before, "nothing is left behind, by passes that were given up neither"
 

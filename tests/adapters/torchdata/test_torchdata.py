@@ -22,6 +22,6 @@ def test_torchdata_keeps_every_claim(num_ranks, tmp_path):
         assert "num_replicas=4, but this process is data rank" in refused["world's ranks"]
         assert "the MultiNodeWeightedSampler has rank=0 and world_size=1" in refused["fallback"]
         assert "got list" in refused["not a loader"]
-        assert "2 data ranks do not divide" in refused["batch size"]
+        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
         assert refused["sampler"].startswith("ArgumentError: stateful_dataloader: sampler")
         assert refused["iterable"].startswith("ArgumentError")

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from observe import loader_of, main, observe, refusal, steps_of
 
-from paddle_shard.sources.adapters.torchdata import stateful_dataloader, torchdata_loader
+from paddle_shard.sources.torchdata import stateful_dataloader, torchdata_loader
 
 LENGTH = 23
 

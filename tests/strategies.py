@@ -1,4 +1,4 @@
-"""Which meshes and batch sizes should a property hold for? Strategies for hypothesis (extra `test`)."""
+"""Which meshes and batch sizes should a property hold for? Strategies for hypothesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How is a MosaicML StreamingDataset, in MDS format, used as a source?"""
+"""A recipe: a MosaicML StreamingDataset, in MDS format, as an `ExternalLoader`.
+
+Copy this file beside your training script. It tells the library its data rank by private attributes, and so needs one
+version of it: pip install 'paddle_shard[mds]'. `make test-adapters ADAPTERS=mds` runs its tests.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,24 @@ import threading
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import count, islice
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.collate import collate
 from paddle_shard.errors import MissingDependencyError, SplitError
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources import external
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
-from paddle_shard.sources.files import held
+from paddle_shard.sources.files import held, needs
 
-NAME = "mds"
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _OURS = {
     "batching_method": "other methods than 'random' leave samples out",
@@ -34,6 +41,11 @@ _OURS = {
     "shuffle_seed": "it is the seed of shard_dataloader",
     "streams": "only a single stream is supported",
 }
+_MEMORIES = attrgetter(
+    *("_locals_shm", "_shared_barrier._arr.shm", "_next_epoch.arr.shm", "_cache_usage.arr.shm"),
+    *("_shard_states.shm", "_shard_access_times.shm"),
+)
+"""Returns the shared memory of a data set."""
 _USED = ("_parallel_rank_world", "_get_work", "_shm_prefix_int", "_locals_shm", "_shared_barrier", "_next_epoch")
 
 
@@ -61,7 +73,8 @@ def mds_stream(
         batch_size: The global batch size; the data ranks must divide it.
         shuffle: If True, shuffle by the library's own algorithm, in another order each epoch.
         transform: Turns the dict of decoded columns into a sample, in this process; None: the dict is the sample.
-        collate_fn: Turns a list of samples into a batch; None: arrays and numbers are stacked.
+        collate_fn: Turns a list of samples into a batch; None: arrays and numbers are stacked, and other leaves become
+            lists.
         options: Options of StreamingDataset: `cache_limit`, `predownload`, `shuffle_algo`, `shuffle_block_size`, ...
 
     Raises:
@@ -77,9 +90,9 @@ def mds_stream(
     settings = {"local": os.path.abspath(os.fspath(local)), "remote": remote, "shuffle": shuffle, **options}
 
     def build(share: ShardOptions) -> _Pass:
-        return _Pass(share, settings, batch_size, transform or dict, collate_fn or external.stacked)
+        return _Pass(share, settings, batch_size, transform or dict, collate_fn or partial(collate, stack_other=list))
 
-    return ExternalLoader(build, name=NAME, save=_Pass.state)
+    return ExternalLoader(build, name="mds", save=_Pass.state)
 
 
 class _Pass:
@@ -103,9 +116,9 @@ class _Pass:
         if share.state is None:
             self._dataset.next_epoch = share.epoch
         else:
-            state = external.opened(share.state, NAME, **self._same)
-            self._delivered = state["delivered"]
-            self._dataset.load_state_dict(state["library"])
+            external.check_same(share, **self._same)
+            self._delivered = share.state["delivered"]
+            self._dataset.load_state_dict(share.state["library"])
 
     def __iter__(self) -> Iterator[Any]:
         samples = map(self._transform, self._dataset)
@@ -119,7 +132,7 @@ class _Pass:
         # The library counts the samples of all ranks.
         seen = self._delivered * self._share.num_shards
         library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
-        return external.sealed(NAME, delivered=self._delivered, library=library, **self._same)
+        return {"delivered": self._delivered, "library": library, **self._same}
 
 
 def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[Any, Callable[[], None]]:
@@ -141,7 +154,7 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
     # One process of the host at a time looks for free names of shared memory, since the library has no lock.
     # The data set is alone on its "host", so that no rank waits for another. Below, it gets its data rank.
     one_at_a_time = os.path.join(tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock")
-    with open(one_at_a_time, "wb") as lock, held(lock), external.environment(_ALONE):
+    with open(one_at_a_time, "wb") as lock, held(lock), _environment(_ALONE):
         dataset = streaming.StreamingDataset(batch_size=rows, shuffle_seed=seed, **settings)
     missing = [name for name in _USED if not hasattr(dataset, name)]
     if missing:
@@ -165,6 +178,20 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
     return dataset, _closing(dataset, lane)
 
 
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while, and restore the old ones."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
 def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
     """Return the function that closes a data set and lets go of its directory. It is called when the process ends."""
     process, closing = os.getpid(), threading.Lock()
@@ -178,13 +205,10 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
             dataset._iterator.non_blocking_exit()
         if hasattr(dataset, "_executor"):
             dataset._executor.shutdown(wait=True, cancel_futures=True)
-        holders = [dataset._shared_barrier._arr, dataset._next_epoch.arr, dataset._cache_usage.arr]
-        holders += [dataset._shard_states, dataset._shard_access_times]
-        memories = [dataset._locals_shm, *(holder.shm for holder in holders)]
-        memories += [dataset._resume_shm] if hasattr(dataset, "_resume_shm") else []
-        for memory in memories:
-            atexit.unregister(memory.cleanup)
-            memory.cleanup()
+        for memory in (*_MEMORIES(dataset), getattr(dataset, "_resume_shm", None)):
+            if memory is not None:
+                atexit.unregister(memory.cleanup)
+                memory.cleanup()
         for path in (dataset._shared_barrier.filelock_path, dataset._cache_filelock_path):
             with ignoring(OSError):
                 os.unlink(path)
@@ -230,11 +254,10 @@ def _claim(local: str, share: ShardOptions) -> tuple[str, Any]:
         lock = open(os.path.join(folder, f"{number}.lock"), "w")  # noqa: SIM115 - it is held
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except BlockingIOError:
             lock.close()
-        else:
-            return os.path.join(folder, str(number)), lock
-    raise AssertionError
+    return os.path.join(folder, str(number)), lock
 
 
 def import_streaming() -> Any:
@@ -242,7 +265,7 @@ def import_streaming() -> Any:
 
     The registry's torchvision is a CUDA build, whose import fails if torch is a CPU build.
     """
-    with external.needs("mds"):
+    with needs("mds"):
         import torch  # noqa: F401
 
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.sources import external
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
-
-NAME = "torchdata"
+from paddle_shard.sources.files import needs
 
 
 def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
@@ -44,9 +42,9 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     _import()
 
     def build_pass(share: ShardOptions) -> _Pass:
-        return _Pass(external.build_watched(build, share, NAME), share)
+        return _Pass(external.build_watched(build, share, "torchdata"), share)
 
-    return ExternalLoader(build_pass, name=NAME, save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata", save=_Pass.state)
 
 
 def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> ExternalLoader:
@@ -96,11 +94,11 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
 
-    return ExternalLoader(build_pass, name=f"{NAME} StatefulDataLoader", save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata StatefulDataLoader", save=_Pass.state)
 
 
 def _import() -> None:
-    with external.needs("torchdata"):
+    with needs("torchdata"):
         import torchdata.nodes
         import torchdata.stateful_dataloader  # noqa: F401
 
@@ -129,13 +127,13 @@ class _Pass:
             built = built.root
         # By default, a Loader begins again if its state is at the end.
         self._loader = Loader(built, restart_on_stop_iteration=False) if isinstance(built, BaseNode) else built
-        self._kind = type(self._loader).__name__
-        self._key, self._same, self._start = derive_seed("torch", share.seed, share.epoch, share.shard), same, 0
+        self._key = derive_seed("torch", share.seed, share.epoch, share.shard)
+        self._same = {"kind": type(self._loader).__name__, **same}
+        self._batches = 0
         if share.state is not None:
-            state = external.opened(share.state, NAME, kind=self._kind, **same)
-            self._start = state["batches"]
-            self._loader.load_state_dict(external.from_json(state["library"]))
-        self._batches = self._start
+            external.check_same(share, **self._same)
+            self._batches = share.state["batches"]
+            self._loader.load_state_dict(share.state["library"])
 
     def __iter__(self) -> Iterator[Any]:
         import torch
@@ -145,20 +143,19 @@ class _Pass:
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
         signal.siginterrupt(signal.SIGCHLD, False)
-        for number in count(self._start):
+        while True:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mix(self._key, number))
+                torch.manual_seed(mix(self._key, self._batches))
                 try:
                     batch = next(items)
                 except StopIteration:
                     return
-            self._batches = number + 1
+            self._batches += 1
             yield batch
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        library = external.to_json(self._loader.state_dict())
-        return external.sealed(NAME, kind=self._kind, batches=self._batches, library=library, **self._same)
+        return {"batches": self._batches, "library": self._loader.state_dict(), **self._same}
 
 
 def _check_ranks(loader: Any, share: ShardOptions) -> None:
@@ -170,10 +167,10 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
     from torch.utils.data import DataLoader, IterableDataset, Sampler
     from torchdata.nodes import BaseNode, Loader
 
-    todo, seen = [loader], set()
+    todo, seen = [loader], set[int]()
     while todo:
         found = todo.pop()
-        if id(found) in seen:
+        if id(found) in seen or not isinstance(found, BaseNode | Loader | DataLoader | Sampler | IterableDataset):
             continue
         seen.add(id(found))
         name = type(found).__name__
@@ -181,9 +178,7 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
             if hasattr(found, "rank") and hasattr(found, count_name):
                 has = {"rank": found.rank, count_name: getattr(found, count_name)}
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
-                external.check_share(has, share, f"{NAME}: the {name}", fix)
-        if isinstance(found, BaseNode | Loader | DataLoader | Sampler):  # look at the samplers and nodes that it holds
+                external.check_share(has, share, f"torchdata: the {name}", fix)
+        if not isinstance(found, IterableDataset):  # look at the samplers and nodes that it holds
             held = list(vars(found).values())
-            held += [item for value in held if isinstance(value, dict) for item in value.values()]
-            kinds = BaseNode | Loader | DataLoader | Sampler | IterableDataset
-            todo += [value for value in held if isinstance(value, kinds)]
+            todo += held + [item for value in held if isinstance(value, dict) for item in value.values()]

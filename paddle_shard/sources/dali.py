@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,8 +11,8 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.sources import external
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
+from paddle_shard.sources.files import needs
 
-NAME = "dali"
 _OURS = ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint")
 
 
@@ -52,12 +51,12 @@ def dali_pipeline(
         >>> source = dali_pipeline(images, batch_size=256, num_threads=4, device_id=None)  # doctest: +SKIP
     """
     external.refuse_options("dali_pipeline", options, dict.fromkeys(_OURS, "it is given for each data rank and epoch"))
-    with external.needs("dali"):
+    with needs("dali"):
         import nvidia.dali  # noqa: F401
 
     named = None if fields is None else list(fields)
     return ExternalLoader(
-        lambda share: _Pass(partial(build_pipeline, **options), share, batch_size, named), name=NAME, save=_Pass.state
+        lambda share: _Pass(partial(build_pipeline, **options), share, batch_size, named), name="dali", save=_Pass.state
     )
 
 
@@ -68,22 +67,20 @@ class _Pass:
         self, build_pipeline: Callable[..., Any], share: ShardOptions, batch_size: int, fields: list[str] | None
     ) -> None:
         self._fields, self._rows = fields, external.local_rows(batch_size, share)
-        self._delivered, checkpoint = 0, None
-        if share.state is not None:
-            state = external.opened(share.state, NAME, batch_size=batch_size)
-            self._delivered, checkpoint = state["delivered"], base64.b64decode(state["checkpoint"])
+        external.check_same(share, batch_size=batch_size)
+        state = share.state or {"delivered": 0, "checkpoint": None}
+        self._delivered = state["delivered"]
         self._pipeline = build_pipeline(
             shard_id=share.shard,
             num_shards=share.num_shards,
             batch_size=self._rows,
             seed=external.seed_of(share, share.shard),
             enable_checkpointing=True,
-            checkpoint=checkpoint,
+            checkpoint=state["checkpoint"],
         )
         self._length = _checked(self._pipeline, share, self._rows)
         self._same = {"batch_size": batch_size, "samples": self._length}
-        if share.state is not None:
-            external.opened(share.state, NAME, **self._same)
+        external.check_same(share, **self._same)
 
     def __iter__(self) -> Iterator[Any]:
         while self._delivered < self._length:
@@ -121,8 +118,7 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        checkpoint = base64.b64encode(self._pipeline.checkpoint()).decode()
-        return external.sealed(NAME, delivered=self._delivered, checkpoint=checkpoint, **self._same)
+        return {"delivered": self._delivered, "checkpoint": self._pipeline.checkpoint(), **self._same}
 
 
 def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
@@ -153,7 +149,7 @@ def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
     for name, meta in readers.items():
         found = {"shard_id": meta["shard_id"], "num_shards": meta["number_of_shards"]}
         fix = "Give the reader the shard_id and num_shards that build_pipeline is called with."
-        external.check_share(found, share, f"{NAME}: the reader {name!r}", fix)
+        external.check_share(found, share, f"dali: the reader {name!r}", fix)
     sizes = {name: meta["epoch_size"] for name, meta in readers.items()}
     if len(set(sizes.values())) > 1:
         raise ArgumentError(f"dali_pipeline: the readers differ in their number of samples: {sizes}.")

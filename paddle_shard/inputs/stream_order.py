@@ -1,0 +1,214 @@
+"""What are the steps of a stream, and what does a rank request from its readers for each?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentTypeError, StateError
+from paddle_shard.plan.partition import Rows
+from paddle_shard.plan.parts import PartsPlan, chunks_of
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.step import Step
+from paddle_shard.reading.chunk import ChunkRequest
+from paddle_shard.stages import Map, Shuffle, Stripe
+from paddle_shard.stages.stage import Opening, Stage
+
+_UNREAD = {"shard": None, "rows": 0, "library": None}
+"""State of a data rank's own stream at the beginning of an epoch."""
+
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOrder:
+    """The global batches of a stream, and the parts of them that this rank reads.
+
+    It answers what `samplers.IndexBatches` answers for data with an index.
+    """
+
+    stage: Stage
+    """The stage that opens the stream's parts."""
+    plan: PartsPlan
+    """How batches are made of the parts. If items are whole batches, they are the rows of a single part."""
+    seed: int
+    parts: tuple[int, ...]
+    """Parts that this rank holds. If items are whole batches: (0,), or the data rank if another library reads."""
+    num_workers: int
+    """Number of worker processes that read; 0: the main process reads."""
+    whole_items: bool = False
+    """True if each item is a whole batch. Then each step is read by one of the readers, in turns."""
+    split_over: int | None = None
+    """Number of data ranks, if each has a stream of its own. Such a run is bound to this number."""
+    foreign: bool = False
+    """True if another library reads the data of a given data rank."""
+    skip_errors: bool = False
+    """True if a sample on which the user's code fails becomes an invalid row."""
+    rows_are_split: bool = False
+    """True if a row may not depend on its neighbours, since other rows of its batch are collated elsewhere."""
+
+    @property
+    def chunks(self) -> list[tuple[int, ...]]:
+        """The parts of each reader that reads a share of every step."""
+        return chunks_of(self.parts, self.num_workers)
+
+    def read_rows(self) -> Rows:
+        """Return the rows of a global batch that this rank reads, ascending."""
+        return self.plan.rows_of(self.parts)
+
+    def places(self) -> list[Rows]:
+        """Return, for each chunk of a step, the positions of its rows among the rows that this rank reads."""
+        if self.whole_items:
+            return [np.zeros(1, np.int64)]
+        return [np.searchsorted(self.read_rows(), self.plan.rows_of(parts)) for parts in self.chunks]
+
+    # The order
+
+    def steps(self, start: LoaderState, *, compared: bool) -> Iterator[Step]:
+        """Yield the steps of this rank from a position on, forever: who knows the end stops.
+
+        Args:
+            start: The position.
+            compared: True if the samples are compared with those that other readers of the stream read.
+        """
+        plan, readers = self.plan, self._readers(start, compared)
+        size, micro_size = (0, 0) if self.whole_items else (plan.batch_size, plan.micro_rows)
+        for number in count(start.steps):
+            asked = [readers[(number - start.steps) % len(readers)]] if self.whole_items else readers
+            yield Step(
+                epoch=start.epoch,
+                number=number,
+                num_rows=size,
+                micro_size=micro_size,
+                num_real=plan.batch_size,
+                parts=tuple([replace(one, step=number) for one in asked]),
+            )
+
+    def first_step(self, start: LoaderState) -> Step:
+        """Return the first step of an epoch of whole batches, for a single reader.
+
+        Args:
+            start: Any position of the epoch.
+        """
+        own = None if start.sampler is None else {**start.sampler, "library": None}
+        return next(replace(self, num_workers=0).steps(LoaderState(epoch=start.epoch, sampler=own), compared=False))
+
+    def _readers(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
+        """Return the first request to each reader of a pass; the later ones differ only in their step."""
+        plan = self.plan
+        opening = Opening(
+            parts=self.parts,
+            num_parts=plan.num_parts,
+            stripe=self._stripe(start),
+            seed=self.seed,
+            epoch=start.epoch,
+            skip=start.samples // plan.num_parts,
+        )
+        request = ChunkRequest(
+            number=next(_numbers),
+            opening=opening,
+            step=start.steps,
+            first_step=start.steps,
+            stripe=plan.stripe,
+            accumulation=plan.accumulation,
+            pad=plan.ending.pads and not plan.repeats,
+            repeat=plan.repeats,
+            skip_errors=self.skip_errors,
+            rows_are_split=self.rows_are_split,
+            compared=compared,
+        )
+        if not self.whole_items:
+            return [replace(request, opening=replace(opening, parts=parts)) for parts in self.chunks]
+        local = None if self.split_over is None else dict(start.sampler or _UNREAD)
+        if self.foreign and local is not None and local["shard"] not in (None, *self.parts):
+            raise StateError(
+                f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each data "
+                "rank's own library has a state of its own: save it on every rank, and load that."
+            )
+        state = None if local is None or plan.repeats else local["library"]
+        rows = None if local is None else local["rows"]
+        # What all ranks read alike was repeated before it was cut for the workers.
+        repeat, readers = plan.repeats and local is not None, max(1, self.num_workers)
+        request = replace(request, stride=readers, repeat=repeat, whole_items=True, local_rows=rows)
+        found = []
+        for step in range(start.steps, start.steps + readers):
+            part = self.parts if self.foreign else (step % readers,)
+            num_parts = self.split_over or 1 if self.foreign else readers
+            skip = step // readers if state is None else 0
+            at = replace(opening, parts=part, num_parts=num_parts, skip=skip, state=state)
+            found.append(replace(request, opening=at, first_step=step))
+        return found
+
+    def _stripe(self, start: LoaderState) -> int:
+        """Return the rows of a micro-batch that come from one part. The batch size at the epoch's start decides it."""
+        first_size = start.segments[0][1] if start.segments else self.plan.batch_size
+        return max(1, first_size // self.plan.accumulation // self.plan.num_parts)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the values that the order depends on."""
+        plan = self.plan
+        found: dict[str, Any] = {"stream": self.stage.fingerprint(), "seed": self.seed, "tail": str(plan.ending)}
+        if not self.whole_items:
+            found["num_parts"] = plan.num_parts
+        if plan.num_batches is not None:
+            found["num_batches"] = plan.num_batches
+        if self.split_over is not None:
+            found["num_data_ranks"] = self.split_over
+        return found
+
+    # Its end
+
+    @property
+    def knows_length(self) -> bool:
+        """True if the number of steps is known before the end."""
+        return self.steps_left(LoaderState()) is not None
+
+    def __len__(self) -> int:
+        steps = self.steps_left(LoaderState())
+        if steps is None:  # a TypeError, so that list(loader) works
+            raise ArgumentTypeError(
+                "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known "
+                "length, or a source that knows its counts."
+            )
+        return steps
+
+    def steps_left(self, start: LoaderState) -> int | None:
+        """Return how many steps of an epoch follow a position, the same on every rank; None if it is not known yet."""
+        plan = self.plan
+        if plan.num_batches is not None:
+            return max(0, plan.num_batches - start.steps)
+        if self.split_over is not None:
+            return None
+        opening = Opening(
+            parts=tuple(range(plan.num_parts)),
+            num_parts=plan.num_parts,
+            stripe=self._stripe(start),
+            seed=self.seed,
+            epoch=start.epoch,
+        )
+        lengths = self.stage.lengths(opening)
+        if lengths is None:
+            return None
+        whole = plan.num_steps(lengths)  # also checks what the tail demands
+        if not start.samples:
+            return whole
+        left = [max(0, length - start.samples // plan.num_parts) for length in lengths]
+        return plan.ending.num_steps(left, plan.samples_per_part)
+
+    @property
+    def read_by_all(self) -> bool:
+        """True if each reader reads the whole stream and keeps its own samples of it."""
+        return self.split_over is None and any(isinstance(stage, Stripe) for stage in self.stage.line())
+
+    @property
+    def ends_apart(self) -> int | None:
+        """By how many steps the ends may differ that readers of one stream see; None: by any number."""
+        # Map and Shuffle keep the number of samples.
+        cut = next(stage for stage in self.stage.line() if not isinstance(stage, Map | Shuffle))
+        if not isinstance(cut, Stripe) or self.plan.repeats:
+            return None
+        return 0 if self.whole_items else 1
