@@ -88,15 +88,6 @@ class StreamOrder:
                 parts=tuple([replace(one, step=number) for one in asked]),
             )
 
-    def first_step(self, start: LoaderState) -> Step:
-        """Return the first step of an epoch of whole batches, for a single reader.
-
-        Args:
-            start: Any position of the epoch.
-        """
-        own = None if start.sampler is None else {**start.sampler, "library": None}
-        return next(replace(self, num_workers=0).steps(LoaderState(epoch=start.epoch, sampler=own), compared=False))
-
     def _readers(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
         plan = self.plan
@@ -123,17 +114,22 @@ class StreamOrder:
         )
         if not self.whole_items:
             return [replace(request, opening=replace(opening, parts=parts)) for parts in self.chunks]
-        local = None if self.split_over is None else dict(start.sampler or _UNREAD)
-        if self.foreign and local is not None and local["shard"] not in (None, *self.parts):
-            raise StateError(
-                f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each data "
-                "rank's own library has a state of its own: save it on every rank, and load that."
-            )
+        readers, local = max(1, self.num_workers), None
+        if self.split_over is not None:
+            local = dict(start.sampler or _UNREAD)
+            if self.foreign and local["shard"] not in (None, *self.parts):
+                raise StateError(
+                    f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each "
+                    "data rank's own library has a state of its own: save it on every rank, and load that."
+                )
         state = None if local is None or plan.repeats else local["library"]
-        rows = None if local is None else local["rows"]
-        # What all ranks read alike was repeated before it was cut for the workers.
-        repeat, readers = plan.repeats and local is not None, max(1, self.num_workers)
-        request = replace(request, stride=readers, repeat=repeat, whole_items=True, local_rows=rows)
+        request = replace(
+            request,
+            stride=readers,
+            repeat=plan.repeats and local is not None,  # what all ranks read alike was repeated before it was cut
+            whole_items=True,
+            local_rows=None if local is None else local["rows"],
+        )
         found = []
         for step in range(start.steps, start.steps + readers):
             part = self.parts if self.foreign else (step % readers,)

@@ -266,14 +266,9 @@ class Run:
         Raises:
             ArgumentError: The weights do not fit the sources, or are not the same on all ranks; on all ranks.
         """
-        batches, own = self._planned, dist.get_rank()
+        batches = self._planned
         mixing = self._mixing(None if batches is None else batches.plan_of(0), "set_weights()")
         assert batches is not None
-        if own not in self._ranks:
-            raise ArgumentError(
-                f"set_weights(): global rank {own} is on none of the loader's meshes. Call it on the ranks of the "
-                "meshes, all of them."
-            )
         try:
             said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights).parts), "drawn": batches.drawn}
         except ArgumentError as error:
@@ -372,11 +367,6 @@ class Run:
         plan = self._plan_from(self.start(epoch)) if self._latest is None else self._latest.plan
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
-        if dist.get_rank() not in self._ranks:
-            raise ArgumentError(
-                f"certificate(): global rank {dist.get_rank()} is on none of the loader's meshes, and has delivered "
-                "nothing. Call it on the ranks of the meshes, all of them."
-            )
         of_epochs = [self._deliveries.of(one) for one in epochs]
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._place is None else {self._place: Delivered()}
@@ -397,8 +387,14 @@ def gathered(said: Any, ranks: tuple[int, ...], timeout: float, call: str) -> li
     """Return what each of some ranks says, this one included, as JSON values; collective over them.
 
     Raises:
+        ArgumentError: This rank is none of them.
         PeerLostError: Another rank has not made the call.
     """
+    if dist.get_rank() not in ranks:
+        raise ArgumentError(
+            f"{call}: global rank {dist.get_rank()} is on none of the loader's meshes, and has delivered nothing. Call "
+            "it on the ranks of the meshes, all of them."
+        )
     try:
         return [json.loads(one) for one in gather_of(ranks, json.dumps(said).encode(), timeout)]
     except PeerLostError as lost:
