@@ -7,7 +7,7 @@ over resumes. `merged` adds those of all ranks up, and `certify` holds the resul
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.mixture import Mixing, source_and_index
-from paddle_shard.plan.seeding import as_ids, derive_seed
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips, counted, united
+from paddle_shard.plan.step import Ids, as_ids
 
 Total = tuple[int, int, int, int]
 """Number of samples that belong somewhere, of those that were delivered, and two sums mod 2^64 of keyed hashes of the
@@ -43,7 +44,7 @@ _CHUNK = 1 << 16
 # Counting samples
 
 
-def total_of(ids: Sequence[Any] | npt.NDArray[np.int64], num: int | None = None) -> Total:
+def total_of(ids: Ids, num: int | None = None) -> Total:
     """Return the total of some samples.
 
     With sums of the ids themselves, or their xor, a missed sample and repeated ones may cancel out. With sums of keyed

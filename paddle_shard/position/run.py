@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
@@ -37,7 +36,7 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, positions_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, grown
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import Ids, Step
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
@@ -99,7 +98,7 @@ class PassProgress:
         """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
         self.at = Standing(start.samples, start.steps, start.ended, start.sampler)
 
-    def deliver(self, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64], lost: int, *, drawn: bool) -> None:
+    def deliver(self, batch: Step, ids: Ids, lost: int, *, drawn: bool) -> None:
         """Count one more delivered batch, and those directly before it that were left out.
 
         Args:
@@ -329,9 +328,7 @@ class Run:
             segments = start.continued(source.batch_size)
         return PassProgress(start, segments, self._place, num_steps, plan)
 
-    def delivered(
-        self, progress: PassProgress, batch: Step, ids: Sequence[Any] | npt.NDArray[np.int64], lost: int
-    ) -> None:
+    def delivered(self, progress: PassProgress, batch: Step, ids: Ids, lost: int) -> None:
         """Note that a pass has delivered a batch.
 
         Args:
