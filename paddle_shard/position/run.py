@@ -18,7 +18,6 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
     DRAWN,
-    NOTHING,
     Account,
     Certificate,
     Delivered,
@@ -63,9 +62,9 @@ class Standing(NamedTuple):
     """True if no batch of the epoch is left."""
     sampler: Any = None
     """State of the user's own sampler."""
-    mine: Total = NOTHING
+    mine: Total = Total()
     """What this process delivered in the pass."""
-    drawn: Total = NOTHING
+    drawn: Total = Total()
     """What the user's sampler drew for it."""
 
 
@@ -120,7 +119,7 @@ class PassProgress:
         stretches = ((since.samples, at.samples),)
         if at.samples > since.samples and self._place is not None:
             found[self._place] = Delivered(stretches, (), plus(at.mine, since.mine, -1))
-        if at.samples > since.samples and at.drawn != NOTHING:
+        if at.samples > since.samples and at.drawn != Total():
             found[DRAWN] = Delivered(stretches, (), plus(at.drawn, since.drawn, -1))
         return found
 
