@@ -157,7 +157,10 @@ def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[s
     for before, since in accounts:
         for owner, delivered in before.items():
             if known.setdefault(owner, delivered) != delivered:
-                problems.append(f"the states that the ranks have loaded differ in what {_named(owner)} delivered")
+                problems.append(
+                    f"the states that the ranks have loaded differ in what {_named(owner)} delivered: load states that "
+                    "were saved at the same step"
+                )
         for owner, delivered in since.items():
             if own.setdefault(owner, delivered) != delivered:
                 problems.append(
