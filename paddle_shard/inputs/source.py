@@ -22,9 +22,8 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.step import Deal
-from paddle_shard.plan.stretches import BatchSizes
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
