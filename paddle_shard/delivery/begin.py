@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import placed
 from paddle_shard.delivery.setup import PassSetup
-from paddle_shard.delivery.step_pass import Feed, StepPass, stream_readiness
+from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import open_agreement
@@ -23,14 +24,14 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     """Return a pass from a position on; it yields placed batches."""
     source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
     num_steps, compares = None, False
-    place: Any = lambda batch: placed(setup, batch)  # noqa: E731
+    place: Callable[[Batch], Batch] = partial(placed, setup)
     if stream is None:
         compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
         steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
     else:
         num_steps, compares = stream.steps_left(start), stream.read_by_all
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
-        place = _PlacesStream(setup, start)
+        place = partial(_placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)
     reading, replicas = setup.reading, setup.replicas
     # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
@@ -50,7 +51,6 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             feed,
             agreement,
             place=place,
-            readiness=None if stream is None else stream_readiness(source.tail, num_steps),
             num_steps=num_steps,
             notes=_notes(setup, alone=alone),
             compares=compares,
@@ -90,55 +90,42 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     return open_agreement(setup.agreeing_ranks, terms)
 
 
-class _PlacesStream:
-    """Places the batches of a stream, and finds what stands in where a rank's own data has ended."""
+def _placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None, batch: Batch) -> Batch:
+    """Return a stream's batch, placed if it holds anything.
 
-    def __init__(self, setup: PassSetup, start: LoaderState) -> None:
-        self._setup, self._start, self._pads = setup, start, setup.source.tail.pads
-        self._first: Any = None
-        """The first batch of the epoch, if the rank has batches of its own."""
+    Args:
+        setup: Of the loader.
+        start: Where the pass began.
+        num_steps: Steps that are left in the pass; None: not known yet.
+        batch: What was read.
 
-    def __call__(self, batch: Batch) -> Batch | None:
-        if batch.value is None and not (self._pads and batch.empty):  # only possible if the end was known
-            raise DataReadError(
-                "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
-                "make rows up. Count the source again (its index may be of older files)."
-            )
-        try:
-            if self._setup.source.item_is_batch and self._pads:
-                self._stand_in(batch)
-            elif batch.value is None:
-                raise DataReadError(NO_STAND_IN.format(batch.why or "every part is empty"))
-        except DataReadError:
-            if self._start.samples == 0:
-                raise
-            return None  # most likely the pass was resumed past the end, so there is nothing to deliver
-        return placed(self._setup, batch)
-
-    def _stand_in(self, batch: Batch) -> None:
-        """Give a rank whose own data has ended its first batch of the epoch again."""
-        if batch.value is not None:
-            if self._first is None and self._start.steps == 0:
-                self._first = batch.value
-            return
-        if self._first is None:
-            self._first = self._read_first()
-        batch.value = self._first
-
-    def _read_first(self) -> Any:
-        stream = self._setup.source.stream
-        assert stream is not None
-        reading, why = self._setup.reading.inline(), "it has none"
-        reading.submit(stream.first_step(self._start))
-        try:
-            found = reading.take().value
-        except (DataReadError, StopIteration) as error:
-            found, why = None, str(error)
-        finally:
-            reading.close()
-        if found is None:
-            raise DataReadError(NO_STAND_IN.format(why))
-        return found
+    Raises:
+        StopIteration: The pass ends before it.
+        UnequalEndsError: The parts end at different times, which the tail forbids.
+        DataReadError: Rows are missing that should be there.
+    """
+    tail = setup.source.tail
+    if num_steps is not None or (batch.whole and batch.fresh):
+        batch.exhausted = batch.value is None and batch.empty
+    elif tail.pads or tail.repeats:
+        batch.exhausted = batch.empty or not batch.fresh
+    elif tail.refuses and not batch.empty:
+        raise UnequalEndsError(
+            "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
+            "'drop' or 'repeat', or num_batches=."
+        )
+    else:
+        raise StopIteration
+    if batch.value is not None:
+        return placed(setup, batch)
+    if not (tail.pads and batch.empty):  # only possible if the end was known
+        raise DataReadError(
+            "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
+            "make rows up. Count the source again (its index may be of older files)."
+        )
+    if start.samples == 0:
+        raise DataReadError(NO_STAND_IN.format(batch.why or "every part is empty"))
+    return batch  # most likely the pass was resumed past the end, so there is nothing to deliver
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:

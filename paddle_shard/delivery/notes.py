@@ -13,7 +13,7 @@ from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import PadTo, finished
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.reader import RAGGED
+from paddle_shard.reading.collating import RAGGED
 
 
 class StepNotes:
@@ -51,9 +51,9 @@ class StepNotes:
         self._shapes: dict[int, Any] = {}
         self._rows: dict[int, int] = {}
 
-    def say(self, batch: Batch | None) -> str | None:
+    def say(self, batch: Batch) -> str | None:
         """Return the note on a step; None if there is nothing to say."""
-        if batch is None:
+        if not batch.placed:
             return None
         told: dict[str, Any] = {}
         if batch.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
@@ -66,13 +66,13 @@ class StepNotes:
             told["read"] = batch.summary
         return json.dumps(told) if told else None
 
-    def alone(self, batch: Batch | None) -> Batch | None:
+    def alone(self, batch: Batch) -> Batch:
         """Return what would be delivered if there were no other ranks."""
-        if batch is not None and self._pad_to is not None:
+        if batch.placed and self._pad_to is not None:
             batch.value = finished(batch.value, {0: batch.row_shapes})
         return batch
 
-    def heed(self, batch: Batch | None, heard: Sequence[tuple[int, str]]) -> Batch | None:
+    def heed(self, batch: Batch, heard: Sequence[tuple[int, str]]) -> Batch:
         """Apply the ranks' notes on a step that is about to be delivered, and return the step to deliver.
 
         Raises:
@@ -80,7 +80,7 @@ class StepNotes:
             BatchStructureError: The rows of the ranks do not fit together.
             DifferentDataError: Ranks that have read the same samples hold different data.
         """
-        if batch is None or not (heard or self._pad_to):
+        if not batch.placed or not (heard or self._pad_to):
             return batch
         read = {}
         for rank, said in heard:

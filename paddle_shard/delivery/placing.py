@@ -18,25 +18,21 @@ from paddle_shard.tree import named_leaves
 
 def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
-    if _is_compared(setup, batch):
+    value, first = batch.value, batch.is_first
+    compares = setup.batch_check is not None and len(setup.agreeing_ranks) > 1
+    # A row that holds another sample than its own tells nothing.
+    if compares and batch.skipped is None and (first or (setup.verify > 0 and batch.step.number % setup.verify == 0)):
         batch.summary = _summary(setup, batch)
-    value = batch.value
     batch.rows = setup.rows.of(batch, setup.placer)
     batch.value, batch.layout, batch.row_shapes, batch.num_bytes = setup.placer.place(value, batch.rows)
-    if batch.is_first and isinstance(value, Mapping) and len(batch.value) < len(value):
+    if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))
     return batch
 
 
-def _is_compared(setup: PassSetup, batch: Batch) -> bool:
-    """Return whether the ranks compare a batch; not if a row of it holds another sample."""
-    if setup.batch_check is None or len(setup.agreeing_ranks) == 1 or batch.skipped is not None:
-        return False
-    return batch.is_first or (setup.verify > 0 and batch.step.number % setup.verify == 0)
-
-
 def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
+    """Return what the ranks compare of a batch."""
     ids, stream = batch.step.ids, setup.source.stream
     if stream is not None:
         key = f"parts {stream.parts}"

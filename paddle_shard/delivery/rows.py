@@ -28,7 +28,6 @@ class LoaderRows:
             own_layout: Layout of the field whose rows this rank reads.
         """
         self._source, self._layouts, self._own = source, layouts, own_layout
-        self._of_stream: BatchRows | None = None
         self._of_size: dict[tuple[int, int], BatchRows] = {}
 
     def to_read(self, num_rows: int, micro_size: int) -> Rows | range:
@@ -37,32 +36,29 @@ class LoaderRows:
             return range(1)
         if self._source.split:
             return range(num_rows)
-        return self.of_samples(num_rows, micro_size).asked
+        return self._of_samples(num_rows, micro_size).asked
 
     def of(self, batch: Batch, placer: BatchPlacer) -> BatchRows:
         """Return the rows of a batch that was read, which the placer will place."""
-        source, step = self._source, batch.step
-        if source.item_is_batch:
-            return self.of_item(placer.num_rows(batch.value))
-        if source.stream is not None:
-            if self._of_stream is None:
-                self._of_stream = self.of_stream()
-            return self._of_stream
-        if source.split:
-            return self.of_split(step.num_rows)
-        return self.of_samples(step.num_rows, step.micro_size)
+        if self._source.item_is_batch:
+            return self._of_item(placer.num_rows(batch.value))
+        if self._source.split:
+            return self._of_split(batch.step.num_rows)
+        return self._of_samples(batch.step.num_rows, batch.step.micro_size)
 
-    def of_samples(self, num_rows: int, micro_size: int) -> BatchRows:
-        """Return the rows of a global batch of samples that have an index."""
-        key = num_rows, micro_size
+    def _of_samples(self, num_rows: int, micro_size: int) -> BatchRows:
+        """Return the rows of a global batch of samples."""
+        key, source = (num_rows, micro_size), self._source
         if key not in self._of_size:
             if len(self._of_size) > 64:
                 self._of_size.clear()
             rows = self._of_size[key] = BatchRows(num_rows, micro_size, self._layouts)
-            rows.apart = isinstance(self._source.custom_sampler, paddle.io.DistributedBatchSampler)
+            rows.apart = isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
+            if source.stream is not None:
+                rows.read = source.stream.read_rows()
         return self._of_size[key]
 
-    def of_split(self, num_local_rows: int) -> BatchRows:
+    def _of_split(self, num_local_rows: int) -> BatchRows:
         """Return the rows of a batch for which each data rank has rows of its own."""
         rows = BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own])
         rows.apart = True
@@ -70,25 +66,14 @@ class LoaderRows:
             rows.read = np.arange(num_local_rows)
         return rows
 
-    def of_stream(self) -> BatchRows:
-        """Return the rows of a stream's batches, which all have the same size."""
-        source, stream = self._source, self._source.stream
-        assert source.batch_size is not None
-        assert stream is not None
-        if source.split:
-            return self.of_split(source.batch_size)
-        rows = BatchRows(source.batch_size, stream.plan.micro_rows, self._layouts)
-        rows.read = stream.read_rows()
-        return rows
-
-    def of_item(self, num_rows: int | None) -> BatchRows:
+    def _of_item(self, num_rows: int | None) -> BatchRows:
         """Return the rows of a batch that was read whole; None: no field of it is split.
 
         Raises:
             BatchStructureError: The batch cannot be split evenly.
         """
         if self._source.split:
-            return self.of_split(1 if num_rows is None else num_rows)
+            return self._of_split(1 if num_rows is None else num_rows)
         unit = math.lcm(*(layout.num_data_ranks for layout in self._layouts)) * self._source.accumulation
         if num_rows is None:  # nothing is split
             num_rows = unit

@@ -96,16 +96,14 @@ class PassClock:
     """Measures the time of one pass: how much is spent in the loader, and how much in the user's code?"""
 
     def __init__(self, stats: LoaderStats) -> None:
-        self._stats, self._pass = stats, stats.begin()
+        self._counts = (stats.begin(), stats.total)
         self._left: float | None = None
 
     def enter(self) -> float:
         """Note that the user asks for a batch; return the time."""
         now = time.perf_counter()
         if self._left is not None:
-            step = now - self._left
-            self._pass.step_seconds += step
-            self._stats.total.step_seconds += step
+            self._add(step_seconds=now - self._left)
         return now
 
     def leave(
@@ -113,20 +111,15 @@ class PassClock:
     ) -> None:
         """Note that a batch is delivered."""
         self._left = time.perf_counter()
-        waited = self._left - entered
-        for counts in (self._pass, self._stats.total):
-            counts.batches += 1
-            counts.samples += samples
-            counts.skipped += skipped
-            counts.padding += rows - samples - skipped
-            counts.bytes += num_bytes
-            counts.wait_seconds += waited
-            counts.largest_cost += load[0]
-            counts.mean_cost += load[1]
+        self._add(batches=1, samples=samples, skipped=skipped, padding=rows - samples - skipped, bytes=num_bytes)
+        self._add(wait_seconds=self._left - entered, largest_cost=load[0], mean_cost=load[1])
 
     def end(self, entered: float) -> None:
         """Note that there was no further batch."""
-        waited = time.perf_counter() - entered
-        self._pass.wait_seconds += waited
-        self._stats.total.wait_seconds += waited
+        self._add(wait_seconds=time.perf_counter() - entered)
         self._left = None
+
+    def _add(self, **amounts: float) -> None:
+        for counts in self._counts:
+            for name, amount in amounts.items():
+                setattr(counts, name, getattr(counts, name) + amount)

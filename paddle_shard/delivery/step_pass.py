@@ -6,31 +6,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from copy import copy
-from enum import Enum
 
 from paddle_shard.delivery.notes import StepNotes
-from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError, UnequalEndsError
+from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
-from paddle_shard.plan.tails import Tail
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.verdict import failure_of_another, report_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
 from paddle_shard.reading.worker_guards import in_use
-
-
-class Readiness(Enum):
-    """Whether the data that was read for a step can be delivered."""
-
-    OK = "deliver it"
-    EXHAUSTED = "deliver it, but it holds nothing new, and nothing new will come"
-    END = "end before it"
-    UNEQUAL = "fail: the ends do not agree"
-
-
-OK, EXHAUSTED, END, UNEQUAL = Readiness
 
 
 class Feed:
@@ -78,8 +64,7 @@ class StepPass:
         feed: Feed,
         agreement: Agreement,
         *,
-        place: Callable[[Batch], Batch | None],
-        readiness: Callable[[Batch], Readiness] | None = None,
+        place: Callable[[Batch], Batch],
         num_steps: int | None = None,
         notes: StepNotes | None = None,
         compares: bool = False,
@@ -90,8 +75,7 @@ class StepPass:
         Args:
             feed: Submits its steps to the executor that reads them.
             agreement: The agreement of the ranks; that of a single rank never waits.
-            place: Returns the placed batch; None if nothing can be delivered.
-            readiness: Tells whether a batch can be delivered; None: each can, and the steps tell the end.
+            place: Returns the placed batch; it raises `StopIteration` if the pass ends before it.
             num_steps: Steps of the pass; None: the end shows when it comes.
             notes: What the ranks tell each other about each step; None: nothing.
             compares: True if the ranks compare digests of what they have read or drawn.
@@ -99,12 +83,13 @@ class StepPass:
         """
         self._feed, self._executor, self._agreement = feed, feed.executor, agreement
         self._alone = isinstance(agreement, AloneAgreement)
-        self._place, self._readiness, self._num_steps = place, readiness, num_steps
+        self._place, self._num_steps = place, num_steps
         self._notes, self._compares, self._process = notes, compares and not self._alone, os.getpid()
         # One step more than is needed, so that the ranks agree on it while the model computes.
         self._reads_on = 0 if self._alone else max(int(ahead), agreement.outlook.reads_on)
-        self._peeked: tuple[Batch | None, Exception | None] | None = None
-        self._ready: deque[Batch | None] = deque()
+        self._peeked: Batch | Exception | None = None
+        """The first batch, or why it could not be read, if it was looked at."""
+        self._ready: deque[Batch] = deque()
         """Batches that can be delivered."""
         self._taken = self._announced = self._delivered = 0
         self._failure: BaseException | None = None
@@ -115,8 +100,8 @@ class StepPass:
     def __iter__(self) -> StepPass:
         return self
 
-    def __next__(self) -> Batch | None:
-        """Return the next batch, placed; None if nothing could be read for it.
+    def __next__(self) -> Batch:
+        """Return the next batch; it is not placed if nothing could be read for it.
 
         Raises:
             StopIteration: The pass has ended, on all ranks.
@@ -137,7 +122,7 @@ class StepPass:
             if not agreement.deliver(step):
                 self._over = True
                 agreement.close()
-                self._executor.finish()
+                self._executor.close(ended=True)
                 raise StopIteration
         except AgreedFailure as failure:
             self.close()
@@ -155,7 +140,7 @@ class StepPass:
         found = self._ready.popleft()
         return found if self._notes is None else self._notes.heed(found, agreement.take_notes(step))
 
-    def peek(self) -> Batch | None:
+    def peek(self) -> Batch:
         """Return the batch that will be delivered first, without delivering it and without an agreement.
 
         Raises:
@@ -164,20 +149,16 @@ class StepPass:
         """
         if self._peeked is None:
             try:
-                self._peeked = self._take(), None
+                self._peeked = self._take()
             except StopIteration:
                 self._num_steps = 0
                 raise
             except Exception as failure:  # raised at its own step, on all ranks
                 raise_if_a_handlers(failure)
-                self._peeked = None, failure
-        found, failed = self._peeked
-        if failed is not None:
-            raise failed
-        assert found is not None
-        if self._readiness is not None and self._readiness(found) in (END, UNEQUAL):
-            raise StopIteration
-        made = self._place(copy(found))
+                self._peeked = failure
+        if isinstance(self._peeked, Exception):
+            raise self._peeked
+        made = self._place(copy(self._peeked))
         return made if self._notes is None else self._notes.alone(made)
 
     def close(self) -> None:
@@ -187,40 +168,32 @@ class StepPass:
         self._executor.close()
 
     def _take(self) -> Batch:
-        """Return the batch of the next step."""
-        if self._peeked is not None:
-            (found, failed), self._peeked = self._peeked, None
-            if failed is not None:
-                raise failed
-            assert found is not None
-            return found
-        feed, executor = self._feed, self._executor
+        """Return the batch of the next step.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        peeked, self._peeked = self._peeked, None
+        if isinstance(peeked, Exception):
+            raise peeked
+        if peeked is not None:
+            return peeked
+        feed = self._feed
         feed.fill(self._taken)
-        if feed.num_submitted == self._taken:
-            if feed.failure is not None:
-                raise feed.failure
-            executor.end()
-            raise StopIteration
-        found = executor.take()
+        if feed.failure is not None and feed.num_submitted == self._taken:
+            raise feed.failure
+        found = self._executor.take()
         self._taken += 1
         found.is_first = self._taken == 1
         return found
 
     def _read(self) -> None:
         """Read the next step, and announce whether it can be delivered."""
-        agreement, ready = self._agreement, OK
-        if self._num_steps is not None and self._announced >= self._num_steps:
-            return self._end()
+        agreement = self._agreement
         try:
+            if self._num_steps is not None and self._announced >= self._num_steps:
+                raise StopIteration
             found = self._take()
-            ready = OK if self._readiness is None else self._readiness(found)
-            if ready is END:
-                return self._end()
-            if ready is UNEQUAL:
-                raise UnequalEndsError(
-                    "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
-                    "'drop' or 'repeat', or num_batches=."
-                )
             read = found.digest
             with in_use:
                 made = self._place(found)
@@ -230,42 +203,20 @@ class StepPass:
             if self._notes is not None and (note := self._notes.say(made)) is not None:
                 agreement.note(note)
         except StopIteration:
-            return self._end()
+            self._over = True
+            self._executor.stop()
+            agreement.announce_end()
         except LeaderStoppedError as stopped:  # it says why, once this rank has said that nothing is wrong here
             self._over, self._stopped = True, stopped
             agreement.announce_ok(2)
-            return None
         except Exception as failure:  # also if a batch does not fit the meshes
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._executor.stop()
-            return agreement.announce_failure("" if self._alone else report_of(failure))
-        self._announced += 1
-        if ready is OK:
-            agreement.announce_ok()
+            agreement.announce_failure("" if self._alone else report_of(failure))
         else:
-            agreement.announce_exhausted()
-        return None
-
-    def _end(self) -> None:
-        self._over = True
-        self._executor.stop()
-        self._agreement.announce_end()
-
-
-def stream_readiness(tail: Tail, num_steps: int | None) -> Callable[[Batch], Readiness]:
-    """Return the function that tells whether a batch of a stream can be delivered.
-
-    Args:
-        tail: The tail of the stream.
-        num_steps: Steps that are left in the pass; None: not known yet.
-    """
-
-    def readiness(found: Batch) -> Readiness:
-        if num_steps is not None or (found.whole and found.fresh):
-            return OK if found.value is not None or not found.empty else EXHAUSTED
-        if tail.pads or tail.repeats:
-            return EXHAUSTED if found.empty or not found.fresh else OK
-        return UNEQUAL if tail.refuses and not found.empty else END
-
-    return readiness
+            self._announced += 1
+            if made.exhausted:
+                agreement.announce_exhausted()
+            else:
+                agreement.announce_ok()

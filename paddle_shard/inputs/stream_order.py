@@ -88,15 +88,6 @@ class StreamOrder:
                 parts=tuple([replace(one, step=number) for one in asked]),
             )
 
-    def first_step(self, start: LoaderState) -> Step:
-        """Return the first step of an epoch of whole batches, for a single reader.
-
-        Args:
-            start: Any position of the epoch.
-        """
-        own = None if start.sampler is None else {**start.sampler, "library": None}
-        return next(replace(self, num_workers=0).steps(LoaderState(epoch=start.epoch, sampler=own), compared=False))
-
     def _readers(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
         plan = self.plan

@@ -96,7 +96,7 @@ class ShardIterator:
         try:
             with RecordEvent("paddle_shard: next batch"):
                 found = next(self._pass)
-            if found is None:
+            if not found.placed:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
             valid, local = found.valid(), setup.source.split or setup.source.stream is not None
             ids, lost = found.own_ids(setup.own_layout, local=local)

@@ -127,7 +127,7 @@ class ShardDataloader(PaddleShardDataloader):
                 shared.described = None
                 described.close()
             raise
-        if found is None:
+        if not found.placed:
             raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
         return found.value
 

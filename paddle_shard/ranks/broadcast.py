@@ -26,8 +26,7 @@ from typing import Any
 
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.rendezvous import noted
-from paddle_shard.reading.channel import HEAD, MEMORY, Channel, framed
-from paddle_shard.reading.slots import Slots, ample
+from paddle_shard.reading.channel import HEAD, MEMORY, Channel, Slots, ample, framed
 from paddle_shard.reading.worker_guards import signals_held
 
 _NUM_SLOTS = 64
@@ -78,7 +77,7 @@ class Broadcast:
             Exception: Whatever pickling raises; nothing was sent.
         """
         with self._lock:
-            frame = framed([message], self._place)
+            frame = framed(message, self._place)
             self._count += 1
             for follower in self._followers:
                 follower.send(frame)
@@ -102,12 +101,12 @@ class Broadcast:
         if self._slots is None or number is None or size > room:
             slots = Slots(_NUM_SLOTS, max(room, ample(size)))
             for follower in self._followers:  # each of them maps it before it takes a message that lies in it
-                follower.send(HEAD.pack(MEMORY, 0, 0, 0, len(slots.memory)), slots.file)
+                follower.send(HEAD.pack(MEMORY, 0, 0, len(slots.memory)), slots.file)
             if self._slots is not None:
                 self._slots.close()
             self._slots, self._used, number = slots, [0] * _NUM_SLOTS, 0
         self._used[number] = self._count + 1
-        return number * self._slots.room, self._slots.slot(number, size)
+        return self._slots.slot(number, size)
 
 
 class _Follower:
@@ -261,7 +260,7 @@ class Receiver(Channel):
 
     _num_taken = 0
 
-    def receive(self, failed: Callable[[Exception], Any]) -> list[Any]:
+    def receive(self, failed: Callable[[Exception], Any]) -> Any:
         """See `Channel`."""
         found = super().receive(failed)
         self._num_taken += 1

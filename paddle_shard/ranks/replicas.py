@@ -117,7 +117,7 @@ class Publishing(Wrapper):
         except Exception as error:
             raise_if_a_handlers(error)
             what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
+            raise ReadFailure.of(error, what=what).error(found.step) from None
         if self._replicas.measured:
             self._measure(read - began, time.perf_counter() - read)
         return found
@@ -141,15 +141,11 @@ class Publishing(Wrapper):
     def stop(self) -> None:
         """See `Executor`."""
         self._end(STOP)
+        self._inner.stop()
 
-    def finish(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
-        self._inner.finish()
-        self._broadcast.close()
-
-    def close(self) -> None:
-        """See `Executor`."""
-        self._inner.close()
+        self._inner.close(ended=ended)
         self._broadcast.close()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -195,10 +191,13 @@ class _Received(Executor):
         """See `Executor`.
 
         Raises:
+            StopIteration: All steps that were submitted were taken.
             LeaderStoppedError: The leader has stopped, or the pass is over.
             PeerLostError: The leader is lost, or has said nothing for too long.
             DifferentDataError: The leader has read other samples.
         """
+        if not self.steps:
+            raise StopIteration
         kind, key, content = self._receive()
         if kind == STOP:
             raise self._stopped()
@@ -230,7 +229,7 @@ class _Received(Executor):
         if self._receiver is not None:
             self._receiver.interrupt()
 
-    def close(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
         self._closed = True
         if self._receiver is not None:
@@ -248,8 +247,7 @@ class _Received(Executor):
                 self._receiver = self._connected()
             try:
                 if self._receiver is not None:
-                    (message,) = self._receiver.receive(_failed)
-                    return message  # type: ignore[no-any-return]
+                    return self._receiver.receive(_failed)  # type: ignore[no-any-return]
             except BlockingIOError:
                 pass
             except (EOFError, OSError) as error:
@@ -316,4 +314,4 @@ def _key_of(step: Step) -> int:
 
 def _failed(error: Exception) -> tuple[int, int, ReadFailure]:
     raise_if_a_handlers(error)
-    return FAILED, 0, ReadFailure.of(error, what="receiving the batch", index=None, worker=None)
+    return FAILED, 0, ReadFailure.of(error, what="receiving the batch")

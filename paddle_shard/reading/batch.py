@@ -47,8 +47,13 @@ class Batch:
     """Why missing rows could not be filled."""
     digest: int = 0
     """Digest of what was read or drawn so far, for the ranks to compare."""
+    owned: bool = True
+    """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its pass."""
+
+    exhausted: bool = False
+    """True if it holds nothing new, and nothing new will come."""
 
     # What is known once the batch is placed:
     rows: Any = None
@@ -61,6 +66,11 @@ class Batch:
     """Size in bytes of the rows that were read."""
     summary: dict[str, Any] | None = None
     """Summary of the batch for the ranks to compare; None: this one is not compared."""
+
+    @property
+    def placed(self) -> bool:
+        """True if it can be delivered; False if nothing could be read for it."""
+        return self.layout is not None
 
     @property
     def whole(self) -> bool:

@@ -3,23 +3,76 @@
 from __future__ import annotations
 
 import errno
+import mmap
+import os
 import select
 import socket
 import struct
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
-from paddle_shard.reading.parcel import pickled, unpickled
-from paddle_shard.reading.slots import Slots, ample, layout, mapped, read, write
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.reading.serialization import layout, pickled, read, write
 
-HEAD = struct.Struct("<BxHIQQ")
-"""Kind of payload, number of messages, number of pieces, where it begins in shared memory, number of bytes."""
+HEAD = struct.Struct("<BxxxIQQ")
+"""Kind of payload, number of pieces, where it begins in shared memory, number of bytes."""
 _FILE = struct.Struct("i")
 _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
 INLINE, SHARED, MEMORY = range(3)
 """The payload follows the head; the payload is in shared memory; new shared memory is sent, without a payload."""
 _SMALL = 16 << 10
 """Largest payload in bytes that is sent through the socket."""
+_GRAIN = 64 << 10
+
+
+def ample(size: int) -> int:
+    """Return a size with some reserve, in bytes, since batches differ in size."""
+    return -(-(size + size // 4) // _GRAIN) * _GRAIN
+
+
+class Slots:
+    """Slots of equal size in an unnamed file in memory. It exists as long as a process has it open or mapped."""
+
+    def __init__(self, num_slots: int, room: int) -> None:
+        """Make the file and map it; it takes no memory yet.
+
+        Raises:
+            OSError: The file cannot be made or mapped.
+        """
+        self.room = room
+        """Size of a slot in bytes."""
+        self._there = [0] * num_slots
+        if hasattr(os, "memfd_create"):  # missing if Python was built for a C library from before 2018
+            self.file = os.memfd_create("paddle_shard")
+        else:
+            with tempfile.TemporaryFile(dir="/dev/shm") as file:
+                self.file = os.dup(file.fileno())
+        try:
+            os.ftruncate(self.file, num_slots * self.room)
+            self.memory = memoryview(mmap.mmap(self.file, num_slots * self.room))
+        except BaseException:
+            self.close()
+            raise
+
+    def slot(self, number: int, size: int) -> tuple[int, memoryview]:
+        """Return where a slot begins, and its memory, of which at least `size` bytes are allocated.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        start = number * self.room
+        if self._there[number] < size:
+            there = min(-(-size // _GRAIN) * _GRAIN, self.room)
+            os.posix_fallocate(self.file, start, there)  # else a write would kill the process if memory is short
+            self._there[number] = there
+        return start, self.memory[start : start + self.room]
+
+    def close(self) -> None:
+        """Close the file, so that its number is free; safe to call again."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
 
 
 class Channel:
@@ -43,8 +96,6 @@ class Channel:
         self._theirs: memoryview | None = None
         self._ours: Slots | None = None
         self._num_sent = 0
-        self.num_bytes = 0
-        """Size in bytes of the last payload that was received."""
         self._poll = select.poll()  # not select: it fails for file numbers above 1023, which are common in training
         self._poll.register(connection, select.POLLIN)
 
@@ -52,11 +103,11 @@ class Channel:
         """Wait for a message or for the end of the connection; return whether one of them has come."""
         return bool(self._poll.poll(seconds * 1000))
 
-    def receive(self, failed: Callable[[Exception], Any]) -> list[Any]:
-        """Return the next messages that were sent together. Only the caller holds their arrays.
+    def receive(self, failed: Callable[[Exception], Any]) -> Any:
+        """Return the next message. Only the caller holds its arrays.
 
         Args:
-            failed: Returns the replacement for a message that cannot be read, and for those after it.
+            failed: Returns the replacement for a message that cannot be read.
 
         Raises:
             BlockingIOError: No message has come yet.
@@ -69,32 +120,28 @@ class Channel:
                 continue
             if not received:
                 raise EOFError
-            kind, count, num_pieces, start, self.num_bytes = HEAD.unpack_from(self._small)
+            kind, num_pieces, start, size = HEAD.unpack_from(self._small)
             if kind == MEMORY:
-                self._theirs = mapped(_FILE.unpack(files[0][2])[0], self.num_bytes) if files else None
+                self._theirs = _mapped(_FILE.unpack(files[0][2])[0], size) if files else None
                 continue
-            if kind == INLINE:
-                return unpickled(*read(self._small[HEAD.size :], num_pieces), count, failed)
-            theirs = self._theirs  # another thread may close this end
+            theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs  # another thread may close this end
             if theirs is None:
-                error = OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v")
-                return [failed(error)] * count
-            return unpickled(*read(theirs[start : start + self.num_bytes], num_pieces), count, failed)
+                return failed(OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v"))
+            try:
+                return read(theirs[start : start + size], num_pieces)
+            except Exception as error:
+                raise_if_a_handlers(error)
+                return failed(error)
 
-    def send(self, *messages: Any, slot: int | None = None) -> None:
-        """Send messages, which are received together.
-
-        Args:
-            messages: One or more.
-            slot: The slot to use if they are large; None: the next slot in turn.
+    def send(self, message: Any) -> None:
+        """Send a message.
 
         Raises:
             BlockingIOError: Nothing was sent: the other side must receive earlier messages first.
             OSError: The other side has closed, or there is not enough memory.
             Exception: Whatever pickling raises; nothing was sent.
         """
-        number = self._num_sent % self._num_slots if slot is None else slot
-        self._connection.send(framed(messages, lambda size: self._slot(number, size)))
+        self._connection.send(framed(message, self._slot))
         self._num_sent += 1
 
     def interrupt(self) -> None:
@@ -109,26 +156,26 @@ class Channel:
         if ours is not None:
             ours.close()
 
-    def _slot(self, number: int, size: int) -> tuple[int, memoryview]:
-        """Return where a slot begins, and its memory. If that is too small, new memory is made and sent."""
+    def _slot(self, size: int) -> tuple[int, memoryview]:
+        """Return where the next slot begins, and its memory. If that is too small, new memory is made and sent."""
         if self._ours is None or self._ours.room < size:
             slots = Slots(self._num_slots, ample(size))
             try:
-                socket.send_fds(self._connection, [HEAD.pack(MEMORY, 0, 0, 0, len(slots.memory))], [slots.file])
+                socket.send_fds(self._connection, [HEAD.pack(MEMORY, 0, 0, len(slots.memory))], [slots.file])
             except BaseException:
                 slots.close()
                 raise
             if self._ours is not None:
                 self._ours.close()
             self._ours = slots
-        return number * self._ours.room, self._ours.slot(number, size)
+        return self._ours.slot(self._num_sent % self._num_slots, size)
 
 
-def framed(messages: Sequence[Any], place: Callable[[int], tuple[int, memoryview]]) -> bytes | bytearray:
-    """Return what goes through the socket for messages that are received together; a large payload goes into memory.
+def framed(message: Any, place: Callable[[int], tuple[int, memoryview]]) -> bytes | bytearray:
+    """Return what goes through the socket for a message; a large payload goes into memory.
 
     Args:
-        messages: One or more.
+        message: Anything that pickles.
         place: Returns where a payload of so many bytes begins in the memory that the receiver has mapped, and the
             memory from there on.
 
@@ -136,13 +183,24 @@ def framed(messages: Sequence[Any], place: Callable[[int], tuple[int, memoryview
         OSError: There is not enough memory.
         Exception: Whatever pickling raises; then `place` was not called.
     """
-    pieces = pickled(messages)
+    pieces = pickled(message)
     starts, size = layout([piece.nbytes for piece in pieces])
     if size > _SMALL:
         start, memory = place(size)
         write(memory, pieces, starts)
-        return HEAD.pack(SHARED, len(messages), len(pieces), start, size)
+        return HEAD.pack(SHARED, len(pieces), start, size)
     frame = bytearray(HEAD.size + size)
-    HEAD.pack_into(frame, 0, INLINE, len(messages), len(pieces), 0, size)
+    HEAD.pack_into(frame, 0, INLINE, len(pieces), 0, size)
     write(memoryview(frame)[HEAD.size :], pieces, starts)
     return frame
+
+
+def _mapped(file: int, size: int) -> memoryview | None:
+    """Map a file in memory and close it; None if no addresses are left."""
+    try:
+        return memoryview(mmap.mmap(file, size))
+    except OSError as error:
+        raise_if_a_handlers(error)
+        return None
+    finally:
+        os.close(file)

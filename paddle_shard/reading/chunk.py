@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk
-from paddle_shard.reading.parcel import as_array
+from paddle_shard.reading.tensors import arrays_of, as_array, num_rows_of
 from paddle_shard.stages.stage import Opening
-from paddle_shard.tree import is_sequence, leaves, rebuild
+from paddle_shard.tree import is_sequence, rebuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,28 +92,37 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, e
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
         LookupError: Some rows are real, and no sample can fill the missing ones.
     """
-    first = chunks[0]
-    real = step.real if first.real is None else np.concatenate([np.frombuffer(c.real or b"", np.bool_) for c in chunks])
-    if first.state is not None:
-        step = replace(step, sampler_state=first.state)
-    found = Batch(step=step, value=first.value, real=real, digest=first.digest or step.digest)
-    found.fresh = any(chunk.fresh for chunk in chunks)
-    order = None if places is None else np.argsort(np.concatenate(places), kind="stable")
-    if order is not None and real is not None and len(real) == len(order):  # not so in a rank's own batch
-        found.real = real[order]
-    if any(chunk.value is None for chunk in chunks):
-        found.value, found.why = None, next((chunk.why for chunk in chunks if chunk.why), "")
-        if found.why and not found.empty:
-            raise LookupError(NO_STAND_IN.format(found.why))
-    elif len(chunks) > 1 and order is not None and places is not None:
-        sizes = [len(place) for place in places]
-        found.value = take_rows([chunk.value for chunk in chunks], sizes, order, even)
-    if any(chunk.skipped for chunk in chunks):
-        num_rows = len(step.ids) if found.real is None else len(found.real)
-        found.skipped = np.zeros(num_rows, np.bool_)
-        for chunk, place in zip(chunks, [np.arange(num_rows)] if places is None else places, strict=True):
-            found.skipped[place[[row for row, _ in chunk.skipped]]] = True
+    one = chunks[0] if places is None else _one_of(chunks, places, even)
+    if one.state is not None:
+        step = replace(step, sampler_state=one.state)
+    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why)
+    found.digest = one.digest or step.digest
+    if one.real is not None:
+        found.real = np.frombuffer(one.real, np.bool_)
+    if one.value is None and one.why and not found.empty:
+        raise LookupError(NO_STAND_IN.format(one.why))
+    if one.skipped:
+        found.skipped = np.zeros(len(step.ids) if found.real is None else len(found.real), np.bool_)
+        found.skipped[[row for row, _ in one.skipped]] = True
     return found
+
+
+def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chunk:
+    """Return the chunk that one reader of all parts would have returned."""
+    order = np.argsort(np.concatenate(places), kind="stable")
+    real = np.concatenate([np.frombuffer(chunk.real or b"", np.bool_) for chunk in chunks])[order]
+    value = None
+    if not any(chunk.value is None for chunk in chunks):
+        value = take_rows([chunk.value for chunk in chunks], [len(place) for place in places], order, even)
+    return chunks[0]._replace(
+        value=value,
+        real=real.tobytes(),
+        fresh=any(chunk.fresh for chunk in chunks),
+        skipped=[
+            (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
+        ],
+        why=next((chunk.why for chunk in chunks if chunk.why), ""),
+    )
 
 
 def take_rows(
@@ -121,7 +131,7 @@ def take_rows(
     """Return some rows of several batches, joined one after the other.
 
     Args:
-        batches: Batches of the same structure.
+        batches: Batches of the same structure. In a single one, what has no row for each sample stays as it is.
         sizes: Number of rows of each batch.
         rows: The rows to take, counted over all batches.
         even: Pads the rows of several arrays to one length.
@@ -130,45 +140,81 @@ def take_rows(
     Raises:
         ValueError: The batches differ in structure or in the shape of a row; the text says where.
     """
-    first = batches[0]
+    first, at = batches[0], f" at field {path}" if path else ""
+    cannot = f"what different workers collated cannot be joined{at}"
     if isinstance(first, Mapping):
-        _check_alike([sorted(map(str, batch)) for batch in batches], "keys", path)
+        _check_alike([sorted(map(str, batch)) for batch in batches], "keys", at)
         columns = {key: [batch[key] for batch in batches] for key in first}
         return rebuild(first, {key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]") for key, c in columns.items()})
     if hasattr(first, "shape"):
         if [batch.shape[0] if len(batch.shape) else None for batch in batches] != list(sizes):
+            if len(batches) == 1:
+                return first
             raise ValueError(
-                f"what different workers collated cannot be joined{f' at field {path}' if path else ''}: shapes "
-                f"{[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn must make one row a "
-                "sample; add what is the same for all samples in the training loop."
+                f"{cannot}: shapes {[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn "
+                "must make one row a sample; add what is the same for all samples in the training loop."
             )
         batches = even(batches, path)
-        _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", path)
+        _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", at)
         return np.concatenate([as_array(batch) for batch in batches])[rows]
     if not is_sequence(first):
-        if any(type(batch) is not type(first) or batch != first for batch in batches):
+        if any(type(batch) is not type(first) or batch != first for batch in batches[1:]):
             raise ValueError(
-                f"what different workers collated cannot be joined{f' at field {path}' if path else ''}: it has no row "
-                f"for each sample, and is not the same: {', '.join(dict.fromkeys(map(repr, batches)))}."
+                f"{cannot}: it has no row for each sample, and is not the same: "
+                f"{', '.join(dict.fromkeys(map(repr, batches)))}."
             )
         return first
-    if [len(batch) for batch in batches] == list(sizes) and not any(_holds_tensors(batch) for batch in batches):
+    if [len(batch) for batch in batches] == list(sizes) and not any(True for _ in arrays_of(batches)):
         flat = [item for batch in batches for item in batch]
         return [flat[row] for row in rows.tolist()]
-    _check_alike([len(batch) for batch in batches], "number of fields", path)
+    _check_alike([len(batch) for batch in batches], "number of fields", at)
     fields = enumerate(zip(*batches, strict=True))
     return rebuild(first, [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields])
 
 
-def _check_alike(found: Sequence[Any], what: str, path: str) -> None:
+def _check_alike(found: Sequence[Any], what: str, at: str) -> None:
     if any(value != found[0] for value in found):
         raise ValueError(
-            f"the rows that different workers collated do not fit together{f' at field {path}' if path else ''}: "
-            f"they differ in {what}: {', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that "
-            "do not depend on their neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= for "
-            "this field."
+            f"the rows that different workers collated do not fit together{at}: they differ in {what}: "
+            f"{', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that do not depend on their "
+            "neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= for this field."
         )
 
 
-def _holds_tensors(value: Any) -> bool:
-    return any(hasattr(leaf, "shape") for leaf in leaves(value))
+class OwnBatches:
+    """Makes up for what is missing in a pass whose items are whole batches, whichever worker has read them.
+
+    Where a rank's own data has ended, it gets its first batch of the epoch again. If each rank has batches of its own,
+    each of them gets as many rows as the first one.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._first: Any = None
+
+    def complete(self, found: Batch, request: ChunkRequest) -> None:
+        """Complete a batch in place.
+
+        Raises:
+            BatchStructureError: It has more rows than the first.
+        """
+        if request.step == 0 and request.pad:
+            self._first = found.value
+        if found.value is None and self._first is not None:  # a stream that can be read once is not opened again
+            found.value, found.owned = self._first, False
+        if request.local_rows is None:
+            return
+        rows = 0 if found.value is None else num_rows_of(found.value)
+        wanted = self._num_rows = self._num_rows or request.local_rows or rows
+        if rows > wanted:
+            raise BatchStructureError(
+                f"a batch of {rows} rows came after batches of {wanted}: every rank's batches must have as many rows, "
+                "and only its last may have fewer."
+            )
+        found.step = replace(found.step, sampler_state={**found.step.sampler_state, "rows": wanted})
+        if rows < wanted or found.empty:
+            real = 0 if found.empty else rows
+            found.real = np.arange(wanted) < real
+        if found.value is not None and rows < wanted:
+            fills = request.pad or request.repeat
+            found.value = take_rows([found.value], [rows], np.minimum(np.arange(wanted), rows - 1)) if fills else None

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from paddle_shard.errors import PaddleShardError
-from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.chunk import ChunkRequest
-from paddle_shard.reading.digest import digest
+from paddle_shard.reading.collating import TRIED
+from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.local_batch import num_rows_of
-from paddle_shard.reading.padding import Padding
-from paddle_shard.reading.reader import collate_rows
-from paddle_shard.reading.skipping import collate_skipping
+from paddle_shard.reading.reader import Reader
+from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.cut import FAILED_AT, Stripe
-from paddle_shard.stages.stage import Stage, Stated, Unreadable
+from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.stages.steps import in_rounds
 
+_NOTHING = object()
 
-class ChunkReader:
+
+class ChunkReader(Reader):
     """Serves the requests of one pass after another, in the order of the steps.
 
     It runs in a worker, or in the main process if there are no workers. It keeps the parts of its pass open.
@@ -46,139 +47,108 @@ class ChunkReader:
             collate_fn: The user's function, or None to stack the samples with `collate`.
             generators: Global generators to seed before each call of the user's code.
         """
-        self._stage, self.dataset = stage, dataset
-        self._collate_fn, self.generators = collate_fn, generators
+        super().__init__(dataset, collate_fn, generators, skips=False)
+        self._stage = stage
         self._number: int | None = None
-        self._digest, self._see_every, self._whole_items = 0, 1, False
-        self._ahead: deque[tuple[int, int]] = deque()  # (turn of the parts, digest up to the turn's first sample)
-        self._ahead_digest = 0
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
-        self._padding: Padding | None = None
-        self._why = ""  # why missing rows could not be filled
+        self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
+        self._digests = TurnDigests()
         self._state: Any = None
 
-    draws = True
-    owns_arrays = False
-
-    def read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
-        """Return the rows of a request, or its failure; the main process's generators stay as they are."""
+    def read(self, asked: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
+        """See `Reader`. Requests of a pass come in the order of their steps."""
         with kept(self.generators) if worker is None else nullcontext():
-            return self._read(request, worker)
-
-    def _read(self, request: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
-        at: dict[str, Any] = {"what": f"opening parts {list(request.opening.parts)}", "index": None}
-        try:
-            if request.number != self._number:
-                self._begin(request)
-            if request.step != self._next_step:
-                raise AssertionError(f"step {request.step} was asked for, but step {self._next_step} is next")
-            self._next_step += request.stride
-            samples, real, fresh = self._rows(request, at)
-            if not samples:
-                state, seen = self._state_after(request), self._seen_at(request)
-                return Chunk(None, bytes(real), fresh, state, why=self._why, digest=seen)
-            at.update(what=f"collating {len(samples)} samples", index=None)
-            self._seed(request.opening.key(request.opening.parts[0], "collate", request.step))
-            batch, skipped = self._batch(samples, real, request)
-            if request.local_rows is not None:
-                real = [True] * num_rows_of(batch)
-            state = self._state_after(request)
-            return Chunk(batch, bytes(real), fresh, state, skipped, digest=self._seen_at(request))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # also SystemExit, which would end a worker silently
-            if worker is None and raised_by_a_handler(error):
-                raise
-            index = getattr(error, FAILED_AT, None)
-            if index is not None:  # it failed before the cut, perhaps at another reader's sample
-                at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
-            elif at["index"] is not None and not isinstance(error, PaddleShardError):
-                part, number = at["index"]
-                at["what"] = f"reading {self._named(part, number, request)}"
-            return ReadFailure.of(error, worker=worker, indices=tuple(request.indices), **at)
+            return self.tried(asked, worker, seeded=True)
 
     def close(self) -> None:
         """Drop the open parts."""
-        self._padding = None
         self._number, self._parts = None, []
 
-    def _seed(self, seed: int) -> None:
-        for generator in self.generators:
-            generator.seed(seed)
-
-    def _begin(self, request: ChunkRequest) -> None:
-        opening = replace(request.opening, seed_generators=self._seed, skip_errors=request.skip_errors)
-        self._number, self._next_step, self._parts = request.number, request.first_step, []
-        self._state, self._digest, self._ahead_digest = request.opening.state, 0, 0
-        self._ahead.clear()
-        self._padding = Padding(self._stage, opening)
-        self._whole_items = request.whole_items
-        self._see_every = 1 if request.whole_items else opening.num_parts * opening.stripe
+    def _begin(self, asked: ChunkRequest) -> None:
+        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=asked.skip_errors)
+        self._number, self._next_step, self._parts = asked.number, asked.first_step, []
+        self._state, self._skips = opening.state, asked.skip_errors
+        whole = asked.whole_items
+        # Whole batches that several readers take in turns are made up for by the first one of the stream.
+        first_of = opening.uncut(opening.skip) if asked.stride > 1 else opening
+        self._padding = Padding(self._stage, first_of, whole=whole)
+        self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
         # Readers that repeat their parts may begin a round at different steps.
-        compared = request.compared and not (request.repeat or _splits_after_the_cut(self._stage))
-        seen = self._see if compared else opening.seen
-        self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if request.repeat else 1)
+        compared = asked.compared and not (asked.repeat or _splits_after_the_cut(self._stage))
+        seen = self._digests.see if compared else opening.seen
+        self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if asked.repeat else 1)
 
-    def _see(self, number: int, sample: Any) -> None:
-        """Add a sample to the digest. All readers get to the first sample of each turn, so digests are noted there.
+    def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, seeded: bool) -> Chunk:
+        """See `Reader`."""
+        at["what"] = f"opening parts {list(asked.opening.parts)}"
+        if asked.number != self._number:
+            self._begin(asked)
+        if asked.step != self._next_step:
+            raise AssertionError(f"step {asked.step} was asked for, but step {self._next_step} is next")
+        self._next_step += asked.stride
+        columns, fresh = self._columns(asked, at)
+        parts, position, size = asked.opening.parts, asked.position, asked.samples_per_part
+        num_real, why = list(map(len, columns)), ""
+        if min(num_real) < size:
+            why = self._fill(columns, asked, at)
+        # Rows of the batch, micro-batch by micro-batch: samples, (part, number in the part), and which are real.
+        samples, places, real = list[Any](), list[tuple[int, int]](), list[bool]()
+        for first in range(0, size, asked.stripe):
+            for part, column, count in zip(parts, columns, num_real, strict=True):
+                samples += column[first : first + asked.stripe]
+                for row in range(first, first + asked.stripe):
+                    places.append((part, position + row))
+                    real.append(row < count)
+        value, skipped = None, list[tuple[int, str]]()
+        if len(samples) == len(real):  # else rows are missing
+            failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
+            at.update(what=f"collating {len(samples)} samples", index=None)
+            self._seed(asked.opening.key(parts[0], "collate", asked.step))
+            value, skipped = self._collated(
+                samples,
+                failed,
+                whole=asked.whole_items,
+                split=asked.rows_are_split,
+                stand_in=lambda: self._padding.of(parts[0]),
+                name_of=lambda row: self._named(*places[row], asked),
+            )
+            skipped = [one for one in skipped if real[one[0]]]
+            if asked.local_rows is not None:
+                real = real * num_rows_of(value)
+        state = None
+        if asked.local_rows is not None:
+            state = {"shard": parts[0], "rows": asked.local_rows, "library": self._state}
+        digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
+        return Chunk(value, bytes(real), fresh, state, skipped, why, digest)
 
-        A whole batch has a digest of its own: after a resume, the workers of one rank do not all begin at one batch.
-        """
-        self._ahead_digest = digest(sample, 0 if self._whole_items else self._ahead_digest)
-        if number % self._see_every == 0:
-            self._ahead.append((number // self._see_every, self._ahead_digest))
-
-    def _seen_at(self, request: ChunkRequest) -> int:
-        """Return the digest up to the last turn of a step, which all readers reach; this one may have read further."""
-        last = (request.position + request.samples_per_part - 1) // request.opening.stripe
-        while self._ahead and (request.whole_items or self._ahead[0][0] <= last):
-            _, self._digest = self._ahead.popleft()
-        return self._digest
-
-    def _rows(self, request: ChunkRequest, at: dict[str, Any]) -> tuple[list[Any], list[bool], bool]:
-        """Return the samples in the order of the rows, whether each is real, and whether any row is fresh."""
-        size, fresh, padding = request.samples_per_part, False, self._padding
-        assert padding is not None
-        # columns[part][row of the part]
-        columns: list[list[Any]] = []
-        for part, items in zip(request.opening.parts, self._parts, strict=True):
+    def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
+        """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
+        columns, fresh = list[list[Any]](), False
+        for part, items in zip(asked.opening.parts, self._parts, strict=True):
             column: list[Any] = []
-            while len(column) < size:
-                number = request.position + len(column)
+            while len(column) < asked.samples_per_part:
+                number = asked.position + len(column)
                 at.update(what=f"reading sample {number} of part {part}", index=(part, number))
                 found = next(items, None)
                 if found is None:
                     break
-                fresh = fresh or found[0] == 0
-                sample = found[1]
+                times, sample = found
+                fresh = fresh or times == 0
                 if isinstance(sample, Stated):
                     sample, self._state = sample
                 column.append(sample)
             columns.append(column)
-            if (request.pad or request.skip_errors) and not request.whole_items:
-                padding.note(part, column, ended=len(column) < size)
-        order = [
-            (part, micro * request.stripe + row)
-            for micro in range(request.accumulation)
-            for part in range(len(columns))
-            for row in range(request.stripe)
-        ]
-        num_real = [len(column) for column in columns]
-        real = [num_real[part] > row for part, row in order]
-        if min(map(len, columns)) < size and not self._padded(columns, request, at):
-            return [], real, fresh
-        return [columns[part][row] for part, row in order], real, fresh
+            if asked.pad or asked.skip_errors:
+                self._padding.note(part, column, ended=len(column) < asked.samples_per_part)
+        return columns, fresh
 
-    def _padded(self, columns: list[list[Any]], request: ChunkRequest, at: dict[str, Any]) -> bool:
-        """Fill missing rows if the request says so; return whether they are filled now."""
-        if not request.pad or request.whole_items:
-            return False
-        assert self._padding is not None
+    def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
+        """Fill missing rows if the request says so; return why they cannot be filled."""
         delivers = any(columns)
-        for part, column in zip(request.opening.parts, columns, strict=True):
-            missing = request.samples_per_part - len(column)
-            if not missing:
+        for part, column in zip(asked.opening.parts, columns, strict=True):
+            missing = asked.samples_per_part - len(column)
+            if not asked.pad or not missing:
                 continue
             at.update(what=f"finding what stands in the missing rows of part {part}", index=None)
             try:
@@ -187,56 +157,82 @@ class ChunkReader:
                 raise_if_a_handlers(error)
                 if delivers:
                     raise
-                self._why = str(error)
-                return False
-        return True
+                return str(error)
+        return ""
 
-    def _state_after(self, request: ChunkRequest) -> Any:
-        if request.local_rows is None:
-            return None
-        return {"shard": request.opening.parts[0], "rows": request.local_rows, "library": self._state}
+    def _names(self, asked: ChunkRequest) -> tuple[Any, ...]:
+        return tuple(asked.indices)
 
-    def _batch(
-        self, samples: list[Any], real: list[bool], request: ChunkRequest
-    ) -> tuple[Any, Sequence[tuple[int, str]]]:
-        """Return a batch, and (row, why) of the rows that hold another sample, as their own failed."""
-        if not request.skip_errors:
-            return self._collated(samples, request), ()
-        failed = {row: sample.why for row, sample in enumerate(samples) if isinstance(sample, Unreadable)}
-        places = [self._place_of(row, request) for row in range(len(samples))]
-
-        def stand_in() -> Any:
-            try:
-                return self._padding.of(places[0][0])  # type: ignore[union-attr]
-            except LookupError:
-                why = next(iter(failed.values()))
-                raise ValueError(f"{why}; and no other sample was read that its row could hold") from None
-
-        def name_of(row: int) -> str:
-            return self._named(*places[row], request)
-
-        batch = collate_skipping(samples, failed, lambda rows: self._collated(rows, request), stand_in, name_of)
-        return batch, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items()) if real[row]]
-
-    def _named(self, part: int, number: int, request: ChunkRequest) -> str:
+    def _named(self, part: int, number: int, asked: ChunkRequest) -> str:
         """Return the name of a sample, for messages."""
-        origin = None if request.whole_items else self._stage.origin(request.opening, part, number)
+        origin = None if asked.whole_items else self._stage.origin(asked.opening, part, number)
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
-    @staticmethod
-    def _place_of(row: int, request: ChunkRequest) -> tuple[int, int]:
-        """Return the part of a chunk's row, and the number of its sample in the part."""
-        parts = request.opening.parts
-        micro, row = divmod(row, len(parts) * request.stripe)
-        part, row = divmod(row, request.stripe)
-        return parts[part], request.position + micro * request.stripe + row
-
-    def _collated(self, samples: list[Any], request: ChunkRequest) -> Any:
-        if request.whole_items:
-            return samples[0] if self._collate_fn is None else self._collate_fn(samples[0])
-        return collate_rows(samples, self._collate_fn, rows_are_split=request.rows_are_split)
+    def _blame(self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]) -> None:
+        index = getattr(error, FAILED_AT, None)
+        if index is not None:  # it failed before the cut, perhaps at another reader's sample
+            at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
+        elif at["index"] is not None and not isinstance(error, PaddleShardError):
+            part, number = at["index"]
+            at["what"] = f"reading {self._named(part, number, asked)}"
 
 
 def _splits_after_the_cut(stage: Stage) -> bool:
     """True if samples become several after the cut: a position does not tell how far a reader must have read."""
     return any(one.makes_several for one in takewhile(lambda one: not isinstance(one, Stripe), stage.line()))
+
+
+class Padding:
+    """Fills missing rows of a part with its own first sample, or with that of the lowest part that has one.
+
+    Samples that cannot be read are passed over. So the choice depends on the order alone, not on which reader holds
+    which parts, nor on where the pass began. The first samples that a pass reads are kept. If it begins later, and for
+    other readers' parts, the stream is opened again.
+    """
+
+    def __init__(self, stage: Stage, opening: Opening, *, whole: bool = False) -> None:
+        """Set up; nothing is opened yet.
+
+        Args:
+            stage: The stage that opens the parts.
+            opening: The opening of the pass.
+            whole: True if each sample is a whole batch. Then only the opened part may fill rows.
+        """
+        self._stage, self._whole = stage, whole
+        self._opening = replace(opening, skip=0, state=None)
+        self._from_beginning = opening.skip == 0 and opening.state is None
+        self._most = TRIED if stage.endless else None
+        self._num_noted: Counter[int] = Counter()
+        self._first: dict[int, Any] = {}
+
+    def note(self, part: int, samples: Sequence[Any], *, ended: bool) -> None:
+        """Note the samples of a part that the pass has read next, and whether the part has ended after them."""
+        if not self._from_beginning or part in self._first:
+            return
+        left = None if self._most is None else max(0, self._most - self._num_noted[part])
+        self._num_noted[part] += len(samples)
+        first = next(_readable(samples[:left]), _NOTHING)
+        if ended or first is not _NOTHING:
+            self._first[part] = first
+
+    def of(self, part: int) -> Any:
+        """Return the sample that fills a part's rows.
+
+        Raises:
+            LookupError: Every part is empty, or none of its samples can be read.
+        """
+        for candidate in self._opening.parts if self._whole else (part, *range(self._opening.num_parts)):
+            if candidate not in self._first:
+                opening = replace(self._opening, parts=(candidate,), rounds=Counter())
+                opened = self._stage.open(opening)[0]
+                self._first[candidate] = next(_readable(islice(opened, self._most)), _NOTHING)
+            if self._first[candidate] is not _NOTHING:
+                return self._first[candidate]
+        raise LookupError("every part is empty, or none of its samples can be read")
+
+
+def _readable(samples: Iterator[Any] | Sequence[Any]) -> Iterator[Any]:
+    for sample in samples:
+        found = sample.sample if isinstance(sample, Stated) else sample
+        if not isinstance(found, Unreadable):
+            yield found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,3 +51,32 @@ def _of_array(value: Any, before: int) -> int:
     if array.dtype.hasobject:
         return digest(some.tolist(), before)
     return zlib.crc32(np.ascontiguousarray(some).tobytes(), before)
+
+
+class TurnDigests:
+    """Digests of what a reader has read of a stream that all readers read whole, by turns of the parts."""
+
+    def __init__(self, every: int = 1, *, apart: bool = False) -> None:
+        """Begin a pass.
+
+        Args:
+            every: Samples of a turn. All readers get to the first sample of each turn, so digests are noted there.
+            apart: True if each sample has a digest of its own. A sample is a whole batch then, and after a resume the
+                workers of one rank do not all begin at one batch.
+        """
+        self._every, self._apart = every, apart
+        self._turns: deque[tuple[int, int]] = deque()
+        """(turn, digest up to its first sample) of the turns that were read ahead."""
+        self._read = self._found = 0
+
+    def see(self, number: int, sample: Any) -> None:
+        """Add the sample with some number in the stream."""
+        self._read = digest(sample, 0 if self._apart else self._read)
+        if number % self._every == 0:
+            self._turns.append((number // self._every, self._read))
+
+    def until(self, last: int) -> int:
+        """Return the digest up to a turn, which all readers reach; this one may have read further."""
+        while self._turns and (self._apart or self._turns[0][0] <= last):
+            _, self._found = self._turns.popleft()
+        return self._found

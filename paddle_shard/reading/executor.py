@@ -6,23 +6,32 @@ An executor takes steps and gives back their batches, in the same order. Two of 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk
-from paddle_shard.reading.chunk import Even, as_they_are, joined
-from paddle_shard.reading.failure import ReadFailure, log_skipped
-from paddle_shard.reading.local_batch import OwnRows
-from paddle_shard.reading.parcel import ToTensors, map_leaves
-from paddle_shard.reading.reader import IdReader, Reader
+from paddle_shard.reading.chunk import Even, OwnBatches, as_they_are, joined
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.reader import Reader
+from paddle_shard.reading.tensors import ToTensors, map_leaves
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
-from paddle_shard.samplers.randomness import Generator
+from paddle_shard.samplers.randomness import restore, states
+
+
+class DrewBesideError(Exception):
+    """Another thread than the caller's read, and something drew random numbers or reading failed."""
+
+    def __init__(self, drew: bool) -> None:
+        super().__init__()
+        self.drew = drew
 
 
 class Executor:
@@ -34,19 +43,9 @@ class Executor:
         return 1
 
     @property
-    def owns_arrays(self) -> bool:
-        """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
-        return True
-
-    @property
     def runs_free(self) -> bool:
         """True if another thread than the caller's may take: reading draws no random numbers in this process."""
         return True
-
-    @property
-    def draws_from(self) -> Sequence[Generator]:
-        """The generators of this process that reading might begin to draw from."""
-        return ()
 
     def submit(self, step: Step) -> None:
         """Ask for a step."""
@@ -59,6 +58,7 @@ class Executor:
             beside: True if another thread than the caller's takes.
 
         Raises:
+            StopIteration: All steps that were submitted were taken, or the executor was closed.
             DataReadError: Reading it failed.
             DrewBesideError: `beside`, and something drew random numbers: the caller's thread must take it.
         """
@@ -71,18 +71,15 @@ class Executor:
     def interrupt(self) -> None:
         """Make a call of `take` that waits in another thread return, if possible. Then it must be closed."""
 
-    def end(self) -> None:
-        """Note that all steps of the pass were taken, and no more will be submitted."""
-
     def stop(self) -> None:
-        """Tell the ranks that it reads for, if there are any, that nothing more will come."""
+        """Note that nothing more will be submitted or taken."""
 
-    def finish(self) -> None:
-        """End when all ranks have come to the end; persistent workers may stay."""
-        self.close()
+    def close(self, *, ended: bool = False) -> None:
+        """End the workers and threads; safe to call again.
 
-    def close(self) -> None:
-        """End the workers and threads; safe to call again."""
+        Args:
+            ended: True if all ranks have come to the end of the pass; persistent workers may stay.
+        """
 
 
 class _Reads(Executor):
@@ -95,59 +92,52 @@ class _Reads(Executor):
             places: For each part of a step, the places of its rows in the batch; None: a step has one part, in order.
             even: Pads the rows of several parts to one length.
         """
-        self._places, self._even, self._own_rows = places, even, OwnRows()
+        self._places, self._even, self._own_batches = places, even, OwnBatches()
         self._steps: deque[Step] = deque()
+        """Steps that were submitted and not taken."""
 
-    def _batch(self, step: Step, answers: Sequence[Chunk | ReadFailure]) -> Batch:
+    def _batch(self, answers: Sequence[Chunk | ReadFailure]) -> Batch:
+        """Return the batch of the next step, for which the readers have given these answers."""
+        step, chunks = self._steps.popleft(), list[Chunk]()
         for answer in answers:
             if isinstance(answer, ReadFailure):
                 self.close()
                 raise answer.error(step)
-        chunks = [Chunk(*answer) for answer in answers]  # type: ignore[misc]
-        log_skipped(why for chunk in chunks for _, why in chunk.skipped)
-        if any(chunk.digest != chunks[0].digest for chunk in chunks):
-            raise DifferentDataError(
-                f"step {step.number}: the workers of this rank have read different data, though each reads the same "
-                "stream and keeps its own rows. Seed what draws random numbers in it alike in all of them."
-            )
+            chunks.append(answer)
+            if answer.digest != chunks[0].digest:
+                raise DifferentDataError(
+                    f"step {step.number}: the workers of this rank have read different data, though each reads the "
+                    "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them."
+                )
+            for _, why in answer.skipped:
+                logging.getLogger("paddle_shard").warning("skipped %s", why)
         try:
             found = joined(step, chunks, self._places, self._even)
-            if step.parts and step.parts[0].local_rows is not None:
-                found = self._own_rows.of(found, step.parts[0])
+            if step.parts and step.parts[0].whole_items:
+                self._own_batches.complete(found, step.parts[0])
             return found
         except Exception as error:
             raise_if_a_handlers(error)
             what = "joining the rows of several workers"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(step) from None
+            raise ReadFailure.of(error, what=what).error(step) from None
 
 
 class InlineExecutor(_Reads):
     """Reads in this process, when a batch is taken."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        places: Sequence[Rows] | None = None,
-        even: Even = as_they_are,
-    ) -> None:
-        """Set up; see `_Reads`."""
-        super().__init__(places, even)
+    def __init__(self, reader: Reader) -> None:
+        """Begin a pass; a single reader has all parts of a step."""
+        super().__init__()
         self._reader = reader
-
-    @property
-    def owns_arrays(self) -> bool:
-        """See `Executor`."""
-        return self._reader.owns_arrays
+        self._left_at: Any = None
+        """The generators after the last read of another thread."""
+        self._drew: tuple[Any, Any] | None = None
+        """The generators before and after a read of another thread during which something drew."""
 
     @property
     def runs_free(self) -> bool:
         """See `Executor`."""
         return self._reader.draws is False
-
-    @property
-    def draws_from(self) -> Sequence[Generator]:
-        """See `Executor`."""
-        return self._reader.generators
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -155,22 +145,42 @@ class InlineExecutor(_Reads):
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
-        step = self._steps[0]
-        if isinstance(self._reader, IdReader):
-            answers = [self._reader.read(step, None, beside=beside)]
-        else:
-            answers = [self._reader.read(part, None) for part in step.parts]
-        self._steps.popleft()
-        return self._batch(step, answers)
+        if not self._steps:
+            raise StopIteration
+        step, reader = self._steps[0], self._reader
+        answer = self._read_beside(step) if beside else reader.read(step.parts[0] if step.parts else step, None)
+        if self._drew is not None:
+            (before, after), self._drew = self._drew, None
+            # If it is the data set that drew beside the training loop, and nothing else since, the loop's numbers are
+            # to be as if it had not.
+            if reader.draws and states(reader.generators) == after:
+                restore(reader.generators, before)
+        found = self._batch([answer])
+        found.owned = reader.owns_arrays
+        return found
 
-    def close(self) -> None:
+    def _read_beside(self, step: Step) -> Chunk:
+        """Read in another thread than the caller's, which may not touch the generators: without seeds."""
+        before = states(self._reader.generators)
+        if self._left_at in (None, before):  # else the training loop draws
+            answer = self._reader.tried(step, None, seeded=False)
+            after = self._left_at = states(self._reader.generators)
+            if after == before and isinstance(answer, Chunk):
+                return answer
+            self._drew = before, after
+            raise DrewBesideError(after != before)  # if not, it may have failed because of the thread
+        raise DrewBesideError(True)
+
+    def close(self, *, ended: bool = False) -> None:
         """Drop what is open."""
         self._steps.clear()
-        getattr(self._reader, "close", lambda: None)()
+        self._reader.close()
 
 
 class WorkerExecutor(_Reads):
     """Reads in worker processes, ahead of the caller."""
+
+    _pool: WorkerPool | None = None  # for `__del__`, as a signal handler may raise in the constructor
 
     def __init__(
         self,
@@ -188,8 +198,7 @@ class WorkerExecutor(_Reads):
             even: See `_Reads`.
         """
         super().__init__(places, even)
-        self._pool: WorkerPool | None = pool
-        self._idle, self._num_parts = idle, 1 if places is None else len(places)
+        self._pool, self._idle, self._num_parts = pool, idle, 1 if places is None else len(places)
         try:
             pool.start()
         except BaseException:
@@ -211,18 +220,17 @@ class WorkerExecutor(_Reads):
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
         pool = self._pool
-        if pool is None:
+        if pool is None or not self._steps:
             raise StopIteration
-        step = self._steps[0]
         try:
-            answers = [pool.take() for _ in step.parts or (step,)]
+            answers = [pool.take() for _ in range(self._num_parts)]
         except WorkersLostError as lost:
             if pool.interrupted:
                 raise StopIteration from None
             self.close()
-            raise ReadFailure.of(lost, what="reading", index=None, worker=lost.worker).error(step) from None
-        self._steps.popleft()
-        return self._batch(step, answers)
+            failure = ReadFailure.of(lost, what="reading", worker=lost.worker)
+            raise failure.error(self._steps[0]) from None
+        return self._batch(answers)
 
     def ready(self) -> bool:
         """See `Executor`."""
@@ -234,33 +242,19 @@ class WorkerExecutor(_Reads):
         if pool is not None:
             pool.interrupt()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Let workers that are not persistent end by themselves, so that closing need not wait for them."""
-        if self._pool is not None and not self._pool.persistent:
+        if self._pool is not None and not self._pool.persistent and not self._steps:
             self._pool.let_go()
 
-    def finish(self) -> None:
-        """See `Executor`."""
+    def close(self, *, ended: bool = False) -> None:
+        """End the workers, also persistent ones if they may be in the middle of a batch."""
         pool = self._pool
-        if pool is None or not pool.persistent or pool.interrupted:
-            self.close()
-            return
-        try:
-            while pool.pending:  # what was sent cannot be taken back
-                pool.take()
-        except WorkersLostError:
-            self.close()
-            return
-        except BaseException:
-            self.close()
-            raise
-        self._idle.append(pool)
-        self._pool = None
-
-    def close(self) -> None:
-        """End the workers, also persistent ones: they may be in the middle of a batch."""
-        if self._pool is not None:
-            self._pool.shut_down()
+        if pool is not None:
+            if ended and pool.persistent and pool.drained():
+                self._idle.append(pool)
+            else:
+                pool.shut_down()
         self._pool = None  # only now, as a signal handler may raise before this line
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -280,19 +274,9 @@ class Wrapper(Executor):
         return self._inner.depth
 
     @property
-    def owns_arrays(self) -> bool:
-        """See `Executor`."""
-        return self._inner.owns_arrays
-
-    @property
     def runs_free(self) -> bool:
         """See `Executor`."""
         return self._inner.runs_free
-
-    @property
-    def draws_from(self) -> Sequence[Generator]:
-        """See `Executor`."""
-        return self._inner.draws_from
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -310,21 +294,13 @@ class Wrapper(Executor):
         """See `Executor`."""
         self._inner.interrupt()
 
-    def end(self) -> None:
-        """See `Executor`."""
-        self._inner.end()
-
     def stop(self) -> None:
         """See `Executor`."""
         self._inner.stop()
 
-    def finish(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
-        self._inner.finish()
-
-    def close(self) -> None:
-        """See `Executor`."""
-        self._inner.close()
+        self._inner.close(ended=ended)
 
 
 class Tensors(Wrapper):
@@ -346,9 +322,9 @@ class Tensors(Wrapper):
         found = self._inner.take(beside=beside)
         try:
             with in_use:
-                found.value = map_leaves(found.value, self._zero_copy if self._inner.owns_arrays else self._copied)
+                found.value = map_leaves(found.value, self._zero_copy if found.owned else self._copied)
         except Exception as error:
             raise_if_a_handlers(error)
             what = "making tensors of the batch"
-            raise ReadFailure.of(error, what=what, index=None, worker=None).error(found.step) from None
+            raise ReadFailure.of(error, what=what).error(found.step) from None
         return found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,60 +15,39 @@ from paddle_shard.plan.step import Step
 _SHOWN = 16
 
 
-def _guarded(text: Callable[[], str]) -> str:
-    try:
-        return text()
-    except Exception as error:  # an exception whose own __str__ raises
-        raise_if_a_handlers(error)
-        return f"(its text cannot be had: {type(error).__name__})"
-
-
-def log_skipped(told: Iterable[str]) -> None:
-    """Log the samples that were not read (`on_error="skip"`)."""
-    for why in told:
-        logging.getLogger("paddle_shard").warning("skipped %s", why)
-
-
-def _plain(index: Any) -> Any:
-    return index.item() if isinstance(index, np.generic) else index
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFailure:
     """A failed read as a value: picklable, small, complete."""
 
     what: str
     """The action that failed, such as "reading sample 7"."""
-    index: Any
-    """The sample at fault; None if no single one is."""
     cause_type: str
     cause: str
     """The exception's text."""
     traceback: str
-    worker: int | None
+    index: Any = None
+    """The sample at fault; None if no single one is."""
+    worker: int | None = None
+    """Number of the worker; None: the main process."""
     indices: tuple[Any, ...] = ()
     """The names of the samples of the request; empty: they are its indices."""
 
     @classmethod
-    def of(
-        cls, error: BaseException, *, what: str, index: Any, worker: int | None, indices: tuple[Any, ...] = ()
-    ) -> ReadFailure:
-        """Return the failure for an exception."""
-        return cls(
-            what=what,
-            index=index,
-            cause_type=type(error).__name__,
-            cause=text_of(error),
-            traceback=_guarded(lambda: "".join(traceback.format_exception(error))),
-            worker=worker,
-            indices=indices,
-        )
+    def of(cls, error: BaseException, **where: Any) -> ReadFailure:
+        """Return the failure for an exception, with the fields that say where it was raised."""
+        try:
+            text = "".join(traceback.format_exception(error))
+        except Exception as other:  # an exception whose own __str__ raises
+            raise_if_a_handlers(other)
+            text = f"(its text cannot be had: {type(other).__name__})"
+        return cls(cause_type=type(error).__name__, cause=text_of(error), traceback=text, **where)
 
     def error(self, asked: Step) -> DataReadError:
         """Return the exception to raise for a step that failed."""
         where = "in the main process" if self.worker is None else f"in worker {self.worker}"
         parts = [index for part in asked.parts for index in part.indices]
-        indices = list(map(_plain, self.indices or parts or asked.ids))
+        named = self.indices or parts or asked.ids
+        indices = [index.item() if isinstance(index, np.generic) else index for index in named]
         shown = ", ".join(map(repr, indices[:_SHOWN])) + (", ..." * (len(indices) > _SHOWN))
         error = DataReadError(
             f"{self.what} failed {where} (epoch {asked.epoch}, step {asked.number}): "

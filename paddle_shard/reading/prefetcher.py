@@ -8,16 +8,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
 
 from paddle.base.framework import _current_expected_place, _set_expected_place
 
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.executor import Executor, Wrapper
-from paddle_shard.reading.reader import DrewBesideError
+from paddle_shard.reading.executor import DrewBesideError, Executor, Wrapper
 from paddle_shard.reading.worker_guards import signals_held
-from paddle_shard.samplers.randomness import states
 from paddle_shard.say_once import say_once
 
 QUICK = 0.001
@@ -58,13 +55,13 @@ class Prefetcher(Wrapper):
         """Steps that were submitted here, and not to the inner executor yet."""
         self._left = 0
         """Steps that were submitted and whose batches were not read yet."""
-        self._done: deque[tuple[Batch | None, BaseException | None]] = deque()
+        self._done: deque[Batch | BaseException] = deque()
+        """What the thread has read, and at last what it has failed with."""
         self._seconds = 0.0
-        self._draws_from = inner.draws_from
-        self._left_at: list[Any] | None = None
-        """The generators when the caller was given a batch, if reading may draw from them."""
         self._thread: threading.Thread | None = None
-        self._running = self._over = False
+        self._running = False
+        self._over = False
+        """True if the thread must end, and never runs again."""
         self._place, self._process = _current_expected_place(), os.getpid()
 
     @property
@@ -84,67 +81,38 @@ class Prefetcher(Wrapper):
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
-        if self._running and self._left_at is not None and states(self._draws_from) != self._left_at:
-            self._yield_to_the_loop()
-        self._start()
-        try:
-            return self._next()
-        finally:
-            self._left_at = states(self._draws_from) if self._running and self._draws_from else None
-
-    def _next(self) -> Batch:
+        if not self._running and self._may_run():
+            self._start()
         with self._changed:
-            while not self._done and self._running:
+            while self._running and self._left and not self._done:
                 self._changed.wait()
             if self._done:
-                found, failure = self._done.popleft()
+                found = self._done.popleft()
                 self._changed.notify_all()
-                if failure is not None:
-                    raise failure
-                assert found is not None
+                if isinstance(found, BaseException):
+                    raise found
                 return found
         began = time.perf_counter()
-        found = self._take(beside=False)
+        found = self._read(beside=False)
+        self._left -= 1
         took = time.perf_counter() - began
         self._seconds = _KEPT * self._seconds + (1 - _KEPT) * took if self._seconds else took
         return found
-
-    def _yield_to_the_loop(self) -> None:
-        """Stop the thread: the loop draws from the generators that samples may begin to draw from."""
-        say_once(_LOOP_DRAWS)
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-            while self._running:
-                self._changed.wait()
 
     def ready(self) -> bool:
         """See `Executor`."""
         return bool(self._done) or (not self._running and self._inner.ready())
 
-    def interrupt(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-        self._inner.interrupt()
+        if os.getpid() == self._process:  # a forked child has no thread, and its copy of the lock may stay locked
+            ended = ended and self.stop_thread(interrupt=False)
+            if not ended:
+                self.stop_thread(interrupt=True)
+        self._inner.close(ended=ended)
 
-    def finish(self) -> None:
-        """See `Executor`."""
-        if self._ended(interrupt=False):
-            self._inner.finish()
-        else:
-            self.close()
-
-    def close(self) -> None:
-        """See `Executor`."""
-        self._ended(interrupt=True)
-        self._inner.close()
-
-    def _ended(self, *, interrupt: bool) -> bool:
-        """End the thread and return whether it has ended; safe from any thread."""
-        if os.getpid() != self._process:  # a forked child has no thread, and its copy of the lock may stay locked
-            return True
+    def stop_thread(self, *, interrupt: bool) -> bool:
+        """End the thread; return whether it has ended before a second was over. Safe from any thread."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -157,21 +125,15 @@ class Prefetcher(Wrapper):
         _open.discard(self)
         return not thread.is_alive()
 
-    def _take(self, *, beside: bool) -> Batch:
+    def _read(self, *, beside: bool) -> Batch:
         while self._waiting:
             self._inner.submit(self._waiting.popleft())
-        found = self._inner.take(beside=beside)
-        with self._changed:
-            self._left -= 1
-        return found
+        return self._inner.take(beside=beside)
 
     def _may_run(self) -> bool:
         return not self._over and (self._always or self._seconds >= QUICK) and self._inner.runs_free
 
     def _start(self) -> None:
-        """Start the thread, if it may run and pays off."""
-        if self._running or not self._may_run():
-            return
         thread = threading.Thread(target=self._run, name="paddle_shard-prefetch", daemon=True)
         with signals_held():  # a handler may raise only once the thread is stored and can be stopped
             self._running = True
@@ -193,12 +155,13 @@ class Prefetcher(Wrapper):
                         self._changed.wait()
                     if self._over:
                         return
-                found = self._take(beside=True)
+                found = self._read(beside=True)
                 with self._changed:
-                    self._done.append((found, None))
+                    self._left -= 1
+                    self._done.append(found)
                     self._changed.notify_all()
         except DrewBesideError as error:
-            self._always, self._seconds, self._over = False, 0.0, True  # the caller's thread reads from here on
+            self._over = True  # the caller's thread reads from here on
             if error.drew:
                 say_once(_LOOP_DRAWS)
         except BaseException as error:  # raised when the caller takes this step
@@ -206,7 +169,7 @@ class Prefetcher(Wrapper):
         finally:
             with self._changed:
                 if failure is not None:
-                    self._done.append((None, failure))
+                    self._done.append(failure)
                 self._running = False
                 self._changed.notify_all()
 
@@ -215,4 +178,4 @@ class Prefetcher(Wrapper):
 def _stop_all() -> None:
     """End the threads before the interpreter shuts down, since they would continue to work during the shutdown."""
     for prefetcher in list(_open):
-        prefetcher._ended(interrupt=False)
+        prefetcher.stop_thread(interrupt=False)

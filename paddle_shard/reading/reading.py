@@ -16,11 +16,9 @@ from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.chunk import Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, WorkerExecutor, Wrapper
-from paddle_shard.reading.local_batch import arrays_of
-from paddle_shard.reading.parcel import ToTensors
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
+from paddle_shard.reading.tensors import ToTensors, arrays_of
 from paddle_shard.reading.workers import WorkerPool
-from paddle_shard.samplers.randomness import Generator
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Stage
 
@@ -63,9 +61,10 @@ class Reading:
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             stream: How it is read, if the data is a stream.
         """
-        self._generators: Sequence[Generator] = how.generators
-        self._copied, self._zero_copy, self._worker_timeout, self._stream = copied, zero_copy, worker_timeout, stream
-        self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how)
+        self._how, self._stream, self._worker_timeout = how, stream, worker_timeout
+        self._copied, self._zero_copy = copied, zero_copy
+        # Of data with an index, one for all passes: it knows whether reading draws.
+        self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how) if stream is None else None
         self._idle: list[WorkerPool] = []
         has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
         self._iterates_itself = has_iter and stream is None
@@ -88,30 +87,23 @@ class Reading:
 
     def core(self) -> Executor:
         """Start to read a new pass, in this process or in workers."""
-        stream = self._stream
-        places = None if stream is None or len(stream.places) == 1 else stream.places
-        even = as_they_are if stream is None else stream.even
+        given, stream = self.dataloader, self._stream
+        places, reads_all = None, False
+        even: Even = as_they_are
+        reader: Reader | None = self._id_reader
+        if stream is not None:
+            reader = ChunkReader(stream.stage, given.dataset, given.collate_fn, self._how.generators)
+            places, even = stream.places if len(stream.places) > 1 else None, stream.even
+            reads_all = isinstance(stream.stage.source, IterableSource)
+        assert reader is not None
         if not self.num_workers:
-            return InlineExecutor(self._reader(), places, even)
-        pool = self._idle.pop() if self._idle else self._new_pool()
+            return InlineExecutor(reader)
+        if self._idle:
+            pool = self._idle.pop()
+        else:
+            timeout = self._worker_timeout
+            pool = WorkerPool(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
         return WorkerExecutor(pool, self._idle, places, even)
-
-    def inline(self) -> Executor:
-        """Return an executor that reads in this process, whatever the settings, and makes tensors."""
-        return Tensors(InlineExecutor(self._reader()), self._copied, self._zero_copy)
-
-    def _reader(self) -> Reader:
-        if self._stream is None:
-            return self._id_reader
-        given = self.dataloader
-        return ChunkReader(self._stream.stage, given.dataset, given.collate_fn, self._generators)
-
-    def _new_pool(self) -> WorkerPool:
-        reads_all = self._stream is not None and isinstance(self._stream.stage.source, IterableSource)
-        timeout = self._worker_timeout
-        return WorkerPool(
-            self.dataloader, self._reader(), self.num_workers, worker_timeout=timeout, reads_all=reads_all
-        )
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""
@@ -153,7 +145,7 @@ class UserIterated(Wrapper):
         super().__init__(inner)
         self._name = name = f"{type(dataloader).__name__}.__iter__"
         self._taken = taken = deque[Batch]()  # batches that the user's code has taken and not yielded yet
-        waiting = self._waiting = [0]  # steps that were submitted and whose batches were not taken by the user's code
+        self._left = 0  # steps that were submitted and whose batches were not yielded yet
         begun: list[bool] = []
 
         def batches() -> Iterator[Any]:  # does not refer to self, so that dropping the pass ends its workers at once
@@ -162,12 +154,13 @@ class UserIterated(Wrapper):
                     f"{name} goes through its batches more than once; a sharded pass can read them once only."
                 )
             begun.append(True)
-            while waiting[0] or more():
+            while True:
                 try:
                     found = inner.take()
-                except StopIteration:  # the pass is being closed
-                    return
-                waiting[0] -= 1
+                except StopIteration:  # the user's code reads ahead of what was submitted; or the pass is being closed
+                    if not more():
+                        return
+                    continue
                 taken.append(found)
                 yield found.value
 
@@ -178,13 +171,8 @@ class UserIterated(Wrapper):
 
     def submit(self, step: Any) -> None:
         """See `Executor`."""
-        self._waiting[0] += 1
+        self._left += 1
         self._inner.submit(step)
-
-    @property
-    def runs_free(self) -> bool:
-        """False: the user's code belongs to the thread that iterates."""
-        return False
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`.
@@ -194,7 +182,12 @@ class UserIterated(Wrapper):
         """
         value = next(self._batches, _END)
         if value is _END:
-            raise self._ended_early()
+            if not self._left:
+                raise StopIteration
+            raise BatchStructureError(
+                f"{self._name} ends before super().__iter__() does, and drops the batches that are left. For shorter "
+                "epochs give a sampler, or leave the loop with break."
+            )
         if not self._taken:
             raise BatchStructureError(
                 f"{self._name} yields more batches than it was asked for: it must call super().__iter__() once, "
@@ -202,6 +195,7 @@ class UserIterated(Wrapper):
             )
         if len(self._taken) > 1:
             self._check_turn(value)
+        self._left -= 1
         found = self._taken.popleft()
         found.value = value
         return found
@@ -223,34 +217,15 @@ class UserIterated(Wrapper):
                 "batch_sampler."
             )
 
-    def _ended_early(self) -> BatchStructureError:
-        return BatchStructureError(
-            f"{self._name} ends before super().__iter__() does, and drops the batches that are left. For shorter "
-            "epochs give a sampler, or leave the loop with break."
-        )
-
     def ready(self) -> bool:
         """See `Executor`."""
         return bool(self._taken) or self._inner.ready()
 
-    def end(self) -> None:
-        """See `Executor`.
-
-        Raises:
-            BatchStructureError: The user's `__iter__` does not end with its batches.
-        """
-        if next(self._batches, _END) is not _END or self._taken:
-            raise BatchStructureError(
-                f"{self._name} yields more batches than it was asked for, or drops some: it must call "
-                "super().__iter__() once, and yield one batch for each of that."
-            )
-        self._inner.end()
-
-    def close(self) -> None:
+    def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
         self._batches = iter(())
         self._taken.clear()
-        self._inner.close()
+        self._inner.close(ended=ended)
 
 
 def _reading_class(cls: type) -> type:

@@ -8,8 +8,6 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
 
 import numpy as np
 import paddle
@@ -32,36 +30,42 @@ class WorkerSettings:
     """The user's `worker_init_fn`."""
     reads_all: bool
     """True if every worker reads the whole data set; then `init_fn` is told that there is a single worker."""
-    seed: int
-    """Seed of the workers' random generators."""
     num_ahead: int
-    """Number of messages with requests that a worker is sent ahead."""
+    """Number of requests that a worker is sent ahead."""
 
 
-def work(number: int, connection: socket.socket, settings: WorkerSettings) -> None:
-    """Answer requests until the other side has closed."""
+def work(number: int, connection: socket.socket, settings: WorkerSettings, seed: int) -> None:
+    """Answer requests until the other side has closed.
+
+    Args:
+        number: Number of this worker.
+        connection: To the process that asks.
+        settings: Of all workers of its pool.
+        seed: Seed of the workers' random generators.
+    """
     _leave_signals_alone()
     end_with_the_parent()
     channel = Channel(connection, settings.num_ahead)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # other devices' drivers do not work after a fork
-        failure = _set_up(number, settings)
+        failure = _set_up(number, settings, seed)
 
         def lost(error: Exception) -> ReadFailure:
-            return ReadFailure.of(error, what="receiving the request", index=None, worker=number)
+            return ReadFailure.of(error, what="receiving the request", worker=number)
 
-        for turn in count():
+        while True:
             try:
-                requests = channel.receive(lost)
+                asked = channel.receive(lost)
             except EOFError:
                 return
-            (asked,) = requests
             answer = failure or (asked if isinstance(asked, ReadFailure) else settings.reader.read(asked, number))
             try:
-                # At most `num_ahead` requests are here, so the answer of that many turns ago was taken.
-                _send(channel, answer, number, turn % settings.num_ahead)
+                # At most `num_ahead` requests are here, so the answer that was sent so many turns ago was taken.
+                channel.send(answer)
             except ConnectionError:
                 return
+            except Exception as error:  # nothing was sent
+                channel.send(ReadFailure.of(error, what="sending the batch", worker=number))
             del answer  # else it takes memory while the next one is read
 
 
@@ -72,28 +76,19 @@ def _leave_signals_alone() -> None:
             signal.signal(signalled, signal.SIG_IGN if signalled == signal.SIGINT else signal.SIG_DFL)
 
 
-def _set_up(number: int, settings: WorkerSettings) -> ReadFailure | None:
+def _set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | None:
     """Prepare this process as Paddle prepares its workers; return the failure of the user's function, if it failed."""
-    random.seed(settings.seed + number)
-    paddle.seed(settings.seed + number)
-    np.random.seed(paddle_worker._generate_states(settings.seed, number))
+    random.seed(seed + number)
+    paddle.seed(seed + number)
+    np.random.seed(paddle_worker._generate_states(seed, number))
     dataset = settings.reader.dataset
-    own = ShownInfo(number, settings.num_workers, dataset, settings.seed)
+    own = ShownInfo(number, settings.num_workers, dataset, seed)
     paddle_worker._worker_info = own
     try:
         if settings.init_fn is not None:
             # As Paddle documents, users split a stream here. A stream that is cut later must stay whole.
-            with shown(ShownInfo(0, 1, dataset, settings.seed) if settings.reads_all else own):
+            with shown(ShownInfo(0, 1, dataset, seed) if settings.reads_all else own):
                 settings.init_fn(number)
     except BaseException as error:  # also SystemExit, which would end the worker silently
-        return ReadFailure.of(error, what="worker_init_fn", index=None, worker=number)
+        return ReadFailure.of(error, what="worker_init_fn", worker=number)
     return None
-
-
-def _send(channel: Channel, answer: Any, number: int, slot: int) -> None:
-    try:
-        channel.send(answer, slot=slot)
-    except ConnectionError:
-        raise
-    except Exception as error:
-        channel.send(ReadFailure.of(error, what="sending the batch", index=None, worker=number), slot=slot)

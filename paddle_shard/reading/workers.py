@@ -13,8 +13,6 @@ import sys
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -62,20 +60,11 @@ class WorkersLostError(Exception):
         self.worker = worker
 
 
-@dataclass(slots=True, eq=False)
-class _Asked:
-    request: Any
-    worker: int
-    sent: bool = False
-    failure: ReadFailure | None = None
-    """Why the request cannot be sent."""
-
-
 class WorkerPool:
     """Some worker processes, each of which reads one request after another. Persistent ones serve several passes.
 
     Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests.
-    So each worker's channel is a queue, and nothing needs to be sorted.
+    So each worker's channel is a queue, nothing needs to be sorted, and three numbers tell which requests are where.
     """
 
     def __init__(
@@ -98,44 +87,43 @@ class WorkerPool:
                 `worker_init_fn` is told that there is a single worker, so that it leaves the data set whole.
         """
         self.persistent = bool(settings._persistent_workers)
-        self.num_workers: int = num_workers or settings.num_workers
-        self._reader, self._reads_all = reader, reads_all
-        self._init_fn, self._ahead = settings.worker_init_fn, int(settings.prefetch_factor)
+        self._num_workers: int = num_workers or settings.num_workers
+        self._settings = WorkerSettings(
+            reader=reader,
+            num_workers=self._num_workers,
+            init_fn=settings.worker_init_fn,
+            reads_all=reads_all,
+            num_ahead=int(settings.prefetch_factor),
+        )
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
-        self.pending: deque[_Asked] = deque()
-        """What was asked for and not taken yet, in order."""
-        self._unsent: deque[_Asked] = deque()
-        """Those of `pending` that were not sent yet: a worker has as many as it may have."""
-        self._under_way: list[int] = []
-        """For each worker, the number of requests that were sent and whose answers were not taken."""
-        self._num_asked = 0
+        self._num_taken = self._num_sent = 0
+        self._unsent: deque[Any] = deque()
+        """Requests that follow those that were sent."""
+        self._failures: dict[int, ReadFailure] = {}
+        """Number of a request -> why it could not be sent."""
         self.interrupted = False
         _pools.add(self)
 
     @property
     def depth(self) -> int:
         """Number of requests that keep all workers busy."""
-        return self.num_workers * self._ahead
+        return self._num_workers * self._settings.num_ahead
 
     def start(self) -> None:
         """Start a pass; the previous pass must have ended."""
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
-        self._num_asked = 0
-        self.pending.clear()
+        self._num_taken = self._num_sent = 0
         self._unsent.clear()
-        self._under_way = [0] * self.num_workers
+        self._failures.clear()
         if not self._workers:
             self._start_workers()
 
     def ask(self, request: Any) -> None:
         """Ask the next worker for something; it is sent as soon as the worker may have one more request."""
-        asked = _Asked(request, self._num_asked % self.num_workers)
-        self._num_asked += 1
-        self.pending.append(asked)
-        self._unsent.append(asked)
+        self._unsent.append(request)
         self._send()
 
     def take(self) -> Chunk | ReadFailure:
@@ -145,21 +133,32 @@ class WorkerPool:
             WorkersLostError: A worker has ended or hangs.
         """
         self._send()
-        asked = self.pending[0]
-        answer = self._received(asked.worker) if asked.failure is None else asked.failure
-        self.pending.popleft()
-        if asked.failure is None:
-            self._under_way[asked.worker] -= 1
+        answer = self._failures.get(self._num_taken)
+        if answer is None:
+            answer = self._received(self._num_taken % self._num_workers)
+        self._num_taken += 1
         self._send()
         return answer
 
     def ready(self, count: int) -> bool:
         """Return whether the next `count` answers have come or will never come."""
-        coming = [asked for asked in islice(self.pending, count) if asked.failure is None][: self.num_workers]
-        return all(asked.sent and self._channels[asked.worker].wait(0) for asked in coming)
+        first, asked = self._num_taken, self._num_sent + len(self._unsent)
+        return all(
+            number in self._failures or (number < self._num_sent and self._channels[number % self._num_workers].wait(0))
+            for number in range(first, min(first + min(count, self._num_workers), asked))
+        )
+
+    def drained(self) -> bool:
+        """Take all that was asked for, since it cannot be taken back; return whether the workers can serve a pass."""
+        try:
+            while self._num_taken < self._num_sent + len(self._unsent):
+                self.take()
+        except WorkersLostError:
+            return False
+        return not self.interrupted
 
     def interrupt(self) -> None:
-        """Make a call of `next` in another thread end."""
+        """Make a call of `take` in another thread end."""
         self.interrupted = True
         for channel in self._channels:
             with ignoring(OSError):
@@ -186,8 +185,7 @@ class WorkerPool:
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""
-        for channel in self._channels:
-            channel.close()
+        self.let_go()
         # Else the interpreter would end the workers together with this process.
         multiprocessing.process._children.difference_update(self._workers)  # type: ignore[attr-defined]
         self._workers, self._channels = [], []
@@ -195,63 +193,54 @@ class WorkerPool:
     def _start_workers(self) -> None:
         with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
             seed = int(np.random.randint(sys.maxsize))
-        settings = WorkerSettings(
-            reader=self._reader,
-            num_workers=self.num_workers,
-            init_fn=self._init_fn,
-            reads_all=self._reads_all,
-            seed=seed,
-            num_ahead=self._ahead,
-        )
+        settings = self._settings
         try:
             with garbage_left_to_the_parent(), signals_held():
-                for number in range(self.num_workers):
-                    self._start_worker(number, settings)
+                for number in range(self._num_workers):
+                    with in_use:  # no other thread may fork before the new socket is noted
+                        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                        ours.setblocking(False)
+                        self._channels.append(Channel(ours, settings.num_ahead))
+                        name, args = f"paddle_shard-worker-{number}", (number, theirs, settings, seed)
+                        with theirs:
+                            worker = multiprocessing.Process(target=work, args=args, name=name, daemon=True)
+                            worker.start()
+                        self._workers.append(worker)
         except BaseException:
             self.shut_down()
             raise
 
-    def _start_worker(self, number: int, settings: WorkerSettings) -> None:
-        with in_use:  # no other thread may fork before the new socket is noted
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.setblocking(False)
-            self._channels.append(Channel(ours, self._ahead))
-            with theirs:
-                worker = multiprocessing.Process(
-                    target=work, args=(number, theirs, settings), name=f"paddle_shard-worker-{number}", daemon=True
-                )
-                worker.start()
-            self._workers.append(worker)
-
     def _send(self) -> None:
         """Send as many requests as the workers may have, in their order."""
-        while self._unsent:
-            asked = self._unsent[0]
-            if self._under_way[asked.worker] >= self._ahead:
-                return
+        # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
+        while self._unsent and (self._num_sent - self._num_taken) // self._num_workers < self._settings.num_ahead:
+            request = self._unsent[0]
             try:
-                self._channels[asked.worker].send(asked.request)
+                self._channels[self._num_sent % self._num_workers].send(request)
             except BlockingIOError:  # the worker is busy with earlier messages
                 return
             except ConnectionError:  # told when the answer is due
                 pass
             except Exception as error:
                 raise_if_a_handlers(error)  # by a signal handler: the message may have been sent
-                places = tuple(getattr(asked.request, "indices", ()))
-                asked.failure = ReadFailure.of(
-                    error, what="sending the request", index=None, worker=None, indices=places
-                )
+                indices = tuple(getattr(request, "indices", ()))
+                self._failures[self._num_sent] = ReadFailure.of(error, what="sending the request", indices=indices)
             self._unsent.popleft()
-            if asked.failure is None:
-                asked.sent = True
-                self._under_way[asked.worker] += 1
+            self._num_sent += 1
 
     def _received(self, number: int) -> Any:
         """Return the next answer of a worker."""
+
+        def failed(error: Exception) -> ReadFailure:
+            return ReadFailure.of(error, what="receiving the batch", worker=number)
+
         channel, waited = self._channels[number], 0.0
         while True:
-            with contextlib.suppress(BlockingIOError):
-                return self._answer(channel, number)
+            try:
+                with contextlib.suppress(BlockingIOError):
+                    return channel.receive(failed)
+            except EOFError:
+                raise self._lost(number) from None
             seconds = min(_LOOK_SECONDS, self.worker_timeout - waited)
             if channel.wait(seconds):
                 continue
@@ -263,17 +252,6 @@ class WorkerPool:
             if waited >= self.worker_timeout:
                 text = f"worker {number} has said nothing for {self.worker_timeout:g} s; the loader's timeout= says so"
                 raise WorkersLostError(text, number)
-
-    def _answer(self, channel: Channel, number: int) -> Any:
-        def failed(error: Exception) -> ReadFailure:
-            raise_if_a_handlers(error)  # by a signal handler: the answer may be lost
-            return ReadFailure.of(error, what="receiving the batch", index=None, worker=number)
-
-        try:
-            (answer,) = channel.receive(failed)
-        except EOFError:
-            raise self._lost(number) from None
-        return answer
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""

@@ -92,6 +92,8 @@ class Numbers(Executor):
         self.submitted.append(step)
 
     def take(self, *, beside=False):
+        if not self.submitted:
+            raise StopIteration
         step = self.submitted.pop(0)
         self.threads.append(threading.current_thread())
         self.call(step.number)
@@ -100,7 +102,7 @@ class Numbers(Executor):
     def ready(self):
         return True
 
-    def close(self):
+    def close(self, *, ended=False):
         pass
 
 
@@ -368,7 +370,7 @@ class One:
     def gather(self, payload):
         return [payload]
 
-    def close(self):
+    def close(self, *, ended=False):
         pass
 
 

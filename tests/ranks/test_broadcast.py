@@ -52,8 +52,7 @@ def taken(receiver, seconds=HANG):
     deadline = time.monotonic() + seconds
     while True:
         try:
-            (found,) = receiver.receive(fail)
-            return found
+            return receiver.receive(fail)
         except BlockingIOError:
             assert receiver.wait(max(0.0, deadline - time.monotonic())), "nothing comes"
 

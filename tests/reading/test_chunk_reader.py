@@ -20,10 +20,9 @@ from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk
-from paddle_shard.reading.chunk import ChunkRequest, joined
+from paddle_shard.reading.chunk import ChunkRequest, OwnBatches, joined
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.local_batch import OwnRows
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
@@ -627,9 +626,11 @@ def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
         whole_items=True,
         local_rows=0,
     )
-    own, step = OwnRows(), replace(STEP, sampler_state={"rows": 0})
+    own, step = OwnBatches(), replace(STEP, sampler_state={"rows": 0})
     values = [made([[n, n] for n in range(rows)]) for rows in (3, 2)]
-    found = [own.of(ReadBatch(step=step, value=value, real=None), asked) for value in values]
+    found = [ReadBatch(step=step, value=value, real=None) for value in values]
+    for one in found:
+        own.complete(one, asked)
 
     assert found[0].real is None
     assert found[1].real.tolist() == [True, True, False]

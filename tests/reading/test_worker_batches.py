@@ -74,7 +74,7 @@ class Batches:
             self.executor.submit(step)
             self._waiting += 1
         if not self._waiting:
-            self.executor.end()
+            self.executor.stop()
             raise StopIteration
         found = self.executor.take()
         self._waiting -= 1
@@ -339,7 +339,7 @@ def test_a_pass_may_be_finished_while_batches_are_under_way(bad):
 
     with reading(work, steps_of(10_000), persistent_workers=True) as batches:
         assert [int(next(batches)[0][0]) for _ in range(LATE)] == list(range(LATE))
-        batches.executor.finish()
+        batches.executor.close(ended=True)
         assert next(batches, None) is None
 
 
@@ -352,7 +352,7 @@ def test_persistent_workers_serve_another_pass_after_one_that_was_left():
             found = list(islice(Batches(executor, steps_of(20)), taken))
             assert [number for number, _ in found] == list(range(taken))
             readers.extend(reader for _, reader in found)
-            executor.finish()
+            executor.close(ended=True)
             assert idle.pop() is pool
         assert len(set(readers)) == 2
     finally:
@@ -451,7 +451,7 @@ def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
         if step < bad:
             return [np.full(10, step)]
         if what == "reading":
-            return ReadFailure.of(ValueError("this one"), what=what, index=None, worker=step % 2)
+            return ReadFailure.of(ValueError("this one"), what=what, worker=step % 2)
         return [lambda: "this one"]
 
     found = []
