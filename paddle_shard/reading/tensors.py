@@ -15,7 +15,7 @@ _NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
 
 ToTensors = Callable[[Sequence[Any], bool], Sequence[Any]]
-"""Converts arrays and tensors to Paddle's tensors; they may share memory if nothing else refers to the arrays (True)."""
+"""Converts arrays and tensors to tensors; if nothing else refers to the arrays (True), they may share their memory."""
 
 
 def is_tensor(value: Any) -> bool:
