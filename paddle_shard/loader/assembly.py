@@ -41,7 +41,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     Raises:
         ArgumentError: An argument cannot be honoured.
     """
-    auto_dp, me, pad_to = in_auto_dp_mode(), dist.get_rank(), options.padding()
+    auto_dp, me, pad_to = in_auto_dp_mode(), dist.get_rank(), PadTo.of(options.pad_to)
     entries, overrides = layouts_of_fields(
         options.meshes, options.input_keys, options.shard_dims, options.placements, me, replicated_in_name=auto_dp
     )
@@ -105,7 +105,7 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     how = HowToRead(
         generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
         seed=options.seed,
-        skip_errors=options.skip_errors,
+        skip_errors=options.on_error == "skip",
         items_are_batches=source.item_is_batch,
         several=own.num_data_ranks > 1 and pad_to is None,
         split=source.split,
