@@ -98,6 +98,7 @@ class DeviceFeed:
 
     def _started(self) -> tuple[Any, Any]:
         queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
+        # As `paddle.io.DataLoader` does: no names, shapes and dtypes, double buffering, no pinned memory.
         how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
         try:
             reader = core.create_py_reader(*how, 2)
