@@ -45,6 +45,10 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         feed.executor = executor = reading.start(feed.more, replicas.shared(core, reading.core, agreement))
         if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
+        notes, pad_to = None, setup.placer.pad_to
+        if not alone or pad_to is not None:
+            check, holds_rows = None if alone else setup.batch_check, setup.own_layout.on_mesh or not source.split
+            notes = StepNotes(holds_rows=holds_rows, split=source.split, batch_check=check, pad_to=pad_to)
         if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0)
         return StepPass(
@@ -52,7 +56,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             agreement,
             place=place,
             num_steps=num_steps,
-            notes=_notes(setup, alone=alone),
+            notes=notes,
             compares=compares,
             # A loop that changes the data between its steps asks for this.
             ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
@@ -61,17 +65,6 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         if executor is not None:
             executor.close()
         raise
-
-
-def _notes(setup: PassSetup, *, alone: bool) -> StepNotes | None:
-    if alone and setup.placer.pad_to is None:
-        return None
-    return StepNotes(
-        holds_rows=setup.own_layout.on_mesh or not setup.source.split,
-        split=setup.source.split,
-        batch_check=None if alone else setup.batch_check,
-        pad_to=setup.placer.pad_to,
-    )
 
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:

@@ -160,15 +160,13 @@ class ChunkReader(Reader):
                 return str(error)
         return ""
 
-    def _names(self, asked: ChunkRequest) -> tuple[Any, ...]:
-        return tuple(asked.indices)
-
     def _named(self, part: int, number: int, asked: ChunkRequest) -> str:
         """Return the name of a sample, for messages."""
         origin = None if asked.whole_items else self._stage.origin(asked.opening, part, number)
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
-    def _blame(self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]) -> None:
+    def _explain(self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]) -> None:
+        at["indices"] = tuple(asked.indices)
         index = getattr(error, FAILED_AT, None)
         if index is not None:  # it failed before the cut, perhaps at another reader's sample
             at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)

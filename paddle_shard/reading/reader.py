@@ -66,8 +66,8 @@ class Reader:
         except BaseException as error:  # also SystemExit, which would end a worker silently
             if worker is None and raised_by_a_handler(error):
                 raise
-            self._blame(error, asked, at)
-            return ReadFailure.of(error, worker=worker, indices=self._names(asked), **at)
+            self._explain(error, asked, at)
+            return ReadFailure.of(error, worker=worker, **at)
 
     def close(self) -> None:
         """Drop what is open."""
@@ -76,12 +76,9 @@ class Reader:
         """Read and collate. `at` tells what is being done, for messages."""
         raise NotImplementedError
 
-    def _names(self, asked: Any) -> tuple[Any, ...]:
-        """Return the names of the samples that were asked for, for messages."""
+    def _explain(self, error: BaseException, asked: Any, at: dict[str, Any]) -> None:
+        """Say in `at` what was asked for (`indices`), and which sample has failed if that is not said yet."""
         raise NotImplementedError
-
-    def _blame(self, error: BaseException, asked: Any, at: dict[str, Any]) -> None:
-        """Say in `at` which sample has failed, if it does not yet."""
 
     def _seed(self, seed: int) -> None:
         for generator in self.generators:
@@ -187,48 +184,32 @@ class IdReader(Reader):
             if touched and worker is None:
                 restore(generators, before)
 
-    def _names(self, asked: Step) -> tuple[Any, ...]:
-        return tuple(map(self._name_of, asked.ids))
+    def _explain(self, error: BaseException, asked: Step, at: dict[str, Any]) -> None:
+        at["indices"] = tuple(map(self._name_of, asked.ids))
 
     def _rows(self, asked: Step, at: dict[str, Any], *, seeded: bool) -> Chunk:
-        """See `Reader`. The first batch shows whether reading draws."""
-        drew: list[bool] = []
-        watches = self.draws is None
+        """See `Reader`. The first batch, which is seeded, shows whether reading draws."""
         key = derive_seed("sample", self._how.seed, asked.epoch)
-
-        def seed(*purpose: Any) -> None:
+        ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
+        if self._read_many is None:
+            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+        seed = _seed_of(key, ids[0])
+        try:
             if seeded:
-                plain = len(purpose) == 1 and isinstance(purpose[0], int)
-                self._seed(mix(key, purpose[0]) if plain else derive_seed(key, *purpose))
-
-        def watched(function: Callable[[Any], Any], given: Any) -> Any:
-            if not watches:
-                return function(given)
-            before = states(self.generators)
-            try:
-                return function(given)
-            finally:
-                drew.append(states(self.generators) != before)
-
-        found = None
-        if self._read_many is not None:
-            try:
-                seed(asked.ids[0] if not isinstance(asked.ids, np.ndarray) else int(asked.ids[0]))
-                found = watched(lambda step: self._at_once(step, at), asked)
-            except Exception as error:
-                raise_if_a_handlers(error)
-                if not self._skips or not hasattr(self.dataset, "__getitem__"):
-                    raise
-        if found is None:
-            found = self._one_by_one(asked, at, key, seed, watched)
-        if watches:
-            self.draws = any(drew)
+                self._seed(seed)
+            found = self._at_once(asked, ids, at)
+        except Exception as error:
+            raise_if_a_handlers(error)
+            if not self._skips or not hasattr(self.dataset, "__getitem__"):
+                raise
+            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+        if self.draws is None:
+            self.draws = self._drew_since(seed)
         return found
 
-    def _at_once(self, step: Step, at: dict[str, Any]) -> Chunk:
+    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any]) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
-        ids = step.ids.tolist() if isinstance(step.ids, np.ndarray) else step.ids
         at.update(what=f"reading {len(ids)} samples at once", index=None)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         if not isinstance(samples, list):
@@ -241,23 +222,16 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         return Chunk(collate_rows(samples, self._collate_fn, rows_are_split=self._splits(step)))
 
-    def _one_by_one(
-        self,
-        step: Step,
-        at: dict[str, Any],
-        key: int,
-        seed: Callable[..., None],
-        watched: Callable[[Callable[[Any], Any], Any], Any],
-    ) -> Chunk:
+    def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
-        ids = step.ids.tolist() if isinstance(step.ids, np.ndarray) else step.ids
-        samples, failed = list[Any](), dict[int, str]()
+        samples, failed, seed = list[Any](), dict[int, str](), 0
         read, catches = self.dataset.__getitem__, Exception if self._skips else ()
         for row, index in enumerate(ids):
-            seed(index)
+            if seeded:
+                seed = _seed_of(key, index)
+                self._seed(seed)
             try:
-                # Looking costs more than reading most samples: the last one must tell whether they draw.
-                samples.append(watched(read, index) if row + 1 == len(ids) else read(index))
+                samples.append(read(index))
             except catches as error:
                 raise_if_a_handlers(error)
                 samples.append(None)
@@ -267,20 +241,28 @@ class IdReader(Reader):
                 at.update(what=f"reading sample {named!r}", index=named)
                 raise
         at.update(what=f"collating {len(samples)} samples", index=None)
-        seed("collate", step.number)
-
-        def collated(rows: list[Any]) -> tuple[Any, list[tuple[int, str]]]:
-            return self._collated(
-                rows,
-                failed,
-                whole=self._how.items_are_batches,
-                split=self._splits(step),
-                stand_in=lambda: self._readable(key),
-                name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
-            )
-
-        value, skipped = watched(collated, samples)
+        # Looking costs more than reading most samples: the last one must tell whether they draw.
+        watched, drew = self.draws is None, self.draws is None and self._drew_since(seed)
+        if seeded:
+            seed = derive_seed(key, "collate", step.number)
+            self._seed(seed)
+        value, skipped = self._collated(
+            samples,
+            failed,
+            whole=self._how.items_are_batches,
+            split=self._splits(step),
+            stand_in=lambda: self._readable(key),
+            name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
+        )
+        if watched:
+            self.draws = drew or self._drew_since(seed)
         return Chunk(value, skipped=skipped)
+
+    def _drew_since(self, seed: int) -> bool:
+        """Return whether something was drawn since the generators were seeded with this."""
+        now = states(self.generators)
+        self._seed(seed)
+        return states(self.generators) != now
 
     def _splits(self, step: Step) -> bool:
         """Return whether other rows of a step's global batch are collated elsewhere."""
@@ -291,7 +273,7 @@ class IdReader(Reader):
         if self._stand_in is None:
             with kept(self.generators):  # seeding is not drawing
                 for index in range(min(TRIED, len(self.dataset))):
-                    self._seed(mix(key, index))
+                    self._seed(_seed_of(key, index))
                     try:
                         self._stand_in = self.dataset[index]
                         return self._stand_in
@@ -299,6 +281,11 @@ class IdReader(Reader):
                         raise_if_a_handlers(error)
             raise LookupError
         return self._stand_in
+
+
+def _seed_of(key: int, index: Any) -> int:
+    """Return the seed of a sample."""
+    return mix(key, index) if isinstance(index, int) else derive_seed(key, index)
 
 
 def _itself(index: Any) -> Any:
