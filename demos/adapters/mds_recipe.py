@@ -175,6 +175,10 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
         return kept[kept >= 0][sample_in_epoch // share.num_shards :]
 
     dataset._get_work = work
+    if settings["remote"] is None:
+        # The processes of a host share the directory, where the library would unpack a shard in all of them at once.
+        for stream in dataset.streams:
+            stream.prepare_shard = partial(_prepared_alone, stream.prepare_shard, one_at_a_time)
     return dataset, _closing(dataset, lane)
 
 
@@ -190,6 +194,11 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+
+
+def _prepared_alone(prepare: Callable[[Any], int], lock_file: str, shard: Any) -> int:
+    with open(lock_file, "wb") as lock, held(lock):
+        return prepare(shard)
 
 
 def _closing(dataset: Any, lane: Any) -> Callable[[], None]:

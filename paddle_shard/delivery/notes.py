@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -108,7 +108,7 @@ class StepNotes:
             return batch
         if any(shapes != found for found, shapes in pairwise(self._shapes.values())):
             shown = "; ".join(f"global rank {rank}: {_shown(shapes)}" for rank, shapes in sorted(self._shapes.items()))
-            kinds = [[kind for kind, *_ in shapes] for shapes in self._shapes.values()]
+            kinds = [{path: row[0].partition(",")[0] for path, row in one.items()} for one in self._shapes.values()]
             way_out = RAGGED if all(one == kinds[0] for one in kinds) else _OTHER_FIELDS
             raise BatchStructureError(
                 "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row, "
@@ -120,5 +120,5 @@ class StepNotes:
 _OTHER_FIELDS = "Make the samples on all ranks of the same fields, with the same dtypes."
 
 
-def _shown(shapes: Sequence[Sequence[Any]]) -> str:
-    return ", ".join(f"{kind}{shape}" for kind, *shape in shapes)
+def _shown(shapes: Mapping[str, Sequence[Any]]) -> str:
+    return ", ".join(f"{kind}{shape}" for kind, *shape in shapes.values())

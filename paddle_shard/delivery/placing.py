@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import paddle
 
 from paddle_shard.delivery.setup import PassSetup
-from paddle_shard.place.lengths import rows_of
 from paddle_shard.ranks.batch_check import summary
 from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
@@ -27,12 +24,7 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     if compares and batch.skipped is None and (first or (setup.verify > 0 and batch.step.number % setup.verify == 0)):
         batch.summary = _summary(setup, batch)
     batch.rows = setup.rows.of(batch, setup.placer)
-    batch.value, batch.layout, shapes, apart = setup.placer.place(value, batch.rows)
-    batch.row_shapes, batch.num_bytes = _measured(shapes)
-    if setup.placer.pad_to is not None:
-        batch.row_shapes = rows_of(batch.value)
-    elif apart:
-        batch.row_shapes = [*batch.row_shapes, *apart]
+    batch.value, batch.layout, batch.row_shapes, batch.num_bytes = setup.placer.place(value, batch.rows)
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))
@@ -55,15 +47,3 @@ def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
         num_steps=setup.run.num_steps_or_none(),
     )
     return found
-
-
-@lru_cache(maxsize=64)
-def _measured(shapes: tuple[Any, ...]) -> tuple[Sequence[Any], int]:
-    """Return (dtype, *shape of a row) of each tensor and the bytes of all tensors, given (dtype, *shape) of each."""
-    num_bytes = sum(math.prod(shape) * _element_size(dtype) for dtype, *shape in shapes)
-    return [[str(dtype).rsplit(".", 1)[-1], *shape[1:]] for dtype, *shape in shapes], num_bytes
-
-
-@cache
-def _element_size(dtype: Any) -> int:
-    return int(paddle.empty([1], dtype).element_size())

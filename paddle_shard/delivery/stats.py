@@ -20,7 +20,7 @@ class Counts:
     """Rows of samples that could not be read (`on_error="skip"`; their ids are in the log), or that you leave out
     (`loader.skip`)."""
     bytes: int = 0
-    """Size in bytes of the rows that this rank reads."""
+    """Size in bytes of the rows that this rank reads, of the fields that are delivered."""
     wait_seconds: float = 0.0
     """Seconds spent in the loader: reading (without workers), placing, and waiting for data."""
     step_seconds: float = 0.0

@@ -14,7 +14,6 @@ from paddle_shard.plan.balance import Costs
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.mixture import Mixture
 
-_CHUNK = 1 << 20
 _PROBES = 64
 
 Given = Callable[[Any], Any] | np.ndarray[Any, Any]
@@ -109,8 +108,7 @@ def _checked(given: Any, what: str, dataset: Any) -> Given:
     length = length_or_none(dataset)
     if length is not None and len(costs) != length:
         raise ArgumentError(f"{what} has {len(costs)} costs, but the {type(dataset).__name__} {length} samples.")
-    for first in range(0, len(costs), _CHUNK):
-        _check(costs[first : first + _CHUNK], range(first, first + _CHUNK), what)
+    _check(costs, range(len(costs)), what)
     return costs
 
 

@@ -69,8 +69,27 @@ class LoaderOptions:
         for name, known in (("on_lost", ON_LOST), ("on_error", ON_ERROR), ("replicas", REPLICAS)):
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        _check_dense_tensor_idx(self.dense_tensor_idx)
-        _check_batch_size(self.batch_size)
+        items = self.dense_tensor_idx
+        if items is not None and not (
+            isinstance(items, list | tuple)
+            and all(isinstance(one, list | tuple) and all(isinstance(i, int) for i in one) for one in items)
+        ):
+            raise ArgumentError(
+                "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
+                f"got {items!r}."
+            )
+        sizes = self.batch_size
+        if sizes is not None and not (
+            isinstance(sizes, Sequence)
+            and not isinstance(sizes, str)
+            and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in sizes)
+            and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in sizes for n in entry)
+            and all(first >= 0 and rows >= 1 for first, rows in sizes)
+        ):
+            raise ArgumentError(
+                "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
+                f"(500_000, 512)], got {sizes!r}. One size for the whole run is the DataLoader's own batch_size."
+            )
 
     def refuse(self, name: str, why: str) -> None:
         """Refuse an option that this data cannot have, if it is given.
@@ -86,52 +105,15 @@ class LoaderOptions:
         if value is not None:
             raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
 
-    @property
-    def skip_errors(self) -> bool:
-        """True if a sample that cannot be read becomes an invalid row, not an error."""
-        return self.on_error == "skip"
-
-    def padding(self) -> PadTo | None:
-        """Return what rows are padded to; None if they are not padded."""
-        return PadTo.of(self.pad_to)
-
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches"]
-        names += ["verify", "replicas"]
+        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas"]
         found = {name: getattr(self, name) for name in names}
-        padding = self.padding()
+        padding = PadTo.of(self.pad_to)
         if padding is not None:  # in one form, however the user wrote it
             fields = sorted(padding.fields.items(), key=str)
             found["pad_to"] = {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
         return found
-
-
-def _check_dense_tensor_idx(given: Any) -> None:
-    fine = given is None or (
-        isinstance(given, list | tuple)
-        and all(isinstance(items, list | tuple) and all(isinstance(i, int) for i in items) for items in given)
-    )
-    if not fine:
-        raise ArgumentError(
-            "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
-            f"got {given!r}."
-        )
-
-
-def _check_batch_size(given: Any) -> None:
-    fine = given is None or (
-        isinstance(given, Sequence)
-        and not isinstance(given, str)
-        and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in given)
-        and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in given for n in entry)
-        and all(first >= 0 and rows >= 1 for first, rows in given)
-    )
-    if not fine:
-        raise ArgumentError(
-            "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
-            f"(500_000, 512)], got {given!r}. One size for the whole run is the DataLoader's own batch_size."
-        )
 
 
 def checked_prefetch(options: LoaderOptions, *, stream: bool) -> tuple[int, bool]:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import paddle.io
@@ -16,6 +17,7 @@ from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.balance import dealt
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
@@ -60,12 +62,10 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     """Return the order of a DataLoader of data with an index, checked against the meshes.
 
     Raises:
-        ArgumentTypeError: Not a DataLoader.
-        ArgumentError: Something in it cannot be honoured.
+        ArgumentTypeError: The data set has no length.
+        ArgumentError: Something in the DataLoader cannot be honoured.
     """
-    dataloader = options.dataloader
-    _check_kind(dataloader)
-    dataset, sampler = dataloader.dataset, dataloader.batch_sampler
+    dataset, sampler = options.dataloader.dataset, options.dataloader.batch_sampler
     options.refuse("num_batches", f"it is for streams; the {type(dataset).__name__} has a length and an index.")
     # PaddleNLP's distributed sampler is not Paddle's, but says what part it reads just the same.
     nranks = getattr(sampler, "nranks", 1)
@@ -77,23 +77,24 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     if sampler is None and not split:  # each item is a global batch
         options.refuse("batch_size", f"the loader has whole batches (batch_size=None), {DECIDES}")
         options.refuse("balance", f"the data has whole batches (batch_size=None), and {DEALS}")
-        order, length = _ordering(options), _length(dataset)
-        plan = ShardPlan(num_samples=length, batch_size=1, num_data_ranks=1, shuffle=order, seed=options.seed)
-        batches: PlanBatches | UserBatches = PlanBatches(plan)
+        batches: PlanBatches | UserBatches = _planned(options, dataset, _ordering(options), 1, 1, 1, TAILS["pad"])
         return Source(batches=batches, batch_size=None, accumulation=accumulation, item_is_batch=True, tail=tail)
     paddles = type(sampler) is paddle.io.DistributedBatchSampler
     if split and not paddles:
         options.refuse("balance", f"the data is split already, and {DEALS}")
     costs = None if options.balance is None else costs_of(options.balance, dataset)
-    deal = None if costs is None else Deal(num_data_ranks=ranks, costs_of=costs)
+    deal: Deal | None = None if costs is None else partial(dealt, num_data_ranks=ranks, costs_of=costs)
     plain = not split and _is_plain(sampler)
     if plain:
-        batches = _planned(options, ranks, accumulation, tail)
+        rows, order = sampler.batch_size * accumulation, _ordering(options)
+        batches = _planned(options, sampler.sampler.data_source, order, rows, ranks, accumulation, tail)
     else:
         _check_own_order(options, tail)
         ranks = _check_split(sampler, layouts) if split else ranks
         if paddles:  # its order over all its ranks; each takes the slice that the sampler gives it
-            batches, split = _paddles(sampler, ranks, accumulation, options.seed, tail), False
+            order = PaddleOrdering() if sampler.shuffle else PaddleSequential()
+            rows = sampler.batch_size * nranks * accumulation
+            batches, split = _planned(options, sampler.dataset, order, rows, ranks, accumulation, tail), False
         else:
             batches = _users(options, 1 if split else ranks, accumulation, tail, deal, split=split)
     if isinstance(batches, PlanBatches):
@@ -116,20 +117,6 @@ def _ordering(options: LoaderOptions) -> Ordering:
         shuffle = type(getattr(options.dataloader.batch_sampler, "sampler", None)) is paddle.io.RandomSampler
     ordering = find_ordering(shuffle, dataset)
     return dataset.ordering(ordering) if isinstance(dataset, Mixture) else ordering
-
-
-def _check_kind(dataloader: Any) -> None:
-    from paddle.distributed.auto_parallel.api import ShardDataloader
-
-    if isinstance(dataloader, ShardDataloader):
-        raise SplitError(
-            f"dataloader is sharded already (a {type(dataloader).__name__}); sharding it again would lose data. "
-            "Give the paddle.io.DataLoader that it was made from."
-        )
-    if not isinstance(dataloader, paddle.io.DataLoader):
-        raise ArgumentTypeError(
-            f"dataloader must be a paddle.io.DataLoader, got {type(dataloader).__name__}: {dataloader!r}."
-        )
 
 
 def _is_plain(batch_sampler: Any) -> bool:
@@ -167,19 +154,26 @@ def _check_own_order(options: LoaderOptions, tail: Tail) -> None:
         )
 
 
-def _planned(options: LoaderOptions, num_data_ranks: int, accumulation: int, tail: Tail) -> PlanBatches:
-    """Return the order of a DataLoader without a sampler of the user's."""
-    sampler, sizes = options.dataloader.batch_sampler, None
-    dataset = sampler.sampler.data_source
+def _planned(
+    options: LoaderOptions,
+    dataset: Any,
+    ordering: Ordering,
+    batch_size: int,
+    num_data_ranks: int,
+    accumulation: int,
+    tail: Tail,
+) -> PlanBatches:
+    """Return an order that this library makes."""
+    sizes = None
     if options.batch_size is not None:
         sizes = BatchSizes(tuple((int(first), int(rows) * accumulation) for first, rows in options.batch_size))
         for _, size in sizes.entries:
             check_batch_size(size, num_data_ranks, accumulation)
     plan = ShardPlan(
         num_samples=_length(dataset),
-        batch_size=sampler.batch_size * accumulation if sizes is None else sizes.entries[0][1],
+        batch_size=batch_size if sizes is None else sizes.entries[0][1],
         num_data_ranks=num_data_ranks,
-        shuffle=_ordering(options),
+        shuffle=ordering,
         seed=options.seed,
         tail=tail,
         accumulation=accumulation,
@@ -187,25 +181,11 @@ def _planned(options: LoaderOptions, num_data_ranks: int, accumulation: int, tai
     _check_serves(plan, dataset)
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
         say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
-    advice = plan.ordering.advice(plan.num_samples, num_data_ranks, max(1, plan.batch_size // accumulation))
+    advice = ordering.advice(plan.num_samples, num_data_ranks, max(1, plan.batch_size // accumulation))
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
     found = dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else {}
     return PlanBatches(plan, {"packed": found} if found else {}, sizes)
-
-
-def _paddles(sampler: Any, num_data_ranks: int, accumulation: int, seed: int, tail: Tail) -> PlanBatches:
-    """Return the order of Paddle's own sampler over all its ranks; each takes the slice that the sampler gives it."""
-    plan = ShardPlan(
-        num_samples=_length(sampler.dataset),
-        batch_size=sampler.batch_size * sampler.nranks * accumulation,
-        num_data_ranks=num_data_ranks,
-        shuffle=PaddleOrdering() if sampler.shuffle else PaddleSequential(),
-        seed=seed,
-        tail=tail,
-        accumulation=accumulation,
-    )
-    return PlanBatches(plan)
 
 
 def _users(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,22 +11,24 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.other_library import is_iterable_dataset
-from paddle_shard.inputs.stream_stages import StreamStages
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
+from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
 from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
-from paddle_shard.sources.webdataset import webdataset_source
-from paddle_shard.stages import Batch
-from paddle_shard.stages.cut import cut
+from paddle_shard.sources.webdataset import Decode, webdataset_source
+from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.stages.cut import cut, is_cut
 from paddle_shard.stages.mix import Mix
+from paddle_shard.stages.pack import PackedRows
 from paddle_shard.stages.stage import Opening, Stage
 
 
-class Stream(StreamStages):
+class Stream(paddle.io.IterableDataset):
     """A data set without an index: a source and the stages after it.
 
     Each method returns a new stream. Give the stream to a `paddle.io.DataLoader` with the global batch size and the
@@ -51,7 +54,20 @@ class Stream(StreamStages):
             ArgumentTypeError: The source cannot be iterated, or is a path, or is a stream already.
         """
         super().__init__()
-        self._stage = source if isinstance(source, Stage) else _source_of(source)
+        if isinstance(source, Stream):
+            raise ArgumentTypeError(f"Stream: what is given is a {type(source).__name__} already. Use it as it is.")
+        if isinstance(source, str | bytes | os.PathLike):
+            raise ArgumentTypeError(
+                f"Stream: {source!r} is one path or text, and not read as a stream. For files: Stream.csv(paths), "
+                "Stream.lines(paths), Stream.parquet(paths), Stream.webdataset(urls)."
+            )
+        if not isinstance(source, Stage):
+            given: Any = source
+            source = IterableSource(AsOneReader(given) if is_iterable_dataset(given) else given)
+        self._stage = source
+        """The last stage, as the user put the stream together."""
+        self._num_parts: int | None = None
+        """P, as the user has chosen it (`in_parts`)."""
 
     @classmethod
     def of(cls, iterable: Iterable[Any] | Callable[[], Iterable[Any]], *, splits_itself: bool = False) -> Stream:
@@ -99,7 +115,37 @@ class Stream(StreamStages):
             >>> list(Stream.mixture(streams, {"a": 2, "b": 1}))
             [1, 10, 2, 3, 20, 4]
         """
-        return cls(_mixed(sources, weights, stop))
+        if not isinstance(sources, Mapping) or not all(isinstance(stream, Stream) for stream in sources.values()):
+            raise ArgumentTypeError(
+                "Stream.mixture: sources must be a dict of named Streams; data sets with an index are mixed by "
+                f"paddle_shard.Mixture. Got {sources!r}."
+            )
+        if stop not in ("first", "all"):
+            raise ArgumentError(f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}.")
+        if not sources:
+            raise ArgumentError("Stream.mixture: give at least one source.")
+        names = tuple(sources)
+        stages = {}
+        for name, stream in sources.items():
+            stage, num_parts = last_stage(stream)
+            if num_parts is not None:
+                raise ArgumentError(
+                    f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
+                    f"Stream.mixture(...).in_parts({num_parts})."
+                )
+            if isinstance(stage.source, ExternalSource):
+                raise ArgumentError(
+                    f"Stream.mixture: source {name!r} cannot be mixed: a library that reads for itself "
+                    "(ExternalLoader) mixes its own sources."
+                )
+            if stage.source.once:
+                raise ArgumentError(
+                    f"Stream.mixture: source {name!r} can be opened only once, but a source that has ended is opened "
+                    "again. Give a function that returns a new iterator."
+                )
+            stages[name] = stage_of(stream)
+        mix = Mix(stages, integer_weights(names, dict.fromkeys(names, 1) if weights is None else weights), stop)
+        return cls(mix)
 
     @classmethod
     def csv(
@@ -271,6 +317,214 @@ class Stream(StreamStages):
         """
         return cls(HuggingFaceSource(dataset))
 
+    # Stages
+
+    def decode(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> Stream:
+        """Return the stream with raw WebDataset samples decoded, by WebDataset's own `decode`.
+
+        Args:
+            handlers: Names of WebDataset's image decoders ("pil", "rgb8", ...), or functions of (file ending with a
+                leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
+                decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
+            only: File endings that are decoded; None: all.
+
+        Raises:
+            MissingDependencyError: webdataset is not installed.
+            ArgumentError: WebDataset does not know one of the names.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> stream = Stream.webdataset("data/*.tar").decode("rgb8", only=["jpg", "cls"])  # doctest: +SKIP
+        """
+        return self.map(Decode(*handlers, only=only))
+
+    def map(self, function: Callable[[Any], Any]) -> Stream:
+        """Return the stream with a function applied to each sample.
+
+        Args:
+            function: Called with a sample, in the workers. numpy's and Python's generators are seeded for each sample.
+
+        Raises:
+            ArgumentTypeError: The function cannot be called.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> list(Stream.of(range(3)).map(lambda x: 10 * x))
+            [0, 10, 20]
+        """
+        _check_function("map", function)
+        return self._then(Map(self._stage, function))
+
+    def filter(self, predicate: Callable[[Any], bool]) -> Stream:
+        """Return the stream of the samples for which a function is true.
+
+        After the cut, a filter may leave more samples in some parts than in others: see `tail=` of `shard_dataloader`.
+
+        Args:
+            predicate: Called with a sample; True keeps it.
+
+        Raises:
+            ArgumentTypeError: The predicate cannot be called.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> list(Stream.of(range(6)).filter(lambda x: x % 2))
+            [1, 3, 5]
+        """
+        _check_function("filter", predicate)
+        return self._then(Filter(self._stage, predicate))
+
+    def shuffle(self, window: int = 1000) -> Stream:
+        """Return the stream with the samples of each part permuted in windows, in another order each epoch.
+
+        The order of the samples in a window is a function of the loader's seed, the epoch and the part. So it does not
+        depend on the reader, and a run can be resumed anywhere.
+
+        Args:
+            window: Number of samples of each part that are held in memory and permuted.
+
+        Raises:
+            ArgumentError: The window is less than 1.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> sorted(Stream.of(range(5)).shuffle(3))
+            [0, 1, 2, 3, 4]
+        """
+        return self._then(Shuffle(self._stage, window))
+
+    def batch(self, size: int) -> Stream:
+        """Return the stream of lists of samples.
+
+        Args:
+            size: Number of samples in a list; the last list of a part may be shorter. If this is the last stage of a
+                stream that is given to `shard_dataloader` itself, it is the global batch size.
+
+        Raises:
+            ArgumentError: The size is less than 1.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> list(Stream.of(range(5)).batch(2))
+            [[0, 1], [2, 3], [4]]
+        """
+        return self._then(Batch(self._stage, size))
+
+    def unbatch(self) -> Stream:
+        """Return the stream of the items of its samples.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> list(Stream.of([[0, 1], [2]]).unbatch())
+            [0, 1, 2]
+        """
+        return self._then(Unbatch(self._stage))
+
+    def pack(
+        self,
+        length: int,
+        *,
+        window: int = 1024,
+        key: str = "input_ids",
+        long: str = "split",
+        labels: str | None = None,
+        ignore_index: int = -100,
+        pad_values: Mapping[str, float] | None = None,
+    ) -> Stream:
+        """Return the stream of rows of one length, into which the documents of each part are packed.
+
+        The fields of a row are those of `paddle_shard.Packed`, but `cu_seqlens` has `length + 2` entries, since no
+        length is known in advance. Fields without an entry for each token are left out. A resume reads the documents of
+        the part again from its beginning.
+
+        Args:
+            length: Tokens of a row.
+            window: Documents of a part that are held and packed together.
+            key: Field of the tokens, in documents that are dicts; a document may be an array of tokens.
+            long: What to do with a document that is longer than a row: "split", "drop" or "error".
+            labels: Name of a field to add with the next token of each token. None: no such field.
+            ignore_index: Label where there is no next token.
+            pad_values: For each field, the number that fills the end of a row; 0 for fields that are not named.
+
+        Raises:
+            ArgumentError: An argument is out of range.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> [row["input_ids"].tolist() for row in Stream.of([[1, 2, 3], [4, 5, 6, 7], [8]]).pack(4)]
+            [[1, 2, 3, 8], [4, 5, 6, 7]]
+        """
+        rows = PackedRows(
+            length=length,
+            most_pieces=length,
+            key=key,
+            labels=labels,
+            ignore_index=ignore_index,
+            pad_values=dict(pad_values or {}),
+        )
+        return self._then(Pack(self._stage, rows, window, long))
+
+    def repeat(self, times: int | None = None) -> Stream:
+        """Return the stream read several times within an epoch, in another order each time if it is shuffled.
+
+        Args:
+            times: Number of times; None: forever, for use with `num_batches=`.
+
+        Raises:
+            ArgumentError: The number is less than 1.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> list(Stream.of([1, 2]).repeat(2))
+            [1, 2, 1, 2]
+        """
+        return self._then(Repeat(self._stage, times))
+
+    def sharding_filter(self) -> Stream:
+        """Return the stream cut into parts here, in turns. A stream that is cut already, as files are, does not change.
+
+        Stages before the cut run in every reader for the whole stream. Stages after it run in a reader only for its own
+        parts. So put it after cheap stages that must see all samples, and before expensive ones.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> stream = Stream.of(range(100)).shuffle(10).sharding_filter().map(lambda x: x * x)
+        """
+        if is_cut(self._stage):
+            say_once(
+                "sharding_filter: the stream is cut into parts already, by its source (files are) or an earlier stage. "
+                "Nothing is left to filter, so it can be left out."
+            )
+            return self
+        return self._then(Stripe(self._stage))
+
+    def in_parts(self, num_parts: int) -> Stream:
+        """Return the stream with P parts, whatever the batch size and the number of files. P is part of its order.
+
+        It divides the rows of a micro-batch, and the number of data ranks divides it. Without `in_parts`, it is the
+        largest divisor of the rows up to 64; for files that are not counted, at most their number, or what their sizes
+        allow to be balanced. A saved state is bound to it.
+
+        Args:
+            num_parts: P.
+
+        Raises:
+            ArgumentError: The number is less than 1.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> stream = Stream.of(range(100)).shuffle(10).in_parts(4)
+        """
+        made = self._then(self._stage)
+        made._num_parts = check_count("num_parts", num_parts)
+        return made
+
+    def _then(self, stage: Stage) -> Stream:
+        """Return the stream with another last stage."""
+        made = copy.copy(self)
+        made._stage = stage
+        return made
+
     def __repr__(self) -> str:
         source, *names = [type(stage).__name__ for stage in self._stage.line()][::-1]
         if (num_shards := self._stage.source.num_shards) is not None:
@@ -292,6 +546,11 @@ class Stream(StreamStages):
         return stage_of(self).open(Opening(parts=(part,), num_parts=num_parts))[0]
 
 
+def _check_function(stage: str, function: object) -> None:
+    if not callable(function):
+        raise ArgumentTypeError(f"{stage}: give a function of a sample, got {function!r}.")
+
+
 def stage_of(stream: Stream) -> Stage:
     """Return the stage that opens the parts of a stream."""
     return cut(stream._stage)
@@ -300,57 +559,3 @@ def stage_of(stream: Stream) -> Stage:
 def last_stage(stream: Stream) -> tuple[Stage, int | None]:
     """Return the last stage of a stream, as the user put it together, and the number of parts that was chosen."""
     return stream._stage, stream._num_parts
-
-
-def batches_of(stream: Stream) -> paddle.io.DataLoader:
-    """Return a DataLoader for a stream that the user gave without a DataLoader."""
-    stage = stream._stage
-    if not isinstance(stage, Batch):
-        return paddle.io.DataLoader(stream, batch_size=None)
-    return paddle.io.DataLoader(stream._then(stage.upstream), batch_size=stage.size)
-
-
-def _mixed(sources: Any, weights: Mapping[str, float] | None, stop: str) -> Stage:
-    """Return what draws from several streams."""
-    if not isinstance(sources, Mapping) or not all(isinstance(stream, Stream) for stream in sources.values()):
-        raise ArgumentTypeError(
-            "Stream.mixture: sources must be a dict of named Streams; data sets with an index are mixed by "
-            f"paddle_shard.Mixture. Got {sources!r}."
-        )
-    if stop not in ("first", "all"):
-        raise ArgumentError(f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}.")
-    if not sources:
-        raise ArgumentError("Stream.mixture: give at least one source.")
-    names = tuple(sources)
-    stages = {}
-    for name, stream in sources.items():
-        stage, num_parts = last_stage(stream)
-        if num_parts is not None:
-            raise ArgumentError(
-                f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
-                f"Stream.mixture(...).in_parts({num_parts})."
-            )
-        if isinstance(stage.source, ExternalSource):
-            raise ArgumentError(
-                f"Stream.mixture: source {name!r} cannot be mixed: a library that reads for itself (ExternalLoader) "
-                "mixes its own sources."
-            )
-        if stage.source.once:
-            raise ArgumentError(
-                f"mixture: source {name!r} can be opened only once, but a source that has ended is opened again. Give "
-                "a function that returns a new iterator."
-            )
-        stages[name] = stage_of(stream)
-    return Mix(stages, integer_weights(names, dict.fromkeys(names, 1) if weights is None else weights), stop)
-
-
-def _source_of(given: Any) -> Stage:
-    """Return a source for anything that can be iterated. Every reader reads all of it."""
-    if isinstance(given, Stream):
-        raise ArgumentTypeError(f"Stream: what is given is a {type(given).__name__} already. Use it as it is.")
-    if isinstance(given, str | bytes | os.PathLike):
-        raise ArgumentTypeError(
-            f"Stream: {given!r} is one path or text, and not read as a stream. For files: Stream.csv(paths), "
-            "Stream.lines(paths), Stream.parquet(paths), Stream.webdataset(urls)."
-        )
-    return IterableSource(AsOneReader(given) if is_iterable_dataset(given) else given)

@@ -114,17 +114,22 @@ class StreamOrder:
         )
         if not self.whole_items:
             return [replace(request, opening=replace(opening, parts=parts)) for parts in self.chunks]
-        local = None if self.split_over is None else dict(start.sampler or _UNREAD)
-        if self.foreign and local is not None and local["shard"] not in (None, *self.parts):
-            raise StateError(
-                f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each data "
-                "rank's own library has a state of its own: save it on every rank, and load that."
-            )
+        readers, local = max(1, self.num_workers), None
+        if self.split_over is not None:
+            local = dict(start.sampler or _UNREAD)
+            if self.foreign and local["shard"] not in (None, *self.parts):
+                raise StateError(
+                    f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each "
+                    "data rank's own library has a state of its own: save it on every rank, and load that."
+                )
         state = None if local is None or plan.repeats else local["library"]
-        rows = None if local is None else local["rows"]
-        # What all ranks read alike was repeated before it was cut for the workers.
-        repeat, readers = plan.repeats and local is not None, max(1, self.num_workers)
-        request = replace(request, stride=readers, repeat=repeat, whole_items=True, local_rows=rows)
+        request = replace(
+            request,
+            stride=readers,
+            repeat=plan.repeats and local is not None,  # what all ranks read alike was repeated before it was cut
+            whole_items=True,
+            local_rows=None if local is None else local["rows"],
+        )
         found = []
         for step in range(start.steps, start.steps + readers):
             part = self.parts if self.foreign else (step % readers,)

@@ -11,11 +11,11 @@ import paddle
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.other_library import check_is_paddles
 from paddle_shard.inputs.source import Source
-from paddle_shard.inputs.stream import Stream, batches_of, last_stage
+from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
@@ -36,9 +36,13 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
 
     Raises:
         ArgumentTypeError: `given` is neither a DataLoader nor anything that yields batches.
+        SplitError: `given` is sharded already.
     """
     if isinstance(given, ShardDataloader):
-        return None  # `read_source` refuses it
+        raise SplitError(
+            f"dataloader is sharded already (a {type(given).__name__}); sharding it again would lose data. "
+            "Give the paddle.io.DataLoader that it was made from."
+        )
     if isinstance(given, paddle.io.DataLoader):
         if split and _reads_for_itself(given):  # use its batches as they are
             return paddle.io.DataLoader(Stream.of(lambda: iter(given)), batch_size=None, places=given.places)
@@ -48,7 +52,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
     if isinstance(given, ExternalLoader):
         return paddle.io.DataLoader(Stream(ExternalSource(given)), batch_size=None)
     if isinstance(given, Stream):
-        return batches_of(given)
+        return paddle.io.DataLoader(given, batch_size=None)
     if isinstance(given, paddle.io.IterableDataset):
         raise ArgumentTypeError(
             f"dataloader is the {type(given).__name__} itself; give paddle.io.DataLoader(it, batch_size=...), or "
@@ -79,13 +83,8 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         ArgumentTypeError: The DataLoader has an `__iter__` of its own.
     """
     dataloader, dataset, num_batches = options.dataloader, options.dataloader.dataset, options.num_batches
-    _check_arguments(options)
     stage, num_parts = last_stage(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
-    if stage.endless and num_batches is None:
-        raise ArgumentError(
-            "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
-            "many batches an epoch has."
-        )
+    _check_arguments(options, stage)
     foreign = isinstance(stage, ExternalSource)
     split = options.is_dataset_splitted or foreign
     _check_off_mesh(own, split and num_batches is None)
@@ -99,7 +98,11 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         if not split:
             tail = TAILS["drop"]  # all ranks read the same batches, so they end together
         plan = PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches)
-        order = _order_of_items(options, own, stage, plan, split=split)
+        if not foreign:  # repeat it before it is cut for the workers, if all ranks read the same
+            stage = Stripe(stage if num_batches is None or split else Repeat(stage))
+        parts: tuple[int, ...] = (own.data_rank,) if foreign and own.on_mesh else (0,)
+        # Each of several workers would repeat only its own batches.
+        num_workers = min(1, dataloader.num_workers) if split and plan.repeats else dataloader.num_workers
     else:
         ranks = 1 if split else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = PartsPlan(
@@ -110,7 +113,20 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
             tail=tail,
             num_batches=num_batches,
         )
-        order = _order_of_rows(options, layouts, own, cut(stage), plan, split=split)
+        stage = cut(stage)
+        parts, num_workers = _held(options, layouts, plan, split=split)
+    order = StreamOrder(
+        stage=stage,
+        plan=plan,
+        seed=options.seed,
+        parts=parts,
+        num_workers=num_workers,
+        whole_items=size is None,
+        split_over=own.num_data_ranks if split else None,
+        foreign=foreign,
+        skip_errors=options.on_error == "skip" and size is not None,
+        rows_are_split=(own.num_data_ranks > 1 or num_workers > 1) and options.pad_to is None,
+    )
     if order.knows_length and len(order) == 0:  # this also refuses lengths that the tail forbids
         raise ArgumentError(
             f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of "
@@ -128,37 +144,10 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     )
 
 
-def _order_of_items(
-    options: LoaderOptions, own: FieldLayout, stage: Stage, plan: PartsPlan, *, split: bool
-) -> StreamOrder:
-    """Return the order of a stream whose items are whole batches: global ones, or a data rank's own."""
-    num_workers, foreign = options.dataloader.num_workers, isinstance(stage, ExternalSource)
-    if not foreign:  # repeat it before it is cut for the workers, if all ranks read the same
-        stage = Stripe(stage if plan.num_batches is None or split else Repeat(stage))
-    if split and plan.repeats:
-        num_workers = min(1, num_workers)  # each of several would repeat only its own batches
-    return StreamOrder(
-        stage=stage,
-        plan=plan,
-        seed=options.seed,
-        parts=(own.data_rank,) if foreign and own.on_mesh else (0,),
-        num_workers=num_workers,
-        whole_items=True,
-        split_over=own.num_data_ranks if split else None,
-        foreign=foreign,
-    )
-
-
-def _order_of_rows(
-    options: LoaderOptions,
-    layouts: Sequence[FieldLayout],
-    own: FieldLayout,
-    stage: Stage,
-    plan: PartsPlan,
-    *,
-    split: bool,
-) -> StreamOrder:
-    """Return the order of a stream whose samples are the rows of its batches."""
+def _held(
+    options: LoaderOptions, layouts: Sequence[FieldLayout], plan: PartsPlan, *, split: bool
+) -> tuple[tuple[int, ...], int]:
+    """Return the parts from which this rank reads rows, for any of its fields, and the workers that read them."""
     mine = [] if split else [layout for layout in layouts if layout.on_mesh]
     held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
     # All parts of a stream of its own; and on no mesh, to know where they end.
@@ -179,17 +168,7 @@ def _order_of_rows(
             num_workers,
         )
         num_workers = 1
-    num_workers = min(num_workers, len(parts))
-    return StreamOrder(
-        stage=stage,
-        plan=plan,
-        seed=options.seed,
-        parts=parts,
-        num_workers=num_workers,
-        split_over=own.num_data_ranks if split else None,
-        skip_errors=options.skip_errors,
-        rows_are_split=(own.num_data_ranks > 1 or num_workers > 1) and options.pad_to is None,
-    )
+    return parts, min(num_workers, len(parts))
 
 
 def _check_off_mesh(own: FieldLayout, split: bool) -> None:
@@ -248,16 +227,19 @@ def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> in
     return chosen
 
 
-def _check_arguments(options: LoaderOptions) -> None:
+def _check_arguments(options: LoaderOptions, stage: Stage) -> None:
     if options.shuffle is not False:
-        options.refuse(
-            "shuffle",
-            "a stream has no index to be shuffled by. Permute it in windows: Stream.of(...).shuffle(size).",
-        )
+        permute = "Permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
+        options.refuse("shuffle", f"a stream has no index to be shuffled by. {permute}")
     options.refuse("batch_size", f"the loader has a stream, {DECIDES}")
     options.refuse("balance", f"the data is a stream, whose samples have no number, and {DEALS}")
     if options.num_batches is not None:
         check_count("num_batches", options.num_batches)
+    elif stage.endless:
+        raise ArgumentError(
+            "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
+            "many batches an epoch has."
+        )
     given = type(options.dataloader)
     if given.__iter__ is not paddle.io.DataLoader.__iter__:
         raise ArgumentTypeError(

@@ -20,7 +20,7 @@ from paddle_shard.inputs.options import LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
-from paddle_shard.place.field import FieldLayout, assignment
+from paddle_shard.place.field import FieldLayout, layouts_of_fields
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
@@ -41,12 +41,18 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     Raises:
         ArgumentError: An argument cannot be honoured.
     """
-    auto_dp, me, pad_to = in_auto_dp_mode(), dist.get_rank(), options.padding()
-    assigned = assignment(
+    auto_dp, me, pad_to = in_auto_dp_mode(), dist.get_rank(), PadTo.of(options.pad_to)
+    entries, overrides = layouts_of_fields(
         options.meshes, options.input_keys, options.shard_dims, options.placements, me, replicated_in_name=auto_dp
     )
-    placer = BatchPlacer(assigned, options.dense_tensor_idx, pad_to)
-    layouts = assigned.layouts
+    placer = BatchPlacer(
+        entries=entries,
+        overrides=overrides,
+        input_keys=options.input_keys,
+        dense_tensor_idx=options.dense_tensor_idx,
+        pad_to=pad_to,
+    )
+    layouts = placer.layouts
     check_ranks(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
@@ -99,7 +105,7 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     how = HowToRead(
         generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
         seed=options.seed,
-        skip_errors=options.skip_errors,
+        skip_errors=options.on_error == "skip",
         items_are_batches=source.item_is_batch,
         several=own.num_data_ranks > 1 and pad_to is None,
         split=source.split,

@@ -78,12 +78,12 @@ class ShardDataloader(PaddleShardDataloader):
     @property
     def _input_keys(self) -> Any:
         """The keys to deliver in passes that begin from now on. Trainers assign them."""
-        return self._shared.setup.placer.assignment.keys
+        return self._shared.setup.placer.input_keys
 
     @_input_keys.setter
     def _input_keys(self, keys: Any) -> None:
         setup = self._shared.setup
-        self._shared.setup = replace(setup, placer=setup.placer.with_keys(keys))
+        self._shared.setup = replace(setup, placer=replace(setup.placer, input_keys=keys))
 
     def __repr__(self) -> str:
         source, own, plan = self._shared.setup.source, self._shared.setup.own_layout, self.plan
@@ -104,21 +104,22 @@ class ShardDataloader(PaddleShardDataloader):
         return self._run.num_batches()
 
     def __iter__(self) -> ShardIterator:
+        return ShardIterator(self._shared.setup, repr(self), self._take_described())
+
+    def _take_described(self) -> StepPass | None:
+        """Return the pass whose first batch was looked at, if the run still stands where it begins."""
         described, self._shared.described = self._shared.described, None
-        if described is not None and described[0] == self._run.start():
-            return ShardIterator(self._shared.setup, repr(self), described[1])
-        if described is not None:
+        if described is not None and described[0] != self._run.start():
             described[1].close()
-        return ShardIterator(self._shared.setup, repr(self))
+            return None
+        return None if described is None else described[1]
 
     def _first_batch(self) -> Any:
         """Return the first batch of the current epoch without delivering it."""
-        shared, start = self._shared, self._run.start()
-        if shared.described is None or shared.described[0] != start:
-            if shared.described is not None:
-                shared.described[1].close()
-            shared.described = start, begin(shared.setup, start)
-        described = shared.described[1]
+        shared, start, described = self._shared, self._run.start(), self._take_described()
+        if described is None:
+            described = begin(shared.setup, start)
+        shared.described = start, described
         try:
             found = described.peek()
         except BaseException as error:

@@ -14,7 +14,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
-from paddle_shard.plan.sequence import balanced_order, documents_order
+from paddle_shard.plan.sequence import balanced_order
 
 LAYOUTS = ("plain", "balanced", "documents")
 _OF_ROWS = ("cu_seqlens", "max_seqlen")
@@ -203,10 +203,10 @@ class SequenceSplit:
         """Return the tokens of a row in the order of the ranks; `segments` tells its documents."""
         if self.layout == "plain":
             return np.arange(length)
-        if self.layout == "balanced":
-            return balanced_order(length, self.num_ranks)
-        ends = np.append(np.flatnonzero(np.diff(segments)) + 1, length)
-        return documents_order(ends, self.num_ranks)
+        ends = np.array([length])
+        if self.layout == "documents":
+            ends = np.append(np.flatnonzero(np.diff(segments)) + 1, length)
+        return balanced_order(ends, self.num_ranks)
 
     def _segments(self, fields: Mapping[str, Any], rows: int, length: int) -> npt.NDArray[np.int64]:
         """Return the number of each token's document, int64 [rows, length]; 0 for padding."""

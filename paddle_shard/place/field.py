@@ -185,58 +185,13 @@ AS_READ = "as read"
 """A field's entry in `placements`: its rows are not the samples; each data rank keeps what was made of its samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """The layout of each field of a batch, found by the field's position or key."""
-
-    entries: tuple[Entry, ...]
-    """One entry for each given mesh; a single entry is used for every field."""
-    keys: Sequence[Any] | None
-    """`input_keys`: the keys that the entries belong to, if the batch is a dict. None: all that it has."""
-    overrides: Mapping[Any, FieldLayout]
-    """Layouts of single fields, from `placements`."""
-
-    @cached_property
-    def layouts(self) -> list[FieldLayout]:
-        """Every layout."""
-        entries = [*self.entries, *self.overrides.values()]
-        return [layout for entry in entries for layout in (entry if isinstance(entry, list) else [entry])]
-
-    def fields(self, batch: Any) -> list[tuple[Any, Entry]]:
-        """Return (key or position, layouts) for each field of a batch, in the order of the result.
-
-        Args:
-            batch: A dict or a list.
-
-        Raises:
-            BatchStructureError: The fields do not match the meshes.
-        """
-        wanted: Sequence[Any] = range(len(batch))
-        what, kind = f"is a list of {len(batch)} fields", "field"
-        if isinstance(batch, Mapping):
-            wanted = tuple(batch if self.keys is None else self.keys)
-            missing = [key for key in wanted if key not in batch]
-            if missing:
-                raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
-            what, kind = f"has {len(wanted)} keys {list(wanted)}", "key"
-        entries = self.entries * len(wanted) if len(self.entries) == 1 else self.entries
-        if len(wanted) != len(entries):
-            raise BatchStructureError(
-                f"the batch {what}, but meshes has {len(entries)} entries: give one mesh per {kind}, or one for all."
-            )
-        unknown = [key for key in self.overrides if key not in wanted]
-        if unknown:
-            raise BatchStructureError(
-                f"placements names {unknown}, which the batch does not have, or input_keys leaves out; there are "
-                f"{list(wanted)}."
-            )
-        return [(key, self.overrides.get(key, entry)) for key, entry in zip(wanted, entries, strict=True)]
-
-
-def assignment(
+def layouts_of_fields(
     meshes: Any, input_keys: Sequence[Any] | None, shard_dims: Any, placements: Any, global_rank: int, **others: bool
-) -> Assignment:
+) -> tuple[list[Entry], dict[Any, FieldLayout]]:
     """Read the arguments of `shard_dataloader` that say where fields go.
+
+    Returns:
+        An entry for each given mesh, and the layouts of single fields from `placements`, by key or position.
 
     Raises:
         ArgumentError: An argument is empty, or does not match the others.
@@ -272,7 +227,7 @@ def assignment(
         as_read = wanted == AS_READ
         split = axes[number] if as_read else wanted
         overrides[key] = field_layout(given[number], split, global_rank, own_rows=as_read, **others)
-    return Assignment(entries=tuple(entries), keys=input_keys, overrides=overrides)
+    return entries, overrides
 
 
 def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:

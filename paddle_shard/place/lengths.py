@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -14,11 +14,11 @@ import paddle
 
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.tree import leaves, mapped
+from paddle_shard.tree import mapped
 
 LONGEST = "longest"
 Row = Sequence[Any]
-"""(kind, *shape of a row)."""
+"""(kind, *shape of a row): dtype, and where rows are not the samples, how many there are, as all ranks must have."""
 
 
 class Pad(NamedTuple):
@@ -40,19 +40,11 @@ class Unplaced:
     """The rows; if the tensor's mesh does not include this process, rows of their shape."""
     layout: FieldLayout
     path: str
-    own_rows: bool
-    """True if its rows are not the samples. Then all ranks must have the same number of rows."""
     pad: Pad | None
     """How its rows are padded; None: they must have the same length."""
 
-    @property
-    def row(self) -> Row:
-        """Kind and shape of a row."""
-        kind = str(self.local.dtype).rsplit(".", 1)[-1]
-        return [f"{kind}, {self.local.shape[0]} rows of " if self.own_rows else kind, *self.local.shape[1:]]
-
     def placed(self, rows: Mapping[int, Row]) -> Any:
-        """Return the distributed tensor, given the `row` of every rank.
+        """Return the distributed tensor, given the row of every rank.
 
         Raises:
             BatchStructureError: The rows do not fit together, or are longer than all sizes.
@@ -169,7 +161,7 @@ def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
 
     Args:
         batch: A batch with `Unplaced` leaves.
-        said: Global rank -> result of `rows_of` for that rank's batch.
+        said: Global rank -> `row_shapes` of that rank's batch.
 
     Raises:
         BatchStructureError: The rows do not fit together, or are longer than all sizes; raised on all ranks.
@@ -180,11 +172,6 @@ def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
         if not all(rows[path].values()):
             raise _differ(path, rows[path])
     return mapped(batch, lambda leaf, _: leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf)
-
-
-def rows_of(batch: Any) -> dict[str, Row]:
-    """Return path -> kind and shape of a row, for the leaves that are not placed yet."""
-    return {leaf.path: leaf.row for leaf in leaves(batch) if isinstance(leaf, Unplaced)}
 
 
 def _padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
@@ -210,6 +197,12 @@ def _differ(path: str, rows: Mapping[int, Row], why: str = "") -> BatchStructure
     return BatchStructureError(f"the rows of field {path or 'batch'} differ between ranks{why}: {shown}.")
 
 
+@cache
+def kind_of(dtype: Any) -> str:
+    """Return the name of a dtype, such as "float32"."""
+    return str(dtype).rsplit(".", 1)[-1]
+
+
 @lru_cache(maxsize=256)
 def check_fill(fill: float, dtype: Any, path: str) -> None:
     """Refuse a pad value that tensors of a dtype cannot hold.
@@ -217,8 +210,7 @@ def check_fill(fill: float, dtype: Any, path: str) -> None:
     Raises:
         BatchStructureError: The tensors would hold another number.
     """
-    kind = str(dtype).rsplit(".", 1)[-1]
-    number = float(fill)
+    kind, number = kind_of(dtype), float(fill)
     if kind == "bool":
         fits = number in (0.0, 1.0)
     elif kind.startswith(("int", "uint")):

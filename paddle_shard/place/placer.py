@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.place.field import Assignment, FieldLayout
-from paddle_shard.place.lengths import PadTo, Unplaced, check_fill
+from paddle_shard.place.field import Entry, FieldLayout
+from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
 
@@ -73,24 +74,61 @@ class Placed(NamedTuple):
     batch: Any
     last: FieldLayout
     """The layout of its last field."""
-    shapes: tuple[tuple[Any, ...], ...]
-    """(dtype, *shape) of each tensor that was delivered, as it was read."""
-    apart: tuple[tuple[Any, ...], ...]
-    """(field, *shape) of each distributed tensor over several data ranks whose rows are not the samples."""
+    row_shapes: dict[str, Row]
+    """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
+    num_bytes: int
+    """Size in bytes of what was read of the fields."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchPlacer:
     """Turns the tensors of a batch into distributed tensors; its structure and its other leaves stay as they are."""
 
-    assignment: Assignment
+    entries: list[Entry]
+    """One entry for each given mesh; a single entry is used for every field."""
+    overrides: Mapping[Any, FieldLayout]
+    """Layouts of single fields, by key or position."""
+    input_keys: Sequence[Any] | None
+    """The keys that the entries belong to, if the batch is a dict. None: all that it has."""
     dense_tensor_idx: Sequence[Sequence[int]] | None
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
 
-    def with_keys(self, keys: Sequence[Any] | None) -> BatchPlacer:
-        """Return a placer that delivers the fields with these keys."""
-        return replace(self, assignment=replace(self.assignment, keys=keys))
+    @cached_property
+    def layouts(self) -> list[FieldLayout]:
+        """Every layout."""
+        entries = [*self.entries, *self.overrides.values()]
+        return [layout for entry in entries for layout in (entry if isinstance(entry, list) else [entry])]
+
+    def _fields(self, batch: Any) -> list[tuple[Any, Entry]]:
+        """Return (key or position, layouts) for each field of a batch, in the order of the result.
+
+        Args:
+            batch: A dict or a list.
+
+        Raises:
+            BatchStructureError: The fields do not match the meshes.
+        """
+        wanted: Sequence[Any] = range(len(batch))
+        what, kind = f"is a list of {len(batch)} fields", "field"
+        if isinstance(batch, Mapping):
+            wanted = tuple(batch if self.input_keys is None else self.input_keys)
+            missing = [key for key in wanted if key not in batch]
+            if missing:
+                raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
+            what, kind = f"has {len(wanted)} keys {list(wanted)}", "key"
+        entries = self.entries * len(wanted) if len(self.entries) == 1 else self.entries
+        if len(wanted) != len(entries):
+            raise BatchStructureError(
+                f"the batch {what}, but meshes has {len(entries)} entries: give one mesh per {kind}, or one for all."
+            )
+        unknown = [key for key in self.overrides if key not in wanted]
+        if unknown:
+            raise BatchStructureError(
+                f"placements names {unknown}, which the batch does not have, or input_keys leaves out; there are "
+                f"{list(wanted)}."
+            )
+        return [(key, self.overrides.get(key, entry)) for key, entry in zip(wanted, entries, strict=True)]
 
     def place(self, batch: Any, rows: BatchRows) -> Placed:
         """Return the batch as distributed tensors.
@@ -109,7 +147,7 @@ class BatchPlacer:
                 f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
                 "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
             )
-        return Placed(placed, last, tuple(placing.shapes), tuple(placing.apart))
+        return Placed(placed, last, placing.row_shapes, placing.num_bytes)
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
@@ -130,9 +168,9 @@ class BatchPlacer:
             batch: It is not changed.
             function: A function of (leaf, its path, its layout, whether it stays local).
         """
-        layout = self.assignment.layouts[0]
+        layout = self.layouts[0]
         has_fields = is_sequence(batch) or isinstance(batch, Mapping)
-        fields = self.assignment.fields(batch) if has_fields else [(0, layout)]
+        fields = self._fields(batch) if has_fields else [(0, layout)]
         if self.pad_to is not None:
             self.pad_to.check([key for key, _ in fields])
         if not has_fields:
@@ -177,14 +215,14 @@ class BatchPlacer:
 class _Placing:
     """Places the leaves of one batch."""
 
-    __slots__ = ("_pad_to", "_rows", "apart", "local", "padded", "shapes")
+    __slots__ = ("_pad_to", "_rows", "local", "num_bytes", "padded", "row_shapes")
 
     def __init__(self, rows: BatchRows, pad_to: PadTo | None) -> None:
         self._rows, self._pad_to = rows, pad_to
         self.local, self.padded = set[str](), set[str]()
         """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
-        self.shapes: list[tuple[Any, ...]] = []
-        self.apart: list[tuple[Any, ...]] = []
+        self.row_shapes: dict[str, Row] = {}
+        self.num_bytes = 0
 
     def leaf(self, value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
         """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
@@ -195,7 +233,7 @@ class _Placing:
                 return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
             return value
         shape, dtype = list(value.shape), value.dtype
-        self.shapes.append((dtype, *shape))
+        self.num_bytes += value.size * value.element_size()
         has_row_each = shape[:1] == [len(rows.read)]
         by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
         own_rows = False
@@ -207,18 +245,20 @@ class _Placing:
         pad = None if self._pad_to is None else self._pad_to.pad_of(path)
         if pad is not None:
             (self.local if dense else self.padded).add(pad.path)
+        waits = self._pad_to is not None and not dense and len(shape) > 0
+        if waits or self._pad_to is None:
+            kind = f"{kind_of(dtype)}, {shape[0]} rows of " if own_rows and not dense else kind_of(dtype)
+            self.row_shapes[path] = [kind, *shape[1:]]
         if dense:
             return value
         if not layout.on_mesh:  # no data is here, so only the metadata matters
             first = [rows.num_rows // layout.num_data_ranks] if has_row_each else shape[:1]
             value = paddle.empty([*first, *shape[1:]], dtype)
-        if self._pad_to is None or not shape:
-            if own_rows:
-                self.apart.append((f"field {path or 'batch'}", *shape))
+        if not waits:
             return layout.distributed(value, path)
         if pad is not None:
             check_fill(pad.value, dtype, path)
-        return Unplaced(value, layout, path, own_rows, pad)
+        return Unplaced(value, layout, path, pad)
 
 
 def _take_rows(tensor: Any, positions: Rows) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +70,30 @@ def loads(costs: Costs, num_data_ranks: int) -> tuple[float, float]:
     most, mean = of_ranks.max(axis=0), of_ranks.mean(axis=0)
     worst = int((most / np.where(mean, mean, 1.0)).argmax())
     return float(most[worst]), float(mean[worst])
+
+
+def dealt(
+    ids: Any, micro_size: int, *, num_data_ranks: int, costs_of: Callable[[Any], Costs]
+) -> tuple[Rows, tuple[float, float]]:
+    """Return the rows of a global batch in the order in which data ranks take them, and their load.
+
+    Args:
+        ids: The samples of the batch. The set of rows of each micro-batch stays as it is.
+        micro_size: Rows of a micro-batch.
+        num_data_ranks: It divides the rows of each micro-batch.
+        costs_of: Returns float64[rows, columns] for the ids of some samples.
+
+    Returns:
+        int64[rows], and (largest, mean) cost of a data rank, over all micro-batches.
+    """
+    costs, order, most, mean = costs_of(ids), [], 0.0, 0.0
+    for first in range(0, len(costs), micro_size):
+        of_rows = costs[first : first + micro_size]
+        rows = deal(of_rows, num_data_ranks)
+        largest, usual = loads(of_rows[rows], num_data_ranks)
+        most, mean = most + largest, mean + usual
+        order.append(first + rows)
+    return np.concatenate(order), (most, mean)
 
 
 def _dealt(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:

@@ -166,7 +166,7 @@ class BlockOrder(Order):
         window, offset = self._offsets(part, mixed)
         place = mixed - offset
         for chosen, key in _runs(mixed, part, window):
-            place[chosen] += self._mixing(*key).inverse(offset[chosen])
+            place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
         return self._parts.positions(part, place).reshape(samples.shape)
 
     def between(self, start: int, stop: int) -> Indices:
@@ -179,20 +179,18 @@ class BlockOrder(Order):
         window, first = self._shelf.windows(place)
         return window, place - np.maximum(first, self._parts.starts[part])
 
-    def _bounds(self, part: int, window: int) -> tuple[int, int]:
-        """Return [first, end) of the places of a window that lie in a part."""
+    def _mixing(self, part: int, window: int) -> tuple[int, Permutation]:
+        """Return the first place of a window that lies in a part, and the order of its places there."""
         first, end = self._shelf.bounds(window)
-        return max(first, int(self._parts.starts[part])), min(end, int(self._parts.starts[part + 1]))
-
-    def _mixing(self, part: int, window: int) -> Permutation:
-        first, end = self._bounds(part, window)
-        return Permutation(end - first, derive_key("window", self._seed, self._epoch, part, window, size=64))
+        first, end = max(first, int(self._parts.starts[part])), min(end, int(self._parts.starts[part + 1]))
+        key = derive_key("window", self._seed, self._epoch, part, window, size=64)
+        return first, Permutation(end - first, key)
 
     def _draw(self, part: int, window: int, number: int) -> Indices:
         """Return one table of a window's samples, in their mixed order."""
-        first, end = self._bounds(part, window)
-        offsets = np.arange(number * TABLE, min((number + 1) * TABLE, end - first), dtype=np.int64)
-        return self._shelf.samples(first + self._mixing(part, window)(offsets))
+        first, mixing = self._mixing(part, window)
+        offsets = np.arange(number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64)
+        return self._shelf.samples(first + mixing(offsets))
 
 
 _block_order = lru_cache(maxsize=4)(BlockOrder)  # with the tables that were computed last

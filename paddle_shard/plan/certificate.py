@@ -345,5 +345,5 @@ def _of_sources(plan: ShardPlan, epoch: int, skips: Skips) -> Mapping[str, int] 
             counts += np.bincount(source_and_index(ids)[0], minlength=len(names))
     else:
         first = plan.ordering.first_position(epoch, plan.num_samples)
-        counts = plan.ordering.counts(first + plan.num_served) - plan.ordering.counts(first)
+        counts = plan.ordering.draws.counts(first + plan.num_served) - plan.ordering.draws.counts(first)
     return dict(zip(names, counts.tolist(), strict=True))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation, Permutations
-from paddle_shard.plan.weights import Chairman, Segment, chairman
+from paddle_shard.plan.weights import Segment, chairman
 
 MAX_SOURCES = 1 << 12
 """Most sources of a mixture."""
@@ -51,6 +51,19 @@ def source_and_index(sample: Any) -> tuple[Any, Any]:
 def without_epoch(samples: Indices) -> Indices:
     """Return ids without the epoch of their source; ids of other data sets as they are."""
     return np.where(samples >= _MARK, samples & ~np.int64((ROUNDS - 1) << 52), samples)
+
+
+def first_sample(lengths: Sequence[tuple[int, int]], length: int, epoch: int) -> int:
+    """Return how many samples a run has before an epoch.
+
+    Args:
+        lengths: (first epoch, samples of an epoch from there on); empty if all epochs have `length` samples.
+        length: Samples of every epoch, unless `lengths` says otherwise.
+        epoch: The epoch.
+    """
+    ends = [*(first for first, _ in lengths[1:]), epoch]
+    stretches = zip(lengths, ends, strict=False) if lengths else [((0, length), epoch)]
+    return sum(max(0, min(end, epoch) - first) * samples for (first, samples), end in stretches)
 
 
 @dataclass(frozen=True)
@@ -99,13 +112,17 @@ class Mixing(Ordering):
                 f"epoch must be in range({MAX_DRAWS // length}) for a mixture with {length} samples in an epoch, "
                 f"got {epoch}."
             )
-        kept = self._kept
-        if kept.get("seed") != seed:
-            kept.update(seed=seed, many=Permutations(len(self.names), partial(self.key, seed)))
-        if kept.get("asked") != (seed, epoch, length):
-            order = MixtureOrder(self, seed, kept["many"], self.first_position(epoch, length), length)
-            kept.update(asked=(seed, epoch, length), order=order)
-        return cast(MixtureOrder, kept["order"])
+        # What was asked for last is kept, in one value each: threads may ask for different orders.
+        kept_seed, many = self._kept.get("many", (None, None))
+        if many is None or kept_seed != seed:
+            many = Permutations(len(self.names), partial(self.key, seed))
+            self._kept["many"] = seed, many
+        order: MixtureOrder | None
+        asked, order = self._kept.get("order", (None, None))
+        if order is None or asked != (seed, epoch, length):
+            order = MixtureOrder(self, seed, many, self.first_position(epoch, length), length)
+            self._kept["order"] = (seed, epoch, length), order
+        return order
 
     def key(self, seed: int, source: int, epoch: int) -> bytes:
         """Return the key of the order of a source's epoch."""
@@ -133,101 +150,57 @@ class Mixing(Ordering):
             epoch: The epoch.
             length: Samples of every epoch, unless `lengths` says otherwise.
         """
-        if not self.lengths:
-            return epoch * length
-        ends = [*(first for first, _ in self.lengths[1:]), epoch]
-        return sum(
-            max(0, min(end, epoch) - first) * samples for (first, samples), end in zip(self.lengths, ends, strict=True)
-        )
+        return first_sample(self.lengths, length, epoch)
 
-    def counts(self, position: int) -> Indices:
-        """Return how often each source is drawn before a position of the run: int64[number of sources]."""
-        number = self.segment_at(position)
-        return self._base(number) + self._chairmen[number].counts(position - self.segments[number].first)
+    def switched(self, at: int, parts: tuple[int, ...]) -> tuple[Segment, ...]:
+        """Return the segments of a run that has other weights from a position on.
 
-    def segment_at(self, position: int) -> int:
-        """Return the number of the segment that holds a position of the run."""
-        return sum(segment.first <= position for segment in self.segments) - 1
-
-    def draws(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return, for some positions of the run, the source of each, and how often it was drawn in the run before."""
-        firsts = np.array([segment.first for segment in self.segments], np.int64)
-        if len(firsts) == 1:
-            return self._chairmen[0].at(positions)
-        numbers = np.searchsorted(firsts, positions, side="right") - 1
-        sources, draws = np.empty_like(positions), np.empty_like(positions)
-        for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            found, drawn = self._chairmen[number].at(positions[chosen] - firsts[number])
-            sources[chosen], draws[chosen] = found, drawn + self._base(number)[found]
-        return sources, draws
-
-    def positions(self, sources: Indices, draws: Indices) -> Indices:
-        """Return the position of the run of each draw: int64; -1 if it is never made."""
-        found = np.full(len(sources), -1, np.int64)
-        for number, segment in enumerate(self.segments):
-            base = self._base(number)[sources]
-            last = number + 1 == len(self.segments)
-            end = None if last else self._base(number + 1)[sources]
-            inside = (draws >= base) & (np.array(segment.parts)[sources] > 0)
-            inside &= True if end is None else draws < end
-            places = self._chairmen[number].inverse(sources[inside], (draws - base)[inside])
-            found[inside] = segment.first + places
-        return found
-
-    @cached_property
-    def source_epochs(self) -> SourceEpochs:
-        """Which epoch, and which place in it, each draw of a source is."""
-        return SourceEpochs(self.segments, self.counts)
+        Args:
+            at: The position of the run.
+            parts: Integer weight of each source.
+        """
+        past = [segment for segment in self.segments if segment.first < at]
+        return *past, Segment(at, parts, self.segments[self.draws.segment_at(at)].lengths)
 
     # What was computed once is kept in the value, as its hash takes long with a thousand sources.
 
     @cached_property
-    def _chairmen(self) -> tuple[Chairman, ...]:
-        return tuple(chairman(segment.parts) for segment in self.segments)
+    def draws(self) -> Draws:
+        """The draws of the run."""
+        return Draws(self.segments)
 
     @cached_property
     def _kept(self) -> dict[str, Any]:
-        """The order that was asked for last and the permutations of its seed, each with what it was asked with."""
         return {}
 
-    @cached_property
-    def _bases(self) -> list[Indices]:
-        return [np.zeros(len(self.names), np.int64)]
 
-    def _base(self, number: int) -> Indices:
-        """Return how often each source was drawn before a segment."""
-        while len(self._bases) <= number:
-            at = len(self._bases) - 1
-            length = self.segments[at + 1].first - self.segments[at].first
-            self._bases.append(self._bases[at] + self._chairmen[at].counts(length))
-        return self._bases[number]
-
-
-class SourceEpochs:
-    """Which epoch of its source a draw belongs to, for sources that may grow during a run.
+class Draws:
+    """Which source is drawn at a position of a run, and in which epoch of it, for weights and sources that change.
 
     The epoch that a source has begun when it grows ends with the old length; the next one has the new length.
     """
 
-    def __init__(self, segments: Sequence[Segment], counts: Callable[[int], Indices]) -> None:
-        """Set up the layers: the first draw, its epoch and the length of the epochs from there on, for each source.
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        """Set up; a sequence is only computed as far as it is asked for.
 
         Args:
-            segments: The segments of the run.
-            counts: Returns how often each source is drawn before a position of the run.
+            segments: The segments of the run; the first begins at 0.
         """
-        first, *others = segments
-        zero = np.zeros(len(first.lengths), np.int64)
-        self._layers = [(zero, zero, np.array(first.lengths, np.int64))]
+        self._segments, self._chairmen = segments, [chairman(segment.parts) for segment in segments]
+        self._firsts = np.array([segment.first for segment in segments], np.int64)
+        zero = np.zeros(len(segments[0].lengths), np.int64)
+        self._bases = [zero]
+        """How often each source was drawn before each segment, as far as it was asked for."""
+        self._layers = [(zero, zero, np.array(segments[0].lengths, np.int64))]
+        """For each source, the first draw, its epoch, and the length of the epochs from there on; newer ones follow."""
         self._lengths = np.maximum(self._layers[0][2], 1)  # no division by that of a source that is not there
-        for segment in others:
+        for number, segment in enumerate(segments[1:], 1):
             start, epoch, before = self._layers[-1]
             lengths = np.array(segment.lengths, np.int64)
             changed = (lengths != before) & (lengths > 0)  # a source that is gone keeps the length that it had
             if not changed.any():
                 continue
-            drawn = counts(segment.first) - start
+            drawn = self._base(number) - start
             begun = np.where(before > 0, -(-drawn // np.maximum(before, 1)), 0)  # epochs, also one that is not over
             self._layers.append(
                 (
@@ -237,7 +210,48 @@ class SourceEpochs:
                 )
             )
 
-    def at(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
+    def _base(self, number: int) -> Indices:
+        """Return how often each source was drawn before a segment."""
+        while len(self._bases) <= number:
+            at = len(self._bases) - 1
+            length = self._segments[at + 1].first - self._segments[at].first
+            self._bases.append(self._bases[at] + self._chairmen[at].counts(length))
+        return self._bases[number]
+
+    def segment_at(self, position: int) -> int:
+        """Return the number of the segment that holds a position of the run."""
+        return int(np.searchsorted(self._firsts, position, side="right")) - 1
+
+    def counts(self, position: int) -> Indices:
+        """Return how often each source is drawn before a position of the run: int64[number of sources]."""
+        number = self.segment_at(position)
+        return self._base(number) + self._chairmen[number].counts(position - self._segments[number].first)
+
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Return, for some positions of the run, the source of each, and how often it was drawn in the run before."""
+        if len(self._firsts) == 1:
+            return self._chairmen[0].at(positions)
+        numbers = np.searchsorted(self._firsts, positions, side="right") - 1
+        sources, draws = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            found, drawn = self._chairmen[number].at(positions[chosen] - self._firsts[number])
+            sources[chosen], draws[chosen] = found, drawn + self._base(number)[found]
+        return sources, draws
+
+    def positions(self, source: int, draws: Indices) -> Indices:
+        """Return the position of the run of each draw of a source: int64; -1 if it is never made."""
+        found = np.full(len(draws), -1, np.int64)
+        for number, segment in enumerate(self._segments):
+            if segment.parts[source] == 0:
+                continue
+            base, last = self._base(number)[source], number + 1 == len(self._segments)
+            inside = (draws >= base) & (True if last else draws < self._base(number + 1)[source])
+            mine = draws[inside] - base
+            found[inside] = segment.first + self._chairmen[number].inverse(np.full(len(mine), source), mine)
+        return found
+
+    def epochs(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
         """Return, for some draws, the epoch of the source, its length, and the place in it."""
         if len(self._layers) == 1:  # each source begins at its first draw
             length = self._lengths.take(sources)
@@ -281,8 +295,8 @@ class MixtureOrder(Order):
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
         flat = positions.reshape(-1)
-        sources, draws = self.mixing.draws(flat + self.first)
-        epochs, lengths, places = self.mixing.source_epochs.at(sources, draws)
+        sources, draws = self.mixing.draws.at(flat + self.first)
+        epochs, lengths, places = self.mixing.draws.epochs(sources, draws)
         indices = places if self._orders is None else self._orders(sources, epochs, lengths, places)
         found: Indices = sample_ids(sources, epochs, indices).reshape(positions.shape)
         return found
@@ -316,18 +330,18 @@ class MixtureOrder(Order):
 
     def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
         """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""
-        mixing, epochs = self.mixing, self.mixing.source_epochs
-        begin, end = (int(mixing.counts(at)[source]) for at in (self.first, self.first + self.length))
+        mixing, run = self.mixing, self.mixing.draws
+        begin, end = (int(run.counts(at)[source]) for at in (self.first, self.first + self.length))
         if begin == end:
             return []
         both = np.full(2, source, np.int64)
-        first, last = epochs.at(both, np.array([begin, end - 1], np.int64))[0].tolist()
+        first, last = run.epochs(both, np.array([begin, end - 1], np.int64))[0].tolist()
         step = 1
         if rounds is not None:
             first, step = first + (rounds - first) % ROUNDS, ROUNDS
         draws = []
         for epoch in range(first, last + 1, step):
-            begun, length = epochs.begin(source, epoch)
+            begun, length = run.begin(source, epoch)
             if index >= length:  # the source has grown since
                 continue
             place = index
@@ -336,7 +350,7 @@ class MixtureOrder(Order):
                 place = int(order.inverse(np.array([index], np.int64))[0])
             if begin <= begun + place < end:
                 draws.append(begun + place)
-        positions = mixing.positions(np.full(len(draws), source), np.array(draws, np.int64))
+        positions = run.positions(source, np.array(draws, np.int64))
         return [position - self.first for position in positions.tolist()]
 
 
@@ -356,10 +370,10 @@ class Drawn:
 
 def drawn_of(mixing: Mixing, position: int) -> Mapping[str, Drawn]:
     """Return what was drawn of each source before a position of the run, by name."""
-    counts = mixing.counts(position)
-    segment = mixing.segments[mixing.segment_at(max(0, position - 1))]
+    counts = mixing.draws.counts(position)
+    segment = mixing.segments[mixing.draws.segment_at(max(0, position - 1))]
     sources = np.arange(len(counts))
-    epochs, _, _ = mixing.source_epochs.at(sources, np.maximum(counts - 1, 0))
+    epochs, _, _ = mixing.draws.epochs(sources, np.maximum(counts - 1, 0))
     period = sum(segment.parts)
     return {
         name: Drawn(

@@ -9,30 +9,13 @@ Tokens = npt.NDArray[np.int64]
 """Positions in a row."""
 
 
-def balanced_order(length: int, parts: int) -> Tokens:
+def balanced_order(ends: Tokens, parts: int) -> Tokens:
     """Return the tokens of a row in the order in which the ranks hold them, balanced for causal attention.
-
-    The row is cut into 2 * parts equal chunks, of which rank r holds chunks r and 2 * parts - 1 - r: the layout of
-    Paddle's own ring attention (`shard_seq_load_balance`).
-
-    Args:
-        length: Tokens of the row, a multiple of 2 * parts.
-        parts: Number of ranks.
-
-    Examples:
-        >>> balanced_order(8, 2).tolist()
-        [0, 1, 6, 7, 2, 3, 4, 5]
-    """
-    chunks = np.arange(length, dtype=np.int64).reshape(2 * parts, -1)
-    return np.concatenate([chunks[[rank, 2 * parts - 1 - rank]].reshape(-1) for rank in range(parts)])
-
-
-def documents_order(ends: Tokens, parts: int) -> Tokens:
-    """Return the tokens of a packed row in the order in which the ranks hold them, each document balanced for itself.
 
     Each document is cut into 2 * parts chunks, of which rank r holds chunks r and 2 * parts - 1 - r. The chunks of a
     document differ by a token at most, and the tokens that are left over go to the ranks that have fewest so far. So
-    every rank holds as many tokens, and in each document about as many pairs of a query and a key.
+    every rank holds as many tokens, and in each document about as many pairs of a query and a key. One document whose
+    length is a multiple of 2 * parts has the layout of Paddle's own ring attention (`shard_seq_load_balance`).
 
     Args:
         ends: int64[documents]: the position after the last token of each document, ascending; the last one is the
@@ -40,7 +23,9 @@ def documents_order(ends: Tokens, parts: int) -> Tokens:
         parts: Number of ranks.
 
     Examples:
-        >>> documents_order(np.array([5, 8]), 2).tolist()
+        >>> balanced_order(np.array([8]), 2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+        >>> balanced_order(np.array([5, 8]), 2).tolist()
         [0, 1, 4, 5, 2, 3, 6, 7]
     """
     held: list[list[Tokens]] = [[] for _ in range(parts)]

@@ -15,7 +15,7 @@ from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_row, slice_rows
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shuffle import MAX_SAMPLES
-from paddle_shard.plan.step import GlobalBatch
+from paddle_shard.plan.step import GlobalBatch, Step
 from paddle_shard.plan.stretches import Stretches, check_segments
 from paddle_shard.plan.tails import Tail, find_tail
 
@@ -281,12 +281,9 @@ def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
     num_real, order = min(num_rows, plan.num_positions - first), plan.order(epoch=epoch)
     all_real = num_real == num_rows and not plan.ordering.pads_first
     return GlobalBatch(
-        number=step,
-        num_rows=num_rows,
-        micro_size=micro_size,
-        num_real=num_real,
-        take=lambda rows: plan._at(order, epoch, first, rows),
-        valid=None if all_real else lambda rows: plan._real(order, first + rows),
+        Step(epoch=epoch, number=step, num_rows=num_rows, micro_size=micro_size, num_real=num_real),
+        lambda rows: plan._at(order, epoch, first, rows),
+        None if all_real else lambda rows: plan._real(order, first + rows),
     )
 
 

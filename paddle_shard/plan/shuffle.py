@@ -191,10 +191,10 @@ class Permutations(threading.local):
     def _forget(self) -> None:
         self._slot = np.zeros(self._num_sources, np.int64)
         self._epoch = np.full(self._num_sources, -1, np.int64)
-        self._count = 0
-        self._keys = np.empty((ROUNDS, 64), np.uint64)
-        self._sizes = np.empty((2, 64), np.uint64)
-        self._table_at = np.empty(64, np.int64)
+        # Of each slot: the keys of the rounds, a and b of the network, and the place of its table.
+        self._keys = np.empty((ROUNDS, 0), np.uint64)
+        self._sizes = np.empty((2, 0), np.uint64)
+        self._table_at = np.empty(0, np.int64)
         self._tables = np.empty(0, np.int16)
         self._entries = 0
 
@@ -221,7 +221,7 @@ class Permutations(threading.local):
 
     def _slots(self, sources: Indices, epochs: Indices, lengths: Indices) -> Indices:
         """Return where the key, or the table, of each (source, epoch) is kept."""
-        if self._entries > MAX_ENTRIES or self._count > 4 * self._num_sources + BLOCK:
+        if self._entries > MAX_ENTRIES or len(self._table_at) > 4 * self._num_sources + BLOCK:
             self._forget()
         slots = self._slot[sources]
         new = np.flatnonzero(self._epoch[sources] != epochs)
@@ -230,22 +230,20 @@ class Permutations(threading.local):
         pairs = epochs[new] * self._num_sources + sources[new]
         _, first, back = np.unique(pairs, return_index=True, return_inverse=True)
         chosen = new[first]
-        slots[new] = (self._count + np.arange(len(first)))[back.reshape(-1)]
+        slots[new] = (len(self._table_at) + np.arange(len(first)))[back.reshape(-1)]
         self._add(sources[chosen], epochs[chosen], lengths[chosen])
         return slots
 
     def _add(self, sources: Indices, epochs: Indices, lengths: Indices) -> None:
         """Make a slot for each (source, epoch), in their order."""
-        start, count = self._count, len(sources)
-        while len(self._table_at) < start + count:
-            self._keys = np.concatenate([self._keys, np.empty_like(self._keys)], axis=1)
-            self._sizes = np.concatenate([self._sizes, np.empty_like(self._sizes)], axis=1)
-            self._table_at = np.concatenate([self._table_at, np.empty_like(self._table_at)])
+        start, count = len(self._table_at), len(sources)
         pairs = zip(sources.tolist(), epochs.tolist(), strict=True)
         drawn = np.frombuffer(b"".join(self._key_of(*pair) for pair in pairs), "<u8").reshape(count, 8)
         keys = drawn.astype(np.uint64)
-        self._keys[:, start : start + count] = keys[:, :ROUNDS].T
-        self._sizes[:, start : start + count] = np.array([network_sizes(length) for length in lengths.tolist()]).T
+        sizes = np.array([network_sizes(length) for length in lengths.tolist()])
+        self._keys = np.concatenate([self._keys, keys[:, :ROUNDS].T], axis=1)
+        self._sizes = np.concatenate([self._sizes, sizes.T], axis=1)
+        self._table_at = np.concatenate([self._table_at, np.zeros(count, np.int64)])
         for length in np.unique(lengths[lengths <= TABLE_MAX]).tolist():
             rows = np.flatnonzero(lengths == length)
             tables = draw_tables(keys[rows], length).astype(np.int16)
@@ -258,7 +256,6 @@ class Permutations(threading.local):
             self._table_at[start + rows] = self._entries + np.arange(len(rows)) * length
             self._entries = end
         self._slot[sources], self._epoch[sources] = start + np.arange(count), epochs
-        self._count += count
 
     def _walk(self, slots: Indices, lengths: Indices, places: Indices) -> Indices:
         """Return the images of some places in the networks of their slots."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import StateError
 from paddle_shard.plan.mixture import without_epoch
 
 Stretch = tuple[int, int, int]
@@ -78,30 +77,11 @@ class Skips:
     def _numbers(self) -> npt.NDArray[np.int64]:
         return np.array([one for one in self.samples if isinstance(one, int)], np.int64)
 
-    def to_json(self) -> dict[str, Any] | None:
-        """Return the skips for a saved state; None if there are none."""
-        if not self:
-            return None
-        return {"stretches": [list(stretch) for stretch in self.stretches], "samples": list(self.samples)}
-
     @classmethod
-    def from_json(cls, saved: Any) -> Skips:
-        """Return the skips of a saved state.
-
-        Raises:
-            StateError: They are damaged.
-        """
-        if saved is None:
-            return cls()
-        try:
-            stretches = [tuple(map(counted, stretch)) for stretch in saved["stretches"]]
-            samples = [sample if isinstance(sample, str) else counted(sample) for sample in saved["samples"]]
-            fine = all(len(stretch) == 3 and stretch[1] < stretch[2] for stretch in stretches)
-        except (KeyError, TypeError, ValueError):
-            fine = False
-        if not fine:
-            raise StateError(f"state is damaged: skips is {saved!r}.")
-        return cls().joined(((epoch, first, end) for epoch, first, end in stretches), samples)
+    def checked(cls, stretches: Any, samples: Any) -> Skips:
+        """Return the skips of a saved state; a TypeError or ValueError if they are damaged."""
+        read = [(counted(epoch), counted(first), counted(end, first + 1)) for epoch, first, end in stretches]
+        return cls().joined(read, [sample if isinstance(sample, str) else counted(sample) for sample in samples])
 
 
 def united(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

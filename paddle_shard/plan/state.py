@@ -6,14 +6,14 @@ changed, and where.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
-from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.mixture import Mixing, first_sample
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Skips, counted
@@ -21,8 +21,6 @@ from paddle_shard.plan.weights import Segment
 
 VERSION = 3
 """Version of the layout of a saved state; no other is read."""
-
-_COUNTS = ("epoch", "samples", "steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,40 +50,35 @@ class History:
         found = [samples for first, samples in self.lengths if first <= epoch]
         return found[-1] if found else length
 
+    def first_sample(self, length: int, epoch: int) -> int:
+        """Return how many samples the run has before an epoch, if one has `length` where nothing has changed."""
+        return first_sample(self.lengths, length, epoch)
+
     def to_json(self) -> dict[str, Any] | None:
         """Return the history for a saved state; None if nothing has changed."""
-        if not (self.lengths or self.segments or self.skips):
+        if self == History():
             return None
-        segments = [[segment.first, list(segment.parts), list(segment.lengths)] for segment in self.segments]
-        found = {"lengths": [list(entry) for entry in self.lengths], "segments": segments}
-        return found | ({"skips": self.skips.to_json()} if self.skips else {})
+        skips = {"stretches": self.skips.stretches, "samples": self.skips.samples}
+        found = json.dumps({"lengths": self.lengths, "segments": self.segments, "skips": skips})
+        return dict(json.loads(found))  # without tuples: a state must be equal to what comes back from JSON
 
     @classmethod
     def from_json(cls, saved: Any) -> History:
-        """Return the history of a saved state.
-
-        Raises:
-            StateError: It is damaged.
-        """
+        """Return the history of a saved state; a KeyError, TypeError or ValueError if it is damaged."""
         if saved is None:
             return cls()
-        try:
-            lengths = tuple((counted(first), counted(samples, 1)) for first, samples in saved["lengths"])
-            segments = tuple(
-                Segment(counted(first), tuple(map(counted, parts)), tuple(map(counted, sizes)))
-                for first, parts, sizes in saved["segments"]
-            )
-            firsts = [segment.first for segment in segments]
-            epochs = [first for first, _ in lengths]
-            widths = {len(values) for segment in segments for values in (segment.parts, segment.lengths)}
-            fine = all(one < other for values in (firsts, epochs) for one, other in pairwise(values))
-            fine &= all(values[0] == 0 for values in (firsts, epochs) if values) and len(widths) <= 1
-            fine &= all(any(segment.parts) for segment in segments)
-        except (KeyError, TypeError, ValueError):
-            fine = False
-        if not fine:
-            raise StateError(f"state is damaged: history is {saved!r}.")
-        return cls(lengths, segments, Skips.from_json(saved.get("skips")))
+        lengths = tuple((counted(first), counted(samples, 1)) for first, samples in saved["lengths"])
+        segments = tuple(
+            Segment(counted(first), tuple(map(counted, parts)), tuple(map(counted, sizes)))
+            for first, parts, sizes in saved["segments"]
+        )
+        for firsts in ([segment.first for segment in segments], [first for first, _ in lengths]):
+            if firsts[:1] not in ([], [0]) or firsts != sorted(set(firsts)):
+                raise ValueError(firsts)
+        widths = {len(values) for segment in segments for values in segment[1:]}
+        if len(widths) > 1 or not all(any(segment.parts) for segment in segments):
+            raise ValueError(segments)
+        return cls(lengths, segments, Skips.checked(**saved["skips"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +146,14 @@ class LoaderState:
             raise StateError(
                 f"state is damaged: missing {sorted(wanted - set(saved))}, unknown {sorted(set(saved) - wanted)}."
             )
-        for name in _COUNTS:
-            value = saved[name]
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise StateError(f"state is damaged: {name} must be an int >= 0, got {value!r}.")
-        _check_shape(saved)
+        found: dict[str, Any] = {}
+        for name, read in _READ.items():
+            try:
+                found[name] = read(saved[name])
+            except (KeyError, TypeError, ValueError):
+                raise StateError(f"state is damaged: {name} is {saved[name]!r}.") from None
+        state = cls(**found)
+        state._check_segments()
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
         override = _packed_override(saved, fingerprint, override)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
@@ -176,15 +172,20 @@ class LoaderState:
                 f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, "
                 f"call load_state_dict(state, override={differing})."
             )
-        return cls(
-            **{name: saved[name] for name in _COUNTS},
-            ended=saved["ended"],
-            segments=tuple((int(first), int(size)) for first, size in saved["segments"]),
-            sampler=saved["sampler"],
-            certificate=account_from_json(saved["certificate"]),
-            fingerprint=dict(fingerprint),
-            history=History.from_json(saved["history"]),
-        )
+        return replace(state, fingerprint=dict(fingerprint))
+
+    def _check_segments(self) -> None:
+        """Refuse a state whose counts contradict each other."""
+        segments, samples, steps = self.segments, self.samples, 0
+        ends = [*(first for first, _ in segments[1:]), samples][: len(segments)]
+        for (first, size), end in zip(segments, ends, strict=True):
+            if first > end:
+                raise StateError(f"state is damaged: segments is {segments!r}, for {samples} samples.")
+            steps += -(-(end - first) // size)
+        if segments and (segments[0][0] != 0 or steps != self.steps):
+            raise StateError(
+                f"state is damaged: {samples} samples in batches of {segments!r} make {steps} steps, not {self.steps}."
+            )
 
     def continued(self, batch_size: int) -> tuple[tuple[int, int], ...]:
         """Return the segments of the epoch if it resumes from here with this batch size."""
@@ -194,44 +195,29 @@ class LoaderState:
         return (*kept, (self.samples, batch_size))
 
 
-def _check_shape(saved: Mapping[str, Any]) -> None:
-    """Refuse a state whose fields have wrong types or contradict each other."""
-    fine = {
-        "ended": isinstance(saved["ended"], bool),
-        "fingerprint": isinstance(saved["fingerprint"], Mapping),
-        "segments": _rows_of(saved["segments"], 2),
-        "certificate": _is_account(saved["certificate"]),
-    }
-    for name, right in fine.items():
-        if not right:
-            raise StateError(f"state is damaged: {name} is {saved[name]!r}.")
-    segments, samples, steps = saved["segments"], saved["samples"], 0
-    ends = [*(first for first, _ in segments[1:]), samples][: len(segments)]
-    for (first, size), end in zip(segments, ends, strict=True):
-        if not (size > 0 and 0 <= first <= end):
-            raise StateError(f"state is damaged: segments is {segments!r}, for {samples} samples.")
-        steps += -(-(end - first) // size)
-    if segments and (segments[0][0] != 0 or steps != saved["steps"]):
-        raise StateError(
-            f"state is damaged: {samples} samples in batches of {segments!r} make {steps} steps, not {saved['steps']}."
-        )
+def _kind(kind: type) -> Callable[[Any], Any]:
+    """Return a function that returns its argument; a TypeError if it is of another kind."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError(value)
+        return value
+
+    return read
 
 
-def _rows_of(value: Any, length: int) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(row, list | tuple)
-        and len(row) == length
-        and all(isinstance(number, int) and not isinstance(number, bool) for number in row)
-        for row in value
-    )
-
-
-def _is_account(value: Any) -> bool:
-    try:
-        account_from_json(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+_READ: dict[str, Callable[[Any], Any]] = {
+    "epoch": counted,
+    "samples": counted,
+    "steps": counted,
+    "ended": _kind(bool),
+    "segments": lambda rows: tuple((counted(first), counted(size, 1)) for first, size in rows),
+    "sampler": _kind(object),
+    "certificate": account_from_json,
+    "fingerprint": _kind(Mapping),
+    "history": History.from_json,
+}
+"""Reads each field of a saved state; what raises a TypeError or a ValueError is damaged."""
 
 
 def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override: Collection[str]) -> Collection[str]:
@@ -320,7 +306,7 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     segments = history.segments or tuple(
         Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
     )
-    at = Mixing(tuple(old), segments, lengths=history.lengths).first_position(epoch, then) + samples
+    at = history.first_sample(before, epoch) + samples
     past = [
         Segment(segment.first, segment.parts + more, segment.lengths + more)
         for segment in segments
@@ -328,4 +314,4 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     ]
     begun = [segment for segment in plan.ordering.segments if segment.first <= at][-1:]
     later = [segment for segment in plan.ordering.segments if segment.first > at]
-    return replace(history, lengths=lengths, segments=(*past, *(replace(one, first=at) for one in begun), *later))
+    return replace(history, lengths=lengths, segments=(*past, *(one._replace(first=at) for one in begun), *later))

@@ -11,12 +11,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.balance import Costs, deal, loads
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.seeding import as_ids
 from paddle_shard.plan.skips import Skips
@@ -68,48 +67,20 @@ class Step:
         return replace(self, real=None, drawn=(), sampler_state=None) if self.sampler_state or len(self.drawn) else self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """The samples of one global batch, the same on every rank. It computes only the ids that a rank asks for."""
 
-    number: int
-    """Step of the epoch."""
-    num_rows: int
-    micro_size: int
-    num_real: int
-    """Positions of the epoch's order that it serves: its rows without the padding at its end."""
+    step: Step
+    """The step, without what a rank reads."""
     take: Callable[[Rows | range], Ids]
     """Returns the ids at some rows."""
     valid: Callable[[Rows], Mask] | None = None
     """Returns which of some rows are real; None: all are."""
-    drawn: Ids = ()
-    sampler_state: Any = None
-    last: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
-    """How the rows of a global batch are dealt to the data ranks, so that each has about as much work."""
-
-    num_data_ranks: int
-    costs_of: Callable[[Any], Costs]
-    """Returns float64[rows, columns] for the ids of some samples."""
-
-    def order(self, ids: Ids, micro_size: int) -> tuple[Rows, tuple[float, float]]:
-        """Return the rows in the order in which data ranks take them, and (largest, mean) cost of a data rank.
-
-        Args:
-            ids: The samples of a global batch. The set of rows of each micro-batch stays as it is.
-            micro_size: Rows of a micro-batch.
-        """
-        costs, order, most, mean = self.costs_of(ids), [], 0.0, 0.0
-        for first in range(0, len(costs), micro_size):
-            of_rows = costs[first : first + micro_size]
-            dealt = deal(of_rows, self.num_data_ranks)
-            largest, usual = loads(of_rows[dealt], self.num_data_ranks)
-            most, mean = most + largest, mean + usual
-            order.append(first + dealt)
-        return np.concatenate(order), (most, mean)
+Deal = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
+"""Returns the rows of a global batch in the order in which data ranks take them, and (largest, mean) cost of a data
+rank, given (ids, rows of a micro-batch); see `balance.dealt`."""
 
 
 def all_rows(num_rows: int, micro_size: int) -> range:
@@ -142,16 +113,18 @@ def rank_steps(
     for batch in batches:
         out: Mask | None = None
         if concerned:
-            ids = batch.take(np.arange(batch.num_rows))
-            out = np.ones(batch.num_rows, bool)  # padding too: its sample may be left out elsewhere in the epoch
-            out[: batch.num_real] = skips.rows(epoch, first, ids[: batch.num_real])
-            first += batch.num_real
-            if out[: batch.num_real].all():
-                passed = passed[0] + 1, passed[1] + batch.num_real
+            num_rows, num_real = batch.step.num_rows, batch.step.num_real
+            ids = batch.take(np.arange(num_rows))
+            out = np.ones(num_rows, bool)  # padding too: its sample may be left out elsewhere in the epoch
+            out[:num_real] = skips.rows(epoch, first, ids[:num_real])
+            first += num_real
+            if out[:num_real].all():
+                passed = passed[0] + 1, passed[1] + num_real
                 continue
             if not out.any():
                 out = None
-        step, digest = _step(batch, epoch, rows_of, out, deal, digest if compared else None)
+        step = _step(batch, rows_of, out, deal, digest if compared else None)
+        digest = step.digest
         yield step if passed == (0, 0) else replace(step, passed=passed)
         passed = (0, 0)
 
@@ -162,19 +135,25 @@ def _take_kept(take: Callable[[Rows], Ids], out: Mask, rows: Rows | range) -> Id
     return take(np.where(out[at], int(out.argmin()), at))
 
 
-def _step(
-    batch: GlobalBatch, epoch: int, rows_of: RowsOf, out: Mask | None, deal: Deal | None, digest: int | None
-) -> tuple[Step, int]:
-    """Return the step of a batch without the rows `out`, and the digest of the pass up to here."""
-    rows, load, drawn = rows_of(batch.num_rows, batch.micro_size), (0.0, 0.0), batch.drawn
-    take: Callable[[Any], Ids] = batch.take
+def _step(batch: GlobalBatch, rows_of: RowsOf, out: Mask | None, deal: Deal | None, digest: int | None) -> Step:
+    """Return the step of a batch without the rows `out`.
+
+    Args:
+        batch: The global batch.
+        rows_of: The rows that the rank reads.
+        out: Which rows of the batch the user leaves out; None: none.
+        deal: Deals rows by cost.
+        digest: That of the pass before this step; None: steps carry none.
+    """
+    of_all, take, load = batch.step, batch.take, (0.0, 0.0)
+    rows, drawn = rows_of(of_all.num_rows, of_all.micro_size), of_all.drawn
     if out is not None:
         take = partial(_take_kept, batch.take, out)
         drawn = np.asarray(drawn)[~out[: len(drawn)]] if len(drawn) else drawn
     if digest is not None and len(drawn):
-        digest = zlib.crc32(as_ids(take(range(batch.num_rows))).tobytes(), digest)
+        digest = zlib.crc32(as_ids(take(range(of_all.num_rows))).tobytes(), digest)
     if deal is not None:
-        order, load = deal.order(take(range(batch.num_rows)), batch.micro_size)
+        order, load = deal(take(range(of_all.num_rows)), of_all.micro_size)
         if digest is not None:
             digest = zlib.crc32(order.tobytes(), digest)
         rows = order[np.asarray(rows, np.int64)]
@@ -186,19 +165,4 @@ def _step(
             left_out = int(np.count_nonzero(real & out[at]))
             real = real & ~out[at]
         real = None if real.all() else real
-    step = Step(
-        epoch=epoch,
-        number=batch.number,
-        num_rows=batch.num_rows,
-        micro_size=batch.micro_size,
-        num_real=batch.num_real,
-        ids=take(rows),
-        real=real,
-        left_out=left_out,
-        drawn=drawn,
-        sampler_state=batch.sampler_state,
-        last=batch.last,
-        load=load,
-        digest=digest or 0,
-    )
-    return step, digest or 0
+    return replace(of_all, ids=take(rows), real=real, left_out=left_out, drawn=drawn, load=load, digest=digest or 0)

@@ -113,11 +113,13 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
     """Return how many steps of an epoch are left out as a whole."""
     if not skips.concerns(epoch):
         return 0
-    whole, perhaps = 0, set[int]()
+    # Steps inside a stretch are left out as a whole; those that hold its ends, or a sample, are looked at one by one.
+    inside: list[range] = []
+    perhaps = set[int]()
     for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch):
         low, high = plan.step_of(position=first), plan.step_of(position=end - 1)
-        perhaps |= {step for step in (low, high) if step < plan.num_steps}
-        whole += max(0, min(high, plan.num_steps) - low - 1)
+        inside.append(range(low + 1, min(high, plan.num_steps)))
+        perhaps |= {low, high}
     for sample in skips.samples:
         named: Any = sample
         if isinstance(plan.ordering, Mixing) and isinstance(sample, int):
@@ -125,13 +127,8 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
             named = plan.ordering.names[source], index
         elif not isinstance(sample, int) or sample >= plan.num_samples:
             continue
-        steps = {plan.step_of(position=position) for position in positions_of(plan, epoch, named)}
-        perhaps |= {step for step in steps if step < plan.num_steps}
-    inside = {
-        step
-        for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch)
-        for step in perhaps
-        if plan.step_of(position=first) < step < plan.step_of(position=end - 1)
-    }
+        perhaps |= {plan.step_of(position=position) for position in positions_of(plan, epoch, named)}
+    perhaps = {step for step in perhaps if step < plan.num_steps and not any(step in steps for steps in inside)}
     no_rows: RowsOf = lambda num_rows, micro_size: range(0)  # noqa: E731
-    return whole + sum(step_of_plan(plan, epoch, step, skips, no_rows) is None for step in perhaps - inside)
+    left_out = sum(step_of_plan(plan, epoch, step, skips, no_rows) is None for step in perhaps)
+    return sum(map(len, inside)) + left_out

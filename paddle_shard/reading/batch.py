@@ -60,8 +60,8 @@ class Batch:
     """The rows of the global batch that were read (`place.placer.BatchRows`)."""
     layout: Any = None
     """Layout of the batch's last field (`place.field.FieldLayout`)."""
-    row_shapes: Any = ()
-    """(dtype, *shape of a row) of each tensor; with `pad_to`, a dict of them for the `Unplaced` tensors, by path."""
+    row_shapes: Any = None
+    """Path -> (dtype, *shape of a row) of each tensor; with `pad_to`, of each that is `Unplaced`."""
     num_bytes: int = 0
     """Size in bytes of the rows that were read."""
     summary: dict[str, Any] | None = None

@@ -83,10 +83,8 @@ class SelfSplit(Stage):
             )
         self._dataset = dataset
 
-    @property
-    def cuts(self) -> bool:
-        """True: the stream opens each part by itself."""
-        return True
+    cuts = True
+    """The stream opens each part by itself."""
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part."""

@@ -12,23 +12,13 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
 from paddle_shard.plan.stretches import BatchSizes
-from paddle_shard.plan.weights import Segment
 
 
 class IndexBatches:
     """All global batches of any epoch, and what a rank reads of them."""
 
     deal: Deal | None
-    """How rows are dealt to the data ranks by cost; None: they stay in their order."""
-
-    @property
-    def knows_length(self) -> bool:
-        """True if `len` costs nothing."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same on every rank."""
-        raise NotImplementedError
+    """Deals rows to the data ranks by cost; None: they stay in their order."""
 
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch, independently of any other iteration.
@@ -39,10 +29,6 @@ class IndexBatches:
         """
         raise NotImplementedError
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what the order depends on: JSON-able, without the batch size."""
-        raise NotImplementedError
-
     def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, *, compared: bool = False) -> Iterator[Step]:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
         batches = self.epoch(start.epoch, start)
@@ -51,6 +37,8 @@ class IndexBatches:
 
 class PlanBatches(IndexBatches):
     """The batches of a plan, whose mixture may get other weights during a run."""
+
+    knows_length = True
 
     def __init__(self, plan: ShardPlan, data: Mapping[str, Any] | None = None, sizes: BatchSizes | None = None) -> None:
         """Begin a run.
@@ -64,22 +52,15 @@ class PlanBatches(IndexBatches):
         self.deal: Deal | None = None
         self.plan = plan
         """The plan without the changes of the run."""
-        self._history, self._changed = History(), plan
-        self._drawn = 0
+        self.drawn = 0
+        """Position of a mixture's run after the last sample that this process has requested."""
+        self._changed: tuple[History, ShardPlan] = History(), plan
+        """The changes of the run, and the plan with them: one value, as passes in other threads look at it."""
 
     @property
     def history(self) -> History:
         """The changes of the run."""
-        return self._history
-
-    @history.setter
-    def history(self, history: History) -> None:
-        self._history, self._changed = history, history.plan(self.plan)
-
-    @property
-    def knows_length(self) -> bool:
-        """Always True."""
-        return True
+        return self._changed[0]
 
     def __len__(self) -> int:
         return self.plan.num_steps
@@ -91,54 +72,38 @@ class PlanBatches(IndexBatches):
             epoch: The epoch.
             resumed: The position in the epoch at which a pass begins, perhaps with another batch size.
         """
-        plan, length = self._changed, self._history.length(self.plan.num_samples, epoch)
+        history, plan = self._changed
+        length = history.length(self.plan.num_samples, epoch)
         if length != plan.num_samples:
             plan = replace(plan, num_samples=length)
         resumed = LoaderState(epoch=epoch) if resumed is None else resumed
-        segments = self._segments(plan, resumed)
+        if self._sizes is None or resumed.ended:
+            segments = resumed.continued(plan.batch_size)
+        else:
+            origin = history.first_sample(self.plan.num_samples, epoch)
+            (_, size), *later = self._sizes.segments(origin=origin, at=resumed.samples, end=plan.num_positions)
+            segments = *resumed.continued(size), *later
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
             return plan
         ended = resumed.ended and segments[-1][0] == resumed.samples
         return replace(plan, batch_size=segments[-1][1], segments=segments, ended=ended)
 
-    def _segments(self, plan: ShardPlan, resumed: LoaderState) -> tuple[tuple[int, int], ...]:
-        """Return the stretches of an epoch that resumes from a saved position, perhaps with another batch size."""
-        if self._sizes is None or resumed.ended:
-            return resumed.continued(plan.batch_size)
-        length = self.plan.num_samples
-        if self._history.lengths:
-            origin = sum(self._history.length(length, epoch) for epoch in range(resumed.epoch))
-        else:
-            origin = resumed.epoch * length
-        (_, size), *later = self._sizes.segments(origin=origin, at=resumed.samples, end=plan.num_positions)
-        return (*resumed.continued(size), *later)
-
     def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
-        plan, history, first = self.plan_of(epoch, resumed), self.history, 0
-        if resumed is not None:
-            if resumed.ended:
-                return
-            first = resumed.steps
-        for step in range(first, plan.num_steps):
-            if history is not self.history:
-                plan, history = self.plan_of(epoch, resumed), self.history
+        resumed = LoaderState(epoch=epoch) if resumed is None else resumed
+        changed, plan = self._changed, self.plan_of(epoch, resumed)
+        for step in range(resumed.steps, 0 if resumed.ended else plan.num_steps):
+            if changed is not self._changed:  # the weights of a mixture
+                changed, plan = self._changed, self.plan_of(epoch, resumed)
             found = global_batch(plan, epoch, step)
             if isinstance(plan.ordering, Mixing):
-                end = plan.first_position(step=step) + found.num_real
-                self._drawn = max(self._drawn, plan.ordering.first_position(epoch, plan.num_samples) + end)
+                end = plan.first_position(step=step) + found.step.num_real
+                self.drawn = max(self.drawn, plan.ordering.first_position(epoch, plan.num_samples) + end)
             yield found
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the order depends on."""
+        """Return what the order depends on: JSON-able, without the batch size."""
         return self.plan.fingerprint() | self._data
-
-    # Mixtures
-
-    @property
-    def drawn(self) -> int:
-        """Position of the run after the last sample that this process has requested."""
-        return self._drawn
 
     def resume(self, state: LoaderState, history: History) -> None:
         """Continue a run from a saved position: what was requested before is forgotten.
@@ -147,10 +112,10 @@ class PlanBatches(IndexBatches):
             state: The position.
             history: The changes of the run until then.
         """
-        self.history = history
+        self._changed = history, history.plan(self.plan)
         plan = self.plan_of(state.epoch)
         if isinstance(plan.ordering, Mixing):
-            self._drawn = plan.ordering.first_position(state.epoch, plan.num_samples) + state.samples
+            self.drawn = plan.ordering.first_position(state.epoch, plan.num_samples) + state.samples
 
     def set_weights(self, at: int, parts: tuple[int, ...]) -> None:
         """Mix with other weights from a position of the run on.
@@ -159,8 +124,7 @@ class PlanBatches(IndexBatches):
             at: The position; no sample from there on was requested.
             parts: Integer weight of each source.
         """
-        mixing = self._changed.ordering
-        assert isinstance(mixing, Mixing)
-        past = [segment for segment in mixing.segments if segment.first < at]
-        lengths = mixing.segments[mixing.segment_at(at)].lengths
-        self.history = replace(self.history, segments=(*past, Segment(at, parts, lengths)))
+        history, plan = self._changed
+        assert isinstance(plan.ordering, Mixing)
+        history = replace(history, segments=plan.ordering.switched(at, parts))
+        self._changed = history, history.plan(self.plan)

@@ -15,30 +15,22 @@ import numpy as np
 class Generator(Protocol):
     """A global random generator of some library."""
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int, /) -> None:
         """Seed it with a number in [0, 2^64)."""
 
     def get_state(self) -> Any:
         """Return its state, which later draws do not change; it equals an earlier one if nothing was drawn between."""
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: Any, /) -> None:
         """Restore a state."""
 
 
 class PythonGenerator:
     """The generator of the module `random`."""
 
-    def seed(self, seed: int) -> None:
-        """Seed it."""
-        random.seed(seed)
-
-    def get_state(self) -> Any:
-        """Return its state."""
-        return random.getstate()
-
-    def set_state(self, state: Any) -> None:
-        """Restore a state."""
-        random.setstate(state)
+    seed = staticmethod(random.seed)
+    get_state = staticmethod(random.getstate)
+    set_state = staticmethod(random.setstate)
 
 
 class NumpyGenerator:
@@ -60,25 +52,22 @@ class NumpyGenerator:
         np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
 
 
-class _Private:
-    """Held while the global generators hold a sampler's private states, which no other thread may take for the user's.
-
-    A forked child gets a new lock, since the thread that holds the old one is not there.
-    """
-
-    lock = threading.RLock()
-
-    @classmethod
-    def renew(cls) -> None:
-        cls.lock = threading.RLock()
+_private = threading.RLock()
+"""Held while the global generators hold a sampler's private states, which no other thread may take for the user's."""
 
 
-os.register_at_fork(after_in_child=_Private.renew)
+def _renew() -> None:
+    global _private
+    _private = threading.RLock()
+
+
+# A forked child gets a new lock, since the thread that holds the old one is not there.
+os.register_at_fork(after_in_child=_renew)
 
 
 def states(generators: Sequence[Generator]) -> list[Any]:
     """Return the states of some generators: about 50 us for numpy's and Python's."""
-    with _Private.lock:
+    with _private:
         return [generator.get_state() for generator in generators]
 
 
@@ -101,35 +90,24 @@ def kept(generators: Sequence[Generator]) -> Iterator[None]:
 class PrivateRandomness:
     """A private stream of random numbers for code that draws from the global generators.
 
-    Inside `with private:`, the generators continue where the last such block left them; the first block begins with
+    Inside `with private():`, the generators continue where the last such block left them; the first block begins with
     states that depend on the seed alone. Outside, they are as the user left them.
     """
 
     def __init__(self, generators: Sequence[Generator], seed: int) -> None:
-        self._generators = generators
-        self._seed = seed
+        self._generators, self._seed = generators, seed
         self._states: list[Any] | None = None
-        self._outer: Any = None
-        self._lock = _Private.lock
 
-    def __enter__(self) -> None:
-        self._lock = _Private.lock
-        self._lock.acquire()
-        try:
-            self._outer = kept(self._generators)
-            self._outer.__enter__()
-            for number, generator in enumerate(self._generators):
-                if self._states is None:
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Let the generators hold the private states."""
+        with _private, kept(self._generators):
+            if self._states is None:
+                for generator in self._generators:
                     generator.seed(self._seed)
-                else:
-                    generator.set_state(self._states[number])
-        except BaseException:  # a signal handler's: `__exit__` will not be called
-            self._lock.release()
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._states = states(self._generators)
-            self._outer.__exit__(*error)
-        finally:
-            self._lock.release()
+            else:
+                restore(self._generators, self._states)
+            try:
+                yield
+            finally:
+                self._states = states(self._generators)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
+
+import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.plan.seeding import as_ids, derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch
+from paddle_shard.plan.step import Deal, GlobalBatch, Step
 from paddle_shard.plan.tails import Tail
-from paddle_shard.samplers.draw import Draw, Drawn, owner_of, samplers
 from paddle_shard.samplers.plan_batches import IndexBatches
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
+
+Drawn = tuple[list[Any], Any]
+"""A batch, and the sampler's own state after drawing it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +62,7 @@ class UserBatches(IndexBatches):
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
     deal: Deal | None = None
-    """How rows are dealt to the data ranks by cost; None: they stay in their order."""
+    """Deals rows to the data ranks by cost; None: they stay in their order."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
     _begun: list[int] = field(default_factory=list, compare=False)
@@ -137,41 +142,38 @@ class UserBatches(IndexBatches):
             if resumed.sampler is not None and "end" in resumed.sampler:
                 self._ends[epoch] = resumed.sampler["end"]
             return iter(())
-        draw = self._draw(self._own(epoch), epoch)
+        draw = Draw(self._own(epoch), epoch, self.generators, self.seed)
         return self._seen_to_end(self._batches(draw, resumed), resumed)
-
-    def _draw(self, sampler: Any, epoch: int) -> Draw:
-        return Draw(sampler, epoch, PrivateRandomness(self.generators, derive_seed("sampler", self.seed, epoch)))
 
     def _own(self, epoch: int) -> Any:
         """Return the sampler for a pass. It is made at once, so later changes do not affect the pass."""
         sampler: Any = self.batch_sampler
         name, once = type(sampler).__name__, next((s for s in samplers(sampler) if isinstance(s, Iterator)), None)
+        only_once = None
         if owner_of(sampler) is not None:
             try:
                 sampler = self._copy()
             except Exception as error:
                 raise_if_a_handlers(error)
-                self._begin(epoch, f"the batch_sampler {name} holds its position, and cannot be copied ({error})")
+                only_once = f"the batch_sampler {name} holds its position, and cannot be copied ({error})"
         elif once is not None:
-            self._begin(epoch, f"the {type(once).__name__} of the batch_sampler can be iterated only once")
+            only_once = f"the {type(once).__name__} of the batch_sampler can be iterated only once"
         elif hasattr(sampler, "set_epoch"):
             sampler = copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
+        if only_once is not None and self._begun:
+            raise ArgumentError(
+                f"epoch {epoch}: {only_once}, and it has served a pass over epoch {self._begun[0]}, or at least its "
+                "first batch. Give a sampler whose __iter__ starts again each time. If it has a state_dict, "
+                "copy.deepcopy must be able to copy it."
+            )
+        if only_once is not None:
+            self._begun.append(epoch)
         if self.consecutive and sampler.drop_last:  # the tail drops instead, since batches may be cut again
             sampler = sampler if sampler is not self.batch_sampler else copy.copy(sampler)
             sampler.drop_last = False
         return sampler
-
-    def _begin(self, epoch: int, why: str) -> None:
-        if self._begun:
-            raise ArgumentError(
-                f"epoch {epoch}: {why}, and it has served a pass over epoch {self._begun[0]}, or at least its first "
-                "batch. Give a sampler whose __iter__ starts again each time. If it has a state_dict, copy.deepcopy "
-                "must be able to copy it."
-            )
-        self._begun.append(epoch)
 
     def _seen_to_end(self, batches: Iterator[GlobalBatch], resumed: LoaderState) -> Iterator[GlobalBatch]:
         """Mark the last batch, by drawing one batch ahead when the length says that a batch may be the last.
@@ -193,9 +195,10 @@ class UserBatches(IndexBatches):
             except PaddleShardError as error:  # raised at its own step
                 failure = error
             last = following is None and failure is None
+            state = found.step.sampler_state
             if last and resumed.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
-                found = replace(found, sampler_state={**(found.sampler_state or {}), "end": self._ends[resumed.epoch]})
-            yield replace(found, last=last)
+                state = {**(state or {}), "end": self._ends[resumed.epoch]}
+            yield found._replace(step=replace(found.step, last=last, sampler_state=state))
             if failure is not None:
                 raise failure
             found = following
@@ -229,18 +232,19 @@ class UserBatches(IndexBatches):
             )
         found = next(drawn, None)
         while found is not None:
-            batch, state = found
-            following = None
+            (batch, state), following, padding = found, None, list[Any]()
             if len(batch) % self._unit or len(batch) < (self.nominal_size or 0):
                 following = next(drawn, None)
-                if following is None:
+                if following is not None:
+                    self._check_size(batch, step)
+                else:
                     if "now" in saved and resumed.samples:
                         head = self._head(draw)
-                    yield from self._last(batch, head, step, draw.noted(batch, state))
-                    break
-                self._check_size(batch, step)
-            noted = draw.noted(batch, state)
-            yield self._global(batch, step, noted)
+                    padded = self._padding(batch, head, step)
+                    if padded is None:
+                        break
+                    padding = padded
+            yield self._global(draw.epoch, step, batch, padding, draw.noted(batch, state))
             found = next(drawn, None) if following is None else following
             if len(head) < (self.nominal_size or self._unit):
                 head += batch
@@ -250,7 +254,7 @@ class UserBatches(IndexBatches):
 
     def _head(self, draw: Draw) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
-        again = self._draw(self._copy(), draw.epoch)
+        again = Draw(self._copy(), draw.epoch, self.generators, self.seed)
         again.load(draw.began, draw.began)
         head: list[Any] = []
         for batch, _ in again:
@@ -259,9 +263,9 @@ class UserBatches(IndexBatches):
                 break
         return head
 
-    def _replay(self, drawn: Iterator[Drawn], resumed: LoaderState, draw: Draw, head: list[Any]) -> Iterator[Drawn]:
+    def _replay(self, drawn: Iterator[Any], resumed: LoaderState, draw: Draw, head: list[Any]) -> Iterator[Drawn]:
         """Draw up to a position without reading samples, and return the rest; cut batches again if that is allowed."""
-        passed, rest, samples = 0, [], resumed.samples
+        passed, rest, samples = 0, list[Any](), resumed.samples
         name = type(self.batch_sampler).__name__
         while passed < samples:
             found = next(drawn, None)
@@ -302,34 +306,39 @@ class UserBatches(IndexBatches):
             text = f"step {step} of the batch_sampler {type(self.batch_sampler).__name__}: {error}"
             raise type(error)(text) from None
 
-    def _last(self, batch: list[Any], head: list[Any], step: int, noted: dict[str, Any]) -> Iterator[GlobalBatch]:
+    def _padding(self, batch: list[Any], head: list[Any], step: int) -> list[Any] | None:
+        """Return what fills a short last batch up; None if the batch is dropped."""
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
             # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
             if self.consecutive or not getattr(self.batch_sampler, "drop_last", False):
-                return
+                return None
             self._check_size(batch, step)
         if self.tail.refuses:
             raise ArgumentError(
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        padding = max(0, num_rows - len(batch))
         order = head + batch
-        indices = batch + [order[i % len(order)] for i in range(padding)]
-        yield self._global(indices, step, noted, padding)
+        return [order[i % len(order)] for i in range(num_rows - len(batch))]
 
-    def _global(self, indices: list[Any], step: int, noted: dict[str, Any], padding: int = 0) -> GlobalBatch:
-        num_real = len(indices) - padding
-        return GlobalBatch(
-            number=step,
+    def _global(
+        self, epoch: int, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
+    ) -> GlobalBatch:
+        indices, num_real = batch + padding, len(batch)
+        step = Step(
+            epoch=epoch,
+            number=number,
             num_rows=len(indices),
             micro_size=len(indices) // self.accumulation,
             num_real=num_real,
-            take=lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
-            valid=(lambda rows: rows < num_real) if padding else None,
             last=False,
             **noted,
+        )
+        return GlobalBatch(
+            step,
+            lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
+            (lambda rows: rows < num_real) if padding else None,
         )
 
 
@@ -337,3 +346,86 @@ _REPLAYED = (
     "Make its order depend on the epoch only, through set_epoch or the global generators of numpy, Python and Paddle, "
     "which are seeded for it; or give it a state_dict and a load_state_dict."
 )
+
+
+# What a sampler draws
+
+
+class Draw:
+    """The batches of a sampler in one pass, drawn with private random generators, and a digest of the draws so far."""
+
+    def __init__(self, sampler: Any, epoch: int, generators: Sequence[Generator], seed: int) -> None:
+        self._sampler, self.epoch = sampler, epoch
+        self._randomness = PrivateRandomness(generators, derive_seed("sampler", seed, epoch))
+        self.owner = owner_of(sampler)
+        """The object that holds the sampler's state, or None."""
+        self._hash = hashlib.blake2b(digest_size=8)
+        with self._randomness():
+            self.began = self._state()
+            """The owner's state at the beginning of the epoch."""
+
+    def _state(self) -> Any:
+        # Copy, since the sampler may go on to change the object that it returns.
+        return None if self.owner is None else copy.deepcopy(self.owner.state_dict())
+
+    def load(self, now: Any, began: Any) -> None:
+        """Resume the sampler from its own state."""
+        if self.owner is None:
+            raise StateError(
+                f"state has the state of a sampler, but the loader's {type(self._sampler).__name__} has no "
+                "load_state_dict. Give the loader the sampler that it had."
+            )
+        with self._randomness():
+            self.owner.load_state_dict(copy.deepcopy(now))
+        self.began = began
+
+    def __iter__(self) -> Iterator[Drawn]:
+        with self._randomness():
+            source = iter(self._sampler)
+        for step in count():
+            with self._randomness():
+                found = next(source, _END)
+                after = self._state() if found is not _END else None
+            if found is _END:
+                return
+            yield _indices(found, step), after
+
+    @property
+    def digest(self) -> str:
+        """Digest of the samples that were noted, in their order."""
+        return self._hash.hexdigest()
+
+    def noted(self, batch: list[Any], state: Any) -> dict[str, Any]:
+        """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
+        ids = as_ids(batch)
+        if self.owner is not None:
+            return {"drawn": ids, "sampler_state": {"now": state, "began": self.began}}
+        self._hash.update(ids.tobytes())
+        return {"drawn": ids, "sampler_state": {"drawn": self.digest}}
+
+
+_END = object()
+
+
+def samplers(sampler: Any) -> list[Any]:
+    """Return a batch sampler and the sampler that it draws from, or None."""
+    return [sampler, getattr(sampler, "sampler", None)]
+
+
+def owner_of(sampler: Any) -> Any:
+    """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
+    wanted = ("state_dict", "load_state_dict")
+    return next((s for s in samplers(sampler) if all(callable(getattr(s, name, None)) for name in wanted)), None)
+
+
+def _indices(found: Any, step: int) -> list[Any]:
+    if isinstance(found, np.ndarray):
+        found = found.tolist()
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        raise ArgumentTypeError(
+            f"batch_sampler must yield lists of indices, got {type(found).__name__} at step {step}: "
+            f"{found!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
+        )
+    if len(found) == 0:
+        raise ArgumentError(f"batch_sampler yielded an empty batch at step {step}.")
+    return [index.item() if isinstance(index, np.integer) else index for index in found]

@@ -42,8 +42,7 @@ class ArrayDataset:
             raise ArgumentError("ArrayDataset takes arrays, by position or by name, and at least one.")
         columns: dict[Any, Any] = dict(named or enumerate(arrays))
         for name, array in columns.items():
-            if not (hasattr(array, "__len__") and hasattr(array, "__getitem__")) or isinstance(array, str | Mapping):
-                raise ArgumentTypeError(f"array {name!r} must have a length and be indexed by rows, got {type(array)}.")
+            check_indexed(f"array {name!r}", array, "Give arrays that are indexed by rows.")
         lengths = {name: len(array) for name, array in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
@@ -72,6 +71,23 @@ class ArrayDataset:
         if self._named:
             return found
         return found[0] if self._alone else tuple(found.values())
+
+
+def check_indexed(what: str, data: Any, way_out: str) -> None:
+    """Refuse what is not a data set with an index.
+
+    Args:
+        what: Name of the argument, for the message.
+        data: The argument.
+        way_out: What to do with other data.
+
+    Raises:
+        ArgumentTypeError: It lacks `__len__` or `__getitem__`, or is text or a dict.
+    """
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | Mapping):
+        raise ArgumentTypeError(
+            f"{what} must have a length and an index (__len__, __getitem__), got {type(data).__name__}. {way_out}"
+        )
 
 
 def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:

@@ -126,8 +126,10 @@ def count_files(names: Sequence[str], kind: str, samples: Samples, counts: bool 
     with said_if_slow(slow, len(names), _folder()), _kept(kind, paths) as kept:
         for name, path in zip(names, paths, strict=True):
             with files.failures_named(name, lambda: ("counting its samples", None)):
+                # Before counting, so that a file that grows meanwhile has another size then and is not kept.
                 status = None if files.is_remote(name) else os.stat(path)
                 entry = None if status is None else _kept_entry(kept.get(path), status)
+                # A kept entry without places may be of a compressed file, which `counts=True` has counted.
                 if counts is None and (entry is None or not entry.starts):
                     opened, _ = files.open_file(name)
                     with opened, files.decompressed(opened) as file:
@@ -229,7 +231,7 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
                     with files.replacing(file) as target:
                         target.write(json.dumps(known, separators=(",", ":")).encode())
                 else:
-                    os.utime(file)
+                    os.utime(file)  # it was used: the lists that are removed are the oldest
                 # Remove the lists that were not used for the longest time.
                 lists = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
                 for path in lists[:-KEPT]:

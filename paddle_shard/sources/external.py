@@ -96,7 +96,7 @@ class ExternalSource(Stage):
             epoch=opening.epoch + opening.round * ROUND,
             state=from_json(state["saved"]),
         )
-        opening.seed_generators(key)
+        opening.seed_generators(key)  # building may draw, for instance the order of a shuffle
         loader = self._loader.build(share)
         if not hasattr(loader, "__iter__"):
             raise ArgumentError(f"{name}: build returned {type(loader).__name__}, which cannot be iterated.")
@@ -134,7 +134,7 @@ class IterableSource(Stage):
         self._indexed = (
             hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__") and not isinstance(iterable, Mapping)
         )
-        self._one_shot = isinstance(iterable, Iterator)
+        self.once = isinstance(iterable, Iterator)
         self._used = False
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
@@ -146,11 +146,6 @@ class IterableSource(Stage):
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the length of a list; None for anything else."""
         return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
-
-    @property
-    def once(self) -> bool:
-        """True if the iterable is an iterator."""
-        return self._one_shot
 
     def fingerprint(self) -> list[Any]:
         """Return the length of a list; nothing for anything else."""
@@ -167,7 +162,7 @@ class IterableSource(Stage):
         yield from opening.drawn(self._begin(), key)
 
     def _begin(self) -> Iterator[Any]:
-        if not self._one_shot:
+        if not self.once:
             return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
         if self._used:
             raise ArgumentError(

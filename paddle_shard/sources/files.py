@@ -322,6 +322,7 @@ class RemoteFile(io.RawIOBase):
             return self._connection
         connection = self._connect(self._name, self._position)
         size, tag = connection.size, connection.tag
+        # Going on at the same byte of another file would join two files without a word.
         if (None not in (self.size, size) and self.size != size) or (self._tag and tag and self._tag != tag):
             connection.stream.close()
             raise ChangedError(
@@ -412,6 +413,7 @@ def cached(name: str, cache_dir: str) -> str:
             os.makedirs(cache_dir, exist_ok=True)
             lock = stack.enter_context(open(os.path.join(cache_dir, f".{kept}.lock"), "wb"))
             alone = stack.enter_context(held(lock))
+            # Another process may have downloaded it while this one waited for the lock.
             if os.path.exists(path):
                 return path
             if alone:  # remove what a killed process has left
@@ -422,9 +424,10 @@ def cached(name: str, cache_dir: str) -> str:
         copied = 0
         with source:
             while piece := source.read(BUFFER):
+                # Reading is outside: only what fails in writing is about the cache.
                 with _explained(name, cache_dir, size, copied):
                     rest = memoryview(piece)
-                    while rest:
+                    while rest:  # a write without a buffer may write only a part
                         rest = rest[target.write(rest) :]
                 copied += len(piece)
         with _explained(name, cache_dir, size, copied):
@@ -483,14 +486,12 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int
 @contextmanager
 def held(file: IO[bytes]) -> Iterator[bool]:
     """Hold a lock among processes and threads; yield False if the file cannot be locked."""
-    try:
+    locked = False
+    with ignoring(ImportError, OSError):
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX)
         locked = True
-    except (ImportError, OSError) as error:
-        raise_if_a_handlers(error)
-        locked = False
     try:
         yield locked
     finally:

@@ -14,6 +14,7 @@ from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import Segment, Weights, integer_weights, num_positions_to_read
+from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.packed import Packed
 
 STOPS = ("first", "all")
@@ -63,7 +64,16 @@ class Mixture:
             ArgumentTypeError: A source is not a data set with an index, or an argument has another type.
             ArgumentError: A source is empty, the weights do not fit the sources, or no epoch ends.
         """
-        self.sources: dict[str, Any] = dict(_checked(sources))
+        if not isinstance(sources, Mapping):
+            raise ArgumentTypeError(
+                f"Mixture: sources must be a dict of named data sets, got {type(sources).__name__}: {sources!r}."
+            )
+        if not 1 <= len(sources) <= MAX_SOURCES:
+            raise ArgumentError(f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}.")
+        for name in sources:
+            if not isinstance(name, str):
+                raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
+        self.sources: dict[str, Any] = dict(sources)
         """The data sets, by name."""
         names, lengths = tuple(self.sources), tuple(_length(name, source) for name, source in self.sources.items())
         if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer | None):
@@ -157,19 +167,6 @@ DROPPED_OF_MIXTURE = (
 )
 
 
-def _checked(sources: Any) -> Mapping[str, Any]:
-    if not isinstance(sources, Mapping):
-        raise ArgumentTypeError(
-            f"Mixture: sources must be a dict of named data sets, got {type(sources).__name__}: {sources!r}."
-        )
-    if not 1 <= len(sources) <= MAX_SOURCES:
-        raise ArgumentError(f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}.")
-    for name in sources:
-        if not isinstance(name, str):
-            raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
-    return sources
-
-
 def _check_rows(sources: Mapping[str, Any]) -> None:
     """Refuse packed sources whose rows have other shapes, which no batch could hold."""
     packed = {name: source.rows for name, source in sources.items() if isinstance(source, Packed)}
@@ -186,18 +183,14 @@ def _check_rows(sources: Mapping[str, Any]) -> None:
 def _length(name: str, source: Any) -> int:
     if source is None:
         return 0
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise ArgumentTypeError(
-            f"Mixture: source {name!r} must have a length and an index (__len__, __getitem__), got "
-            f"{type(source).__name__}. Streams are mixed by paddle_shard.Stream.mixture."
-        )
+    streams = "Streams are mixed by paddle_shard.Stream.mixture."
+    check_indexed(f"Mixture: source {name!r}", source, streams)
     try:
         length = len(source)
     except Exception as error:  # a Stream's says that it has none, and so do Paddle's iterable data sets
         raise_if_a_handlers(error)
         raise ArgumentTypeError(
-            f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). Streams are mixed by "
-            "paddle_shard.Stream.mixture."
+            f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
         ) from error
     if not 1 <= length <= MAX_LENGTH:
         raise ArgumentError(

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError, described
+from paddle_shard.errors import ArgumentError, StateError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
+from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import SLOW, said_if_slow
 from paddle_shard.sources.files import held, replacing
 from paddle_shard.stages.pack import LONG, PackedRows, tokens_of
@@ -95,11 +96,7 @@ class Packed:
             ArgumentError: An argument is out of range, a document is too long for `long="error"`, or nothing is left.
             StateError: A file of lengths is of other documents.
         """
-        if not (hasattr(documents, "__len__") and hasattr(documents, "__getitem__")) or isinstance(documents, str):
-            raise ArgumentTypeError(
-                f"Packed: documents must have a length and an index (__len__, __getitem__), got "
-                f"{type(documents).__name__}. A stream is packed by its stage pack()."
-            )
+        check_indexed("Packed: documents", documents, "A stream is packed by its stage pack().")
         if long not in LONG:
             raise ArgumentError(f"Packed: long must be one of {', '.join(map(repr, LONG))}, got {long!r}.")
         self.documents = documents
@@ -162,7 +159,7 @@ class Packed:
             raise IndexError(f"row {row} is out of range for {len(self)} packed rows")
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
-        return self.rows.row([self._fields(piece) for piece in pieces], names)
+        return self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
 
     def sample_name(self, row: int) -> str:
         """Return a row's number and documents, which errors and logs show.
@@ -203,7 +200,7 @@ class Packed:
         return frozenset(of_tokens - others)
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
-        """Return the fields of a document's piece that have an entry for each token."""
+        """Return the fields of a piece's document that have an entry for each token."""
         document, what = self.documents[piece.document], f"document {piece.document}"
         num = len(tokens_of(document, self.rows.key))
         if num != self.packing.lengths[piece.document]:
@@ -215,7 +212,7 @@ class Packed:
         if isinstance(document, dict) and not found.keys() >= document.keys():
             left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
             say_once("Packed: fields without an entry for each token are left out of the rows: %s", left_out)
-        return {name: value[piece.first : piece.end] for name, value in found.items()}
+        return found
 
 
 VERSION = 1

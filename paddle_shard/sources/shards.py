@@ -92,6 +92,7 @@ class ShardSource(Stage):
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
         self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
+        self.endless = self._resample
         self._spread = SPREAD * any(map(is_remote, self._files)) if spread is None else spread
 
     @property
@@ -111,11 +112,6 @@ class ShardSource(Stage):
     cuts = True
     """A part is opened without reading the others."""
 
-    @property
-    def endless(self) -> bool:
-        """True if the parts have no end, because shards are sampled with replacement."""
-        return self._resample
-
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return an iterator over each part.
 
@@ -131,8 +127,7 @@ class ShardSource(Stage):
         self._check(opening)
         if self._counts is None or self._resample:
             return None
-        cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
-        return [stop - start for start, stop in cuts]
+        return [stop - start for start, stop in (self._cut(part, opening.num_parts) for part in opening.parts)]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
@@ -208,11 +203,12 @@ class ShardSource(Stage):
         start += skip
         order = self._order(opening)
         counts = self._counts[order]
+        # Sample number at which each shard ends, if all shards are laid end to end in this order.
         ends = np.cumsum(counts)
         at = int(np.searchsorted(ends, start, side="right"))
         while start < stop:
             end, length = int(ends[at]), int(counts[at])
-            if start < end:
+            if start < end:  # not an empty shard
                 begin = end - length
                 yield int(order[at]), start - begin, min(stop, end) - begin
                 start = end
@@ -240,7 +236,7 @@ class ShardSource(Stage):
 
     def _samples(self, segments: Iterator[Segment], number: int, seed: Callable[[int], None]) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
-        empty = 0
+        empty = 0  # shards in a row without a sample; resampling these would never end
         for shard, begin, end in segments:
             before = number
             for item in self._piece(shard, begin, end, number, seed):

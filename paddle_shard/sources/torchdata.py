@@ -11,6 +11,7 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.sources import external
+from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
 
@@ -60,7 +61,8 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
 
     Raises:
         MissingDependencyError: torchdata is not installed.
-        ArgumentError: An option would order the data in another way, or the data set has no length or index.
+        ArgumentError: An option would order the data in another way.
+        ArgumentTypeError: The data set has no length or index.
     """
     _import()
     ordering = sorted({"sampler", "batch_sampler", "generator"} & set(options))
@@ -69,11 +71,8 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
             f"stateful_dataloader: {', '.join(ordering)} would order the data in another way than by the data rank. "
             "Leave it out, or make the loader yourself and give it to torchdata_loader."
         )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ArgumentError(
-            f"stateful_dataloader: a {type(dataset).__name__} has no length and index to be split by. Split it "
-            "yourself, in a function that torchdata_loader is given."
-        )
+    way_out = "Split it yourself, in a function that torchdata_loader is given."
+    check_indexed("stateful_dataloader: dataset", dataset, way_out)
 
     def build_pass(share: ShardOptions) -> _Pass:
         import torch
@@ -138,7 +137,7 @@ class _Pass:
     def __iter__(self) -> Iterator[Any]:
         import torch
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the generator is the user's: it is put back
             torch.manual_seed(self._key)
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.

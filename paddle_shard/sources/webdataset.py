@@ -24,20 +24,6 @@ Sample = dict[str, Any]
 """A dict with `__key__`, `__url__`, and the bytes of each file; its key is the rest of the file's name."""
 
 
-def import_webdataset() -> Any:
-    """Return the package `webdataset`, with the modules that are used here.
-
-    Raises:
-        MissingDependencyError: webdataset is not installed.
-    """
-    with needs("webdataset", "reading WebDataset tars: "):
-        import webdataset  # type: ignore[import-untyped]
-        import webdataset.autodecode  # type: ignore[import-untyped]
-        import webdataset.shardlists  # type: ignore[import-untyped]
-        import webdataset.tariterators  # type: ignore[import-untyped]
-    return webdataset
-
-
 def tar_samples(
     file: BinaryIO,
     name: str,
@@ -58,6 +44,8 @@ def tar_samples(
         select: Called with a member's name; True: the member is read. None: all members are read.
         contents: If False, seek over the contents of the tar's files. `start` must be 0.
     """
+    from webdataset.tariterators import group_by_keys  # type: ignore[import-untyped]
+
     begin = following = start
 
     def members() -> Iterator[dict[str, Any]]:
@@ -79,7 +67,7 @@ def tar_samples(
                         "`tar --concatenate`"
                     )
 
-    for sample in import_webdataset().tariterators.group_by_keys(members(), handler=_raised):
+    for sample in group_by_keys(members(), handler=_raised):
         yield begin, sample
         begin = following  # when a sample is yielded, the first member of the next one has been read, but no more
 
@@ -248,7 +236,9 @@ class Decode:
             MissingDependencyError: webdataset is not installed.
             ArgumentError: A handler is neither a function nor a name that WebDataset knows.
         """
-        autodecode = import_webdataset().autodecode
+        with needs("webdataset", "decoding WebDataset samples: "):
+            import webdataset.autodecode  # type: ignore[import-untyped]
+        autodecode = webdataset.autodecode
         for handler in handlers:
             known = handler in autodecode.imagespecs if isinstance(handler, str) else callable(handler)
             if not known:
@@ -287,11 +277,12 @@ def expand(urls: Paths) -> list[str]:
         ArgumentTypeError: `urls` is neither a path or URL nor a list of them.
         ArgumentError: There is no shard, or a pattern matches no file.
     """
-    expand_urls = import_webdataset().shardlists.expand_urls
+    with needs("webdataset", "reading WebDataset tars: "):
+        import webdataset.shardlists  # type: ignore[import-untyped]
     if isinstance(urls, str | os.PathLike):
         urls = [urls]
-    braces = isinstance(urls, Iterable)
-    found = matched([name for url in urls for name in expand_urls(os.fspath(url))] if braces else urls)
+    braces = webdataset.shardlists.expand_urls
+    found = matched([name for url in urls for name in braces(os.fspath(url))] if isinstance(urls, Iterable) else urls)
     if not found:
         raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
     return found

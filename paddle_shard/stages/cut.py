@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from copy import copy
 from itertools import islice
 from typing import Any
 from weakref import ref
@@ -26,9 +27,8 @@ def cut(stage: Stage) -> Stage:
         return stage
     source, *transforms = [*stage.line()][::-1]
     made: Stage = Stripe(source)
-    for one in transforms:
-        assert isinstance(one, Transform)
-        made = one.after(made)
+    for stage in map(copy, transforms):
+        stage.upstream, made = made, stage
     return made
 
 

@@ -42,6 +42,8 @@ class Mix(Stage):
         self._parts = tuple(weights.parts[at] for at in drawn)
         self._chairman = chairman(self._parts)
         self._every = stop == "all"
+        # No end comes: of any source, or with "first" of every one.
+        self.endless = (any if self._every else all)(stage.endless for stage in self._stages)
 
     cuts = True
     """Each stream can open a part."""
@@ -121,11 +123,6 @@ class Mix(Stage):
         """Fewest parts to which the files of a source can be assigned evenly."""
         found = [stage.source.most_even_parts for stage in self._stages]
         return min((parts for parts in found if parts is not None), default=None)
-
-    @property
-    def endless(self) -> bool:
-        """True if no end comes: of any source for stop="first", of every one for "all"."""
-        return (any if self._every else all)(stage.endless for stage in self._stages)
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""

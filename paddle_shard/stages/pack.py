@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.packing import MAX_WINDOW, fitted
+from paddle_shard.plan.packing import MAX_WINDOW, Packing, Piece
 from paddle_shard.plan.parts import check_count
 from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
 
@@ -72,10 +72,13 @@ class PackedRows:
         given = document if isinstance(document, dict) else {self.key: document}
         tokens = np.asarray(tokens_of(given, self.key))
         found = {
-            name: _signed(np.asarray(value))
+            name: np.asarray(value)
             for name, value in given.items()
             if not isinstance(value, str | bytes) and np.shape(value)[:1] == tokens.shape[:1]
         }
+        for name, array in found.items():
+            if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # Paddle would take uint16 for bfloat16
+                found[name] = array.astype(np.int64)
         if taken := sorted(set(found) & {*MADE, self.labels}):
             raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")
         if names is not None:
@@ -91,12 +94,12 @@ class PackedRows:
             found[self.labels] = following
         return found
 
-    def row(self, pieces: Sequence[Fields], names: Sequence[str]) -> dict[str, Any]:
+    def row(self, pieces: Sequence[tuple[Fields, Piece]], names: Sequence[str]) -> dict[str, Any]:
         """Return a row of some pieces, one after the other.
 
         Args:
-            pieces: The fields of each piece.
-            names: Name of each piece, for messages.
+            pieces: The fields of each piece's document, and the piece.
+            names: Name of each document, for messages.
 
         Raises:
             ValueError: The pieces differ in their fields, or in the dtype or shape of an entry.
@@ -104,16 +107,16 @@ class PackedRows:
         pads = dict(self.pad_values)
         if self.labels is not None:
             pads.setdefault(self.labels, self.ignore_index)
-        sizes = [len(fields[self.key]) for fields in pieces]
+        first, sizes = pieces[0][0], [piece.end - piece.first for _, piece in pieces]
         row: dict[str, Any] = {
-            name: np.full((self.length, *first.shape[1:]), pads.get(name, 0), first.dtype)
-            for name, first in pieces[0].items()
+            name: np.full((self.length, *value.shape[1:]), pads.get(name, 0), value.dtype)
+            for name, value in first.items()
         }
         end = 0
-        for what, fields, size in zip(names, pieces, sizes, strict=True):
-            if fields.keys() != pieces[0].keys():
+        for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):
+            if fields.keys() != first.keys():
                 raise ValueError(
-                    f"{what} has the fields {sorted(fields)}, but {names[0]} has {sorted(pieces[0])}: those with an "
+                    f"{what} has the fields {sorted(fields)}, but {names[0]} has {sorted(first)}: those with an "
                     "entry for each token. Leave the other fields out of the documents."
                 )
             for name, value in fields.items():
@@ -123,7 +126,7 @@ class PackedRows:
                         f"field {name!r} of {what} has entries of {entry[0]} and shape {list(entry[1])}, but that of "
                         f"{names[0]} has {wanted[0]} and shape {list(wanted[1])}."
                     )
-                row[name][end : end + size] = value
+                row[name][end : end + size] = value[piece.first : piece.end]
             end += size
         if unknown := sorted(set(self.pad_values) - set(row)):
             raise ValueError(f"pad_values names {unknown}, which rows do not have; there are {sorted(row)}.")
@@ -136,11 +139,6 @@ class PackedRows:
         row["cu_seqlens"][: len(begins)] = begins
         row["max_seqlen"] = np.int32(max(*sizes, self.length - end))
         return row
-
-
-def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array with a dtype that Paddle has; it would take uint16 for bfloat16."""
-    return array.astype(np.int64) if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array
 
 
 LONG = ("split", "drop", "error")
@@ -166,51 +164,41 @@ class Pack(Transform):
             long: What to do with a document that is longer than a row.
         """
         check_count("length", rows.length)
-        check_count("window", window)
-        if window > MAX_WINDOW:
-            raise ArgumentError(f"pack: window must be at most {MAX_WINDOW}, got {window}.")
+        check_count("window", window, most=MAX_WINDOW)
         if long not in LONG:
             raise ArgumentError(f"pack: long must be one of {', '.join(map(repr, LONG))}, got {long!r}.")
         super().__init__(upstream, "pack", rows.length, window, long, rows.key, rows.labels)
         self._rows, self._window, self._long = rows, window, long
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
-        """Yield the rows of one window after the other."""
+        """Yield the rows of one window after the other, each window packed like a data set of its own."""
         search, number = Search(opening, part, "pack"), 0
         for documents in opening.windows(items, self._window, part):
             bad = [document for document in documents if isinstance(document, Unreadable)]
-            pieces = self._pieces(documents, number)
-            number += len(documents)
-            for first in range(0, len(pieces), MAX_WINDOW):  # long documents may have many pieces
-                yield from self._packed(pieces[first : first + MAX_WINDOW])
+            names = [f"document {at} of its part" for at in range(number, number + len(documents))]
+            read = [
+                {} if isinstance(document, Unreadable) else self._rows.fields(document, what)
+                for document, what in zip(documents, names, strict=True)
+            ]
+            sizes = np.array([self._size(fields, what) for fields, what in zip(read, names, strict=True)], np.int64)
+            if sizes.any():
+                packing = Packing(sizes, self._rows.length, MAX_WINDOW)
+                for row in range(packing.num_rows):
+                    pieces = packing.pieces(row)
+                    yield self._rows.row(
+                        [(read[piece.document], piece) for piece in pieces], [names[piece.document] for piece in pieces]
+                    )
             yield from bad
-            search.note(kept=bool(pieces or bad))
+            number += len(documents)
+            search.note(kept=bool(bad) or bool(sizes.any()))
 
-    def _pieces(self, documents: list[Any], number: int) -> list[tuple[str, Fields]]:
-        """Return the pieces of a window's documents, each with the name of its document for messages."""
-        length, pieces = self._rows.length, list[tuple[str, Fields]]()
-        for at, document in enumerate(documents, number):
-            if isinstance(document, Unreadable):
-                continue
-            what = f"document {at} of its part"
-            fields = self._rows.fields(document, what)
-            size = len(fields[self._rows.key])
-            if size > length and self._long == "error":
-                raise ValueError(
-                    f"{what} has {size} tokens, more than a row of {length}. Use long='split' or 'drop', or a longer "
-                    "row."
-                )
-            if size <= length or self._long == "split":
-                for first in range(0, size, length):
-                    pieces.append((what, {name: value[first : first + length] for name, value in fields.items()}))
-        return pieces
-
-    def _packed(self, pieces: list[tuple[str, Fields]]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of some pieces."""
-        sizes = np.array([len(fields[self._rows.key]) for _, fields in pieces], np.int64)
-        rows, num_rows = fitted(sizes, self._rows.length)
-        order = np.argsort(rows, kind="stable")
-        ends = np.cumsum(np.bincount(rows, minlength=num_rows))
-        for chosen in np.split(order, ends[:-1]):
-            names, fields = zip(*(pieces[at] for at in chosen.tolist()), strict=True)
-            yield self._rows.row(fields, names)
+    def _size(self, fields: Fields, what: str) -> int:
+        """Return how many tokens of a document are packed; 0 if it was not read."""
+        size, length = len(fields.get(self._rows.key, ())), self._rows.length
+        if size <= length or self._long == "split":
+            return size
+        if self._long == "drop":
+            return 0
+        raise ValueError(
+            f"{what} has {size} tokens, more than a row of {length}. Use long='split' or 'drop', or a longer row."
+        )

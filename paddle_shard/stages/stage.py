@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
@@ -137,6 +136,10 @@ class Stage:
 
     upstream: Stage | None = None
     """The stage before it; None for a source."""
+    cuts: bool = False
+    """True if it can open a part without reading the others, or if it cuts the stream."""
+    endless: bool = False
+    """True if its parts have no end."""
     makes_several: ClassVar[bool] = False
     """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
@@ -173,22 +176,10 @@ class Stage:
         """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
         return []
 
-    @property
-    def cuts(self) -> bool:
-        """True if it can open a part without reading the others, or if it cuts the stream."""
-        return False
-
-    @property
-    def endless(self) -> bool:
-        """True if its parts have no end."""
-        return False
-
     # What only a source is asked for
 
-    @property
-    def once(self) -> bool:
-        """True if it can be opened only once."""
-        return False
+    once: bool = False
+    """True if it can be opened only once."""
 
     @property
     def num_shards(self) -> int | None:
@@ -220,13 +211,7 @@ class Transform(Stage):
             mark: What it adds to the fingerprint: its name, and the settings on which the order or the number of
                 samples depends. Nothing if neither depends on it.
         """
-        self.upstream, self._mark = upstream, list(mark)
-
-    def after(self, upstream: Stage) -> Transform:
-        """Return the same stage after another one."""
-        other = copy(self)
-        other.upstream = upstream
-        return other
+        self.upstream, self.endless, self._mark = upstream, upstream.endless, list(mark)
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield what becomes of the samples of a part.
@@ -260,11 +245,6 @@ class Transform(Stage):
         """Return that of the stage before, and what this one adds."""
         before = self.upstream.fingerprint()
         return [*before, self._mark] if self._mark else before
-
-    @property
-    def endless(self) -> bool:
-        """True if the stage before has no end."""
-        return self.upstream.endless
 
 
 FEWEST = 1000

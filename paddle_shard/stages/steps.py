@@ -167,15 +167,11 @@ class Repeat(Transform):
         """
         super().__init__(upstream, "repeat", times)
         self._times = None if times is None else check_count("times", times)
+        self.endless = times is None or upstream.endless
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part, round after round."""
         return [(item for _, item in items) for items in in_rounds(self.upstream, opening, self._times)]
-
-    @property
-    def endless(self) -> bool:
-        """True if the parts have no end: `times` is None, or the stage before is endless."""
-        return self._times is None or self.upstream.endless
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""

@@ -15,17 +15,12 @@ used last, without a word: gradients are summed over the wrong ranks, or not at 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from itertools import count
 from typing import Any
 from unittest import mock
 
-from paddle_shard.errors import PaddleShardError
-
-_preparations = count()
-"""Numbers the exchanges between ranks; keys of the store cannot be deleted, so a number is never used twice."""
+from paddle_shard.errors import PaddleShardError, PeerLostError
 
 _active: list[CpuStatic] = []
 _patched = ExitStack()
@@ -157,30 +152,20 @@ def _rings(block: Any) -> Iterator[int]:
 
 def _agree(engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float) -> None:
     """Wait until every rank has looked at its program; raise on all if one of them cannot be trained."""
-    from paddle.framework import core
+    from paddle_shard.ranks.agreeing import gather_of
 
     refused = {mode: used for mode, used in groups.items() if len(used) > 1}
-    store = core.create_or_get_global_tcp_store()
-    key = f"paddle_shard/cpu_static/{next(_preparations)}"
-    if refused:
-        text = "; ".join(f"{mode} uses {[list(r) for r in used]}" for mode, used in refused.items())
-        store.set(f"{key}/{engine._cur_rank}/text", text)
-    store.add(f"{key}/{engine._cur_rank}", 2 if refused else 1)
-    # `get` and `wait` would block for ever on a rank that never comes; adding 0 asks and returns.
-    deadline = time.monotonic() + timeout
-    verdicts = [0] * engine._nranks
-    while 0 in verdicts:
-        verdicts = [v or store.add(f"{key}/{rank}", 0) for rank, v in enumerate(verdicts)]
-        missing = [rank for rank, v in enumerate(verdicts) if not v]
-        if missing and time.monotonic() > deadline:
-            raise TimeoutError(
-                f"rank {engine._cur_rank} waited {timeout:g} s for ranks {missing} to prepare the static "
-                "program too. Every rank of the job must call train() or eval(); the log of one of these "
-                "ranks may say why it did not. Give cpu_static(timeout=...) more if they are only slow."
-            )
-    bad = [rank for rank, v in enumerate(verdicts) if v == 2]
-    if bad:
-        texts = [f"  rank {rank}: {store.get(f'{key}/{rank}/text').decode()}\n" for rank in bad]
+    text = "; ".join(f"{mode} uses {[list(r) for r in used]}" for mode, used in refused.items())
+    try:
+        told = gather_of(tuple(range(engine._nranks)), text.encode(), timeout)
+    except PeerLostError as lost:
+        raise TimeoutError(
+            f"rank {engine._cur_rank} waited {timeout:g} s for ranks {list(lost.ranks)} to prepare the static "
+            "program too. Every rank of the job must call train() or eval(); the log of one of these "
+            "ranks may say why it did not. Give cpu_static(timeout=...) more if they are only slow."
+        ) from lost
+    texts = [f"  rank {rank}: {one.decode()}\n" for rank, one in enumerate(told) if one]
+    if texts:
         raise StaticGroupsError(
             "a static program that communicates in more than one group cannot run on CPU: its executor "
             "would use one group for all operators, and gradients would be wrong without a word. "

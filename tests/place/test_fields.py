@@ -66,6 +66,15 @@ def test_items_that_are_batches_are_counted_by_a_field_that_is_split():
     assert [leaf._local_value().shape for leaf in batch] == [[3], [2]]
 
 
+def test_what_input_keys_leaves_out_is_not_counted():
+    fields = Made(lambda i: {"x": np.zeros(4), "note": np.zeros(100)})
+    loader = sharded(DataLoader(fields, batch_size=4), mesh([0]), input_keys=["x"])
+
+    next(iter(loader))
+
+    assert loader.stats.total.bytes == 4 * 4 * 8
+
+
 def test_a_collate_that_pads_texts_to_the_longest_is_refused():
     def pad(samples):
         longest = max(map(len, samples))

@@ -24,7 +24,7 @@ class Batches:
 
 
 def ids_and_padding(batch):
-    return list(batch.take(range(batch.num_rows))), batch.num_rows - batch.num_real
+    return list(batch.take(range(batch.step.num_rows))), batch.step.num_rows - batch.step.num_real
 
 
 def served(*batches, ranks=2, tail="pad", nominal=None):
@@ -150,10 +150,10 @@ def test_private_randomness_goes_on_where_it_was():
     private = PrivateRandomness(BOTH, 5)
     drawn = []
     for _ in range(3):
-        with private:
+        with private():
             drawn.append(np.random.rand())
         np.random.rand()
-    with PrivateRandomness(BOTH, 5):
+    with PrivateRandomness(BOTH, 5)():
         straight = np.random.rand(3).tolist()
 
     assert drawn == straight
@@ -163,7 +163,7 @@ def test_generators_are_put_back_when_drawing_fails():
     np.random.seed(1)
     expected = np.random.rand()
     np.random.seed(1)
-    with pytest.raises(ZeroDivisionError), PrivateRandomness(BOTH, 5):
+    with pytest.raises(ZeroDivisionError), PrivateRandomness(BOTH, 5)():
         _ = 1 / 0
 
     assert np.random.rand() == expected
