@@ -16,8 +16,8 @@ from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
-from paddle_shard.reading.batch import Batch, Chunk
-from paddle_shard.reading.chunk import Even, OwnBatches, as_they_are, joined
+from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
+from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.tensors import ToTensors, map_leaves

@@ -12,8 +12,7 @@ import paddle.io
 
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
-from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.chunk import Even, as_they_are
+from paddle_shard.reading.batch import Batch, Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, WorkerExecutor, Wrapper
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader

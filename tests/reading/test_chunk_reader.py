@@ -19,9 +19,8 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch as ReadBatch
-from paddle_shard.reading.batch import Chunk
-from paddle_shard.reading.chunk import ChunkRequest, OwnBatches, joined
-from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.batch import Chunk, joined
+from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.external import IterableSource
