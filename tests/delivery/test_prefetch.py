@@ -729,6 +729,24 @@ def test_a_loop_that_draws_gets_its_own_numbers_from_beside_samples_that_draw_no
     assert found == [draw() for _ in range(20)]
 
 
+def test_a_thread_that_waits_sees_that_the_loop_has_drawn_before_it_reads_what_draws():
+    read, numbers = [], []
+
+    def sample(index):
+        read.append(index)
+        return np.array([index, np.random.rand() if index >= 24 else 0.0])
+
+    np.random.seed(1)
+    for step, _ in enumerate(sharded(Made(sample, 64), prefetch=2, shuffle=False)):
+        if step == 3:
+            assert soon(lambda: len(read) == 24)
+        if step >= 3:
+            numbers.append(np.random.rand())
+            time.sleep(0.01)  # in which the thread would go on
+    np.random.seed(1)
+    assert numbers == [np.random.rand() for _ in numbers]
+
+
 @pytest.mark.parametrize("draw", [np.random.rand, random.random])
 def test_a_sampler_that_draws_while_a_thread_reads_does_not_stop_it(draw, monkeypatch, caplog):
     """Its numbers are private: it draws none of the training loop's."""

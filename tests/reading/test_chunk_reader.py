@@ -774,6 +774,18 @@ def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(wo
     assert all(one.value is None or one.value.shape == (2,) for one in found[3:])
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("start", [0, 2, 5])
+def test_the_first_whole_item_of_the_stream_makes_up_for_those_that_are_missing_wherever_a_pass_begins(workers, start):
+    found = items_served(
+        Stripe(IterableSource(range(3))), workers, 7, start=start, tail="pad", collate_fn=lambda n: np.array([n, n])
+    )
+
+    expected = [n if n < 3 else 0 for n in range(start, start + 7)]
+    assert [one.value.tolist() for one in found] == [[n, n] for n in expected]
+    assert [one.whole for one in found] == [n < 3 for n in range(start, start + 7)]
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_whole_items_are_repeated_in_their_order_by_workers_that_divide_them(workers):
     found = items_served(Stripe(IterableSource(range(6))), workers, 14, repeat=True)
