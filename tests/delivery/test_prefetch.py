@@ -21,7 +21,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.delivery import begin
+from paddle_shard.delivery import begin, placing
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, DataReadError
 from paddle_shard.plan.step import Step
@@ -604,7 +604,7 @@ def test_a_thread_starts_once_the_last_reads_took_a_millisecond_on_average(secon
 @pytest.mark.parametrize("kind", ["index", "stream"])
 def test_only_the_callers_thread_places_and_announces(kind, monkeypatch):
     """Else a step could be announced before it is noted what is to be said of it."""
-    by, announce, place = [], AloneAgreement.announce_ok, begin.placed
+    by, announce, place = [], AloneAgreement.announce_ok, placing.placed
 
     def noted(agreement, *count):
         by.append(threading.current_thread())
@@ -616,6 +616,7 @@ def test_only_the_callers_thread_places_and_announces(kind, monkeypatch):
 
     monkeypatch.setattr(AloneAgreement, "announce_ok", noted)
     monkeypatch.setattr(begin, "placed", also_noted)
+    monkeypatch.setattr(placing, "placed", also_noted)
     stream = Stream.of(lambda: (np.array([number]) for number in range(256)))
     loader = sharded(stream, workers=1, prefetch=3) if kind == "stream" else sharded(Rows(256), prefetch=3)
     found = []
