@@ -124,9 +124,11 @@ class ChunkReader(Reader):
         first_of = opening.uncut(opening.skip) if asked.stride > 1 else opening
         self._padding = Padding(self._stage, first_of, whole=whole)
         self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
-        # Readers that repeat their parts may begin a round at different steps.
-        compared = asked.compared and not (asked.repeat or _splits_after_the_cut(self._stage))
-        seen = self._digests.see if compared else opening.seen
+        # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
+        # a position does not tell how far a reader must have read.
+        after_the_cut = takewhile(lambda stage: not isinstance(stage, Stripe), self._stage.line())
+        several = any(stage.makes_several for stage in after_the_cut)
+        seen = self._digests.see if asked.compared and not (asked.repeat or several) else None
         self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if asked.repeat else 1)
 
     def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, seeded: bool) -> Chunk:
@@ -223,11 +225,6 @@ class ChunkReader(Reader):
         elif at["index"] is not None and not isinstance(error, PaddleShardError):
             part, number = at["index"]
             at["what"] = f"reading {self._named(part, number, asked)}"
-
-
-def _splits_after_the_cut(stage: Stage) -> bool:
-    """True if samples become several after the cut: a position does not tell how far a reader must have read."""
-    return any(one.makes_several for one in takewhile(lambda one: not isinstance(one, Stripe), stage.line()))
 
 
 class Padding:
