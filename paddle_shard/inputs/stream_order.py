@@ -14,7 +14,7 @@ from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.reading.chunk import ChunkRequest
+from paddle_shard.reading.chunk_reader import ChunkRequest
 from paddle_shard.sources.external import ExternalSource
 from paddle_shard.stages import Map, Shuffle, Stripe
 from paddle_shard.stages.stage import Opening, Stage

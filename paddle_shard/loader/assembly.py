@@ -10,9 +10,8 @@ from typing import Any
 
 import paddle.distributed as dist
 
+from paddle_shard.delivery.placing import LoaderRows, PassSetup
 from paddle_shard.delivery.replicas import replicas_of
-from paddle_shard.delivery.rows import LoaderRows
-from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators_of
@@ -27,7 +26,7 @@ from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import BatchCheck, checked_verify
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.reading.chunk import as_they_are
+from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading
 from paddle_shard.version import VERSION

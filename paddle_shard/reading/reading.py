@@ -12,8 +12,7 @@ import paddle.io
 
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
-from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.chunk import Even, as_they_are
+from paddle_shard.reading.batch import Batch, Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, WorkerExecutor, Wrapper
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
@@ -66,7 +65,13 @@ class Reading:
         self._idle: list[WorkerPool] = []
         has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
         self._iterates_itself = has_iter and stream is None
-        cls = paddle.io.DataLoader if stream is not None else _reading_class(type(dataloader))
+        cls: type = type(dataloader)
+        if stream is not None:
+            cls = paddle.io.DataLoader
+        elif cls is paddle.io.DataLoader:
+            cls = _ReadsSteps
+        else:
+            cls = type(cls)(cls.__name__, (cls, _ReadsSteps), {"__module__": cls.__module__})
         self.dataloader = shallow_copy(dataloader, cls)
         """A shallow copy of the user's DataLoader, of a class that reads steps."""
         self.dataloader._iterator = None
@@ -224,12 +229,6 @@ class UserIterated(Wrapper):
         self._batches = iter(())
         self._taken.clear()
         self._inner.close(ended=ended)
-
-
-def _reading_class(cls: type) -> type:
-    if cls is paddle.io.DataLoader:
-        return _ReadsSteps
-    return type(cls)(cls.__name__, (cls, _ReadsSteps), {"__module__": cls.__module__})
 
 
 def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:
