@@ -33,13 +33,10 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     feed = Feed(steps)
     reading, replicas = setup.reading, setup.replicas
     # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
-    follows = replicas.follows
+    follows, agreement = replicas.follows, None
     core = executor = None if follows else reading.core()
     try:
-        if alone:
-            agreement: Agreement = AloneAgreement()
-        else:
-            agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
+        agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         feed.executor = executor = reading.start(feed.more, replicas.shared(core, reading.core, agreement))
         if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
@@ -60,12 +57,15 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
         )
     except BaseException:  # also a signal handler's
-        if executor is not None:
-            executor.close()
+        for begun in (agreement, executor):
+            if begun is not None:
+                begun.close()
         raise
 
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
+    if len(setup.agreeing_ranks) == 1:
+        return AloneAgreement()
     stream = setup.source.stream
     facts = {**setup.facts, "changes of the order": setup.run.history.to_json()}
     terms = Terms(

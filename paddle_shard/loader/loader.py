@@ -72,6 +72,7 @@ class ShardDataloader(PaddleShardDataloader):
             ranks = 1 if source.split else setup.own_layout.num_data_ranks
             self.batch_size = source.batch_size // source.accumulation // ranks
         self.batch_sampler = ShardBatchSampler(setup, self.batch_size)
+        # Trainers look for the sampler behind the DataLoader, too, where Paddle's class has it.
         self._dataloader = setup.reading.dataloader
         self._dataloader.batch_sampler = self.batch_sampler
 

@@ -25,30 +25,25 @@ class TensorMaker:
         self._place = place
         self._feed = None if is_cpu(place) else DeviceFeed(place)
 
-    def copied(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return tensors that hold copies of numpy arrays, or that are made from tensors.
+    def __call__(self, leaves: Sequence[Any], owned: bool) -> list[Any]:
+        """Return tensors of numpy arrays, or of tensors.
 
         Args:
             leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Paddle's tensors are detached, and
                 moved to the place if they are in host memory. Another library's tensors stay in the memory they are in.
+            owned: True if nothing else uses the arrays, so that a tensor may share an array's memory. False: it copies.
         """
-        return self._made(leaves, adopt=False)
-
-    def zero_copy(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the same tensors for arrays that nothing else uses: a tensor may share an array's memory."""
-        distinct = len(leaves) == 1 or len({id(leaf) for leaf in leaves}) == len(leaves)
-        return self._made(leaves, adopt=distinct)
-
-    def _made(self, leaves: Sequence[Any], *, adopt: bool) -> list[Any]:
+        # Two tensors must not share the memory of one array.
+        adopt = owned and (len(leaves) == 1 or len(set(map(id, leaves))) == len(leaves))
         found: list[Any] = []
-        dense: list[tuple[int, Any]] = []
-        """(number of the leaf, the same in Paddle's own form) of those that become tensors all at once."""
+        dense: dict[int, Any] = {}
+        """Number of a leaf -> the leaf in Paddle's own form; all of them become tensors at once."""
         for number, leaf in enumerate(leaves):
             is_tensor, made = isinstance(leaf, paddle.Tensor), None
             # On a device, what is in host memory is moved, as Paddle moves a collate_fn's results.
             moves = self._feed is not None and is_tensor and (is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place())
             if moves and leaf.size:
-                dense.append((number, leaf.value().get_tensor()))
+                dense[number] = leaf.value().get_tensor()
             elif is_tensor:
                 made = leaf.detach()
             elif not isinstance(leaf, np.ndarray):
@@ -58,13 +53,12 @@ class TensorMaker:
             else:
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
                 mine = adopt and type(leaf) is np.ndarray and leaf.size > 0 and leaf.flags.c_contiguous
-                dense.append((number, core.DenseTensor()))
-                dense[-1][1].set(leaf, core.CPUPlace(), mine)
+                dense[number] = core.DenseTensor()
+                dense[number].set(leaf, core.CPUPlace(), mine)
             found.append(made)
         if dense:
-            numbers, tensors = zip(*dense, strict=True)
             to_tensors = core.eager.read_next_tensor_list if self._feed is None else self._feed
-            for number, tensor in zip(numbers, to_tensors(list(tensors)), strict=True):
+            for number, tensor in zip(dense, to_tensors(list(dense.values())), strict=True):
                 found[number] = tensor
         return found
 
@@ -104,6 +98,7 @@ class DeviceFeed:
 
     def _started(self) -> tuple[Any, Any]:
         queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
+        # As `paddle.io.DataLoader` does: no names, shapes and dtypes, double buffering, no pinned memory.
         how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
         try:
             reader = core.create_py_reader(*how, 2)

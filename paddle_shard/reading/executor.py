@@ -357,23 +357,22 @@ class Wrapper(Executor):
 class Tensors(Wrapper):
     """Makes tensors of the arrays of each batch, on the loader's place."""
 
-    def __init__(self, inner: Executor, copied: ToTensors, zero_copy: ToTensors) -> None:
+    def __init__(self, inner: Executor, to_tensors: ToTensors) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor.
-            copied: Converts arrays to tensors.
-            zero_copy: The same for arrays that only the batch holds, perhaps without a copy.
+            to_tensors: Makes tensors of arrays.
         """
         super().__init__(inner)
-        self._copied, self._zero_copy = copied, zero_copy
+        self._to_tensors = to_tensors
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
         found = self._inner.take(beside=beside)
         try:
             with in_use:
-                found.value = map_leaves(found.value, self._zero_copy if found.owned else self._copied)
+                found.value = map_leaves(found.value, self._to_tensors, found.owned)
         except Exception as error:
             raise_if_a_handlers(error)
             what = "making tensors of the batch"

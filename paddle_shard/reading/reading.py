@@ -45,8 +45,7 @@ class Reading:
         self,
         dataloader: paddle.io.DataLoader,
         how: HowToRead,
-        copied: ToTensors,
-        zero_copy: ToTensors,
+        to_tensors: ToTensors,
         worker_timeout: float,
         stream: StreamReading | None = None,
     ) -> None:
@@ -55,13 +54,12 @@ class Reading:
         Args:
             dataloader: The user's DataLoader, perhaps of a subclass.
             how: What a reader of data with an index must know.
-            copied: Converts arrays to tensors on the loader's place.
-            zero_copy: The same for arrays that only the batch holds, perhaps without a copy.
+            to_tensors: Makes tensors of arrays, on the loader's place.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             stream: How it is read, if the data is a stream.
         """
         self._how, self._stream, self._worker_timeout = how, stream, worker_timeout
-        self._copied, self._zero_copy = copied, zero_copy
+        self._to_tensors = to_tensors
         # Of data with an index, one for all passes: it knows whether reading draws.
         self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how) if stream is None else None
         self._idle: list[WorkerPool] = []
@@ -87,7 +85,7 @@ class Reading:
             more: Submits the next step; returns False if there is none.
             core: Reads the steps; None: a new `core`.
         """
-        made = Tensors(self.core() if core is None else core, self._copied, self._zero_copy)
+        made = Tensors(self.core() if core is None else core, self._to_tensors)
         return UserIterated(made, self.dataloader, more) if self._iterates_itself else made
 
     def core(self) -> Executor:

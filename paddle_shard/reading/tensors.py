@@ -14,8 +14,8 @@ from paddle_shard.tree import leaves, mapped
 _NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
 
-ToTensors = Callable[[Sequence[Any]], Sequence[Any]]
-"""Converts arrays and tensors to Paddle's tensors."""
+ToTensors = Callable[[Sequence[Any], bool], Sequence[Any]]
+"""Converts arrays and tensors to tensors; if nothing else refers to the arrays (True), they may share their memory."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -53,18 +53,19 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
+def map_leaves(value: Any, to_tensors: ToTensors, owned: bool) -> Any:
     """Return a batch in which tensors replace every array that can be a tensor, and every tensor.
 
     Args:
         value: The batch.
         to_tensors: Converts arrays and tensors, all at once.
+        owned: True if nothing else refers to the arrays.
 
     Raises:
         TypeError: An array has a dtype or a byte order that Paddle does not have.
     """
     if type(value) is np.ndarray:
-        return to_tensors([value])[0] if _check_dtype(value, "") else value
+        return to_tensors([value], owned)[0] if _check_dtype(value, "") else value
     found: list[Any] = []
 
     def note(leaf: Any, path: str) -> None:
@@ -72,7 +73,7 @@ def map_leaves(value: Any, to_tensors: ToTensors) -> Any:
             found.append(leaf)
 
     mapped(value, note)
-    converted, tensors = set(map(id, found)), iter(to_tensors(found))
+    converted, tensors = set(map(id, found)), iter(to_tensors(found, owned))
     return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
 
 

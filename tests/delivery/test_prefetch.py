@@ -23,7 +23,7 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.delivery import begin, placing
 from paddle_shard.delivery.step_pass import Feed, StepPass
-from paddle_shard.errors import ArgumentError, DataReadError
+from paddle_shard.errors import ArgumentError, DataReadError, PeerLostError
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
 from paddle_shard.ranks.verdict import Terms
@@ -34,6 +34,7 @@ from paddle_shard.reading.prefetcher import QUICK, Prefetcher
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
 from tests.helpers import Made
+from tests.ranks.simulated_group import end
 
 ALONE = {"ends_must_agree": True, "facts": {}, "name": "test", "timeout": HANG, "on_lost": "raise"}
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -359,19 +360,21 @@ def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting():
 class One:
     """A group of one rank, which agrees by the same rules as several."""
 
-    rank, size, names, timeout = 0, 1, (0,), 0.0
+    rank, size, names, timeout, closed = 0, 1, (0,), 0.0, False
 
     def absent(self):
         return ()
 
     def minimum(self, values):
+        if self.closed:
+            raise PeerLostError("This rank has left.")
         return list(values)
 
     def gather(self, payload):
         return [payload]
 
-    def close(self, *, ended=False):
-        pass
+    def close(self):
+        self.closed = True
 
 
 MADE = []
@@ -381,7 +384,7 @@ MADE = []
 def no_coordinator_left():
     yield
     while MADE:
-        MADE.pop().close()
+        end(MADE.pop())
 
 
 def agreement_of_one(prefetch):

@@ -56,7 +56,7 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
 
     how, maker = HowToRead(generators=generators_of(None, stream=True), seed=7, skip_errors=skip), TensorMaker(PLACE)
     reader, feed = IdReader(dataset, collate_fn, how), Feed(steps())
-    feed.executor = Tensors(InlineExecutor(reader), maker.copied, maker.zero_copy)
+    feed.executor = Tensors(InlineExecutor(reader), maker)
     if ahead:
         feed.executor = Prefetcher(feed.executor, ahead, always=True)
     return StepPass(feed, AloneAgreement(), place=lambda batch: batch)

@@ -88,7 +88,7 @@ def reading(work, steps, workers=2, reader=None, **settings):
     idle, maker = [], TensorMaker(core.CPUPlace())
     executor = WorkerExecutor(WorkerPool(dataloader, reader or Reader(work)), idle)
     try:
-        yield Batches(Tensors(executor, maker.copied, maker.zero_copy), steps)
+        yield Batches(Tensors(executor, maker), steps)
     finally:
         executor.close()
         for pool in idle:
