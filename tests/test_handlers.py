@@ -2,9 +2,11 @@
 
 import ast
 import gzip
+import os
+import random
 import signal
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -13,14 +15,16 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.errors import DataReadError, PeerLostError
+from paddle_shard.errors import DataReadError
 from paddle_shard.plan.handlers import ignoring
-from paddle_shard.ranks.agreeing import gather_of
-from paddle_shard.ranks.star import StarGroup
+from paddle_shard.ranks.agreement import Coordinator
+from paddle_shard.ranks.verdict import Terms
 from paddle_shard.sources.files import RemoteFile
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.text import LINES, text_source
 from paddle_shard.testing.simulated import on_each_rank
+from tests.deadlines import HANG
+from tests.ranks.simulated_group import SimulatedGroup, World, end
 
 PACKAGE = Path(paddle_shard.__file__).parent
 # File or file:function -> why no handler of the user's runs there, or what it raises cannot leave.
@@ -28,6 +32,10 @@ ELSEWHERE = {
     "reading/worker.py": "a worker's handlers are reset",
     "reading/prefetcher.py:_run": "a thread of its own",
     "ranks/agreement.py:_run": "a thread of its own",
+    "ranks/agreeing.py:meet": "it is called by that thread",
+    "ranks/star.py": "it is called by that thread",
+    "ranks/rendezvous.py:connected": "it is called by that thread",
+    "ranks/rendezvous.py:store": "it is called by that thread",
     "errors.py:text_of": "the file imports nothing; the text of an error takes microseconds",
 }
 WIDE = {"BaseException", "Exception", "OSError", "TimeoutError"}  # which a handler's own is likely to be
@@ -293,19 +301,24 @@ def test_it_does_so_while_lines_are_counted(strike, tmp_path, monkeypatch):
         text_source(path, LINES, counts=True)
 
 
-def test_it_does_so_while_ranks_exchange_something(strike, monkeypatch):
-    def store(wanted):
-        strike()
-        return SimpleNamespace(add=lambda key, number: 0)  # nobody else is there
-
-    group = StarGroup(1, [0, 1], store, "127.0.0.1", "key", 5.0)
-    monkeypatch.setattr("paddle_shard.ranks.agreeing._gatherers", {})
-    monkeypatch.setattr("paddle_shard.ranks.agreeing.group_of", lambda *_: group)
-    with pytest.raises((Enough, TimeoutError), match="^(enough)?$"):
-        gather_of((0, 1), b"", 5.0)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    with pytest.raises(PeerLostError, match="This rank has left the group"):  # not the answer to the first call
-        gather_of((0, 1), b"", 5.0)
+def test_it_does_so_while_ranks_exchange_something_and_the_next_exchange_has_its_own_answers(strike):
+    world = World(2, random.Random(0))
+    one, two = (Coordinator(SimulatedGroup(world, rank), timeout=HANG, end_process=list) for rank in range(2))
+    try:
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        with pytest.raises((Enough, TimeoutError), match="^(enough)?$"):
+            one.open(Terms()).exchange("first of one")  # nobody else is there
+        timer.join()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        heard = []
+        other = threading.Thread(target=lambda: heard.extend(two.open(Terms()).exchange(f"{n} of two") for n in "12"))
+        other.start()
+        assert one.open(Terms()).exchange("2 of one") == ["2 of one", "2 of two"]  # not the answer to the first call
+        other.join(HANG)
+        assert heard == [["first of one", "1 of two"], ["2 of one", "2 of two"]]
+    finally:
+        end(one), end(two)
 
 
 def test_a_server_is_not_asked_again_for_it(strike):

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 from paddle_shard.delivery.notes import StepNotes
-from paddle_shard.delivery.placing import placed
-from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.delivery.placing import PassSetup, placed, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
-from paddle_shard.errors import DataReadError, SplitError, UnequalEndsError
+from paddle_shard.errors import SplitError, UnequalEndsError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import open_agreement
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.chunk import NO_STAND_IN
 from paddle_shard.reading.prefetcher import Prefetcher
 from paddle_shard.samplers import UserBatches
 
@@ -31,21 +29,22 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     else:
         num_steps, compares = stream.steps_left(start), stream.read_by_all
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
-        place = partial(_placed_of_stream, setup, start, num_steps)
+        place = partial(placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)
     reading, replicas = setup.reading, setup.replicas
     # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
-    follows = replicas.follows
+    follows, agreement = replicas.follows, None
     core = executor = None if follows else reading.core()
     try:
-        if alone:
-            agreement: Agreement = AloneAgreement()
-        else:
-            agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
+        agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         shared = replicas.shared(core, reading.core, agreement)
         feed.executor = executor = reading.start(feed.more, shared, elsewhere=follows)
         if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
+        notes, pad_to = None, setup.placer.pad_to
+        if not alone or pad_to is not None:
+            check, holds_rows = None if alone else setup.batch_check, setup.own_layout.on_mesh or not source.split
+            notes = StepNotes(holds_rows=holds_rows, split=source.split, batch_check=check, pad_to=pad_to)
         if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0)
         return StepPass(
@@ -53,29 +52,21 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             agreement,
             place=place,
             num_steps=num_steps,
-            notes=_notes(setup, alone=alone),
+            notes=notes,
             compares=compares,
             # A loop that changes the data between its steps asks for this.
             ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
         )
     except BaseException:  # also a signal handler's
-        if executor is not None:
-            executor.close()
+        for begun in (agreement, executor):
+            if begun is not None:
+                begun.close()
         raise
 
 
-def _notes(setup: PassSetup, *, alone: bool) -> StepNotes | None:
-    if alone and setup.placer.pad_to is None:
-        return None
-    return StepNotes(
-        holds_rows=setup.own_layout.on_mesh or not setup.source.split,
-        split=setup.source.split,
-        batch_check=None if alone else setup.batch_check,
-        pad_to=setup.placer.pad_to,
-    )
-
-
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
+    if len(setup.agreeing_ranks) == 1:
+        return AloneAgreement()
     stream = setup.source.stream
     facts = {**setup.facts, "changes of the order": setup.run.history.to_json()}
     terms = Terms(
@@ -89,44 +80,6 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
         first_step=start.steps,
     )
     return open_agreement(setup.agreeing_ranks, terms)
-
-
-def _placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None, batch: Batch) -> Batch:
-    """Return a stream's batch, placed if it holds anything.
-
-    Args:
-        setup: Of the loader.
-        start: Where the pass began.
-        num_steps: Steps that are left in the pass; None: not known yet.
-        batch: What was read.
-
-    Raises:
-        StopIteration: The pass ends before it.
-        UnequalEndsError: The parts end at different times, which the tail forbids.
-        DataReadError: Rows are missing that should be there.
-    """
-    tail = setup.source.tail
-    if num_steps is not None or (batch.whole and batch.fresh):
-        batch.exhausted = batch.value is None and batch.empty
-    elif tail.pads or tail.repeats:
-        batch.exhausted = batch.empty or not batch.fresh
-    elif tail.refuses and not batch.empty:
-        raise UnequalEndsError(
-            "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
-            "'drop' or 'repeat', or num_batches=."
-        )
-    else:
-        raise StopIteration
-    if batch.value is not None:
-        return placed(setup, batch)
-    if not (tail.pads and batch.empty):  # only possible if the end was known
-        raise DataReadError(
-            "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
-            "make rows up. Count the source again (its index may be of older files)."
-        )
-    if start.samples == 0:
-        raise DataReadError(NO_STAND_IN.format(batch.why or "every part is empty"))
-    return batch  # most likely the pass was resumed past the end, so there is nothing to deliver
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:

@@ -13,7 +13,7 @@ from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import PadTo, finished
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.collating import RAGGED
+from paddle_shard.reading.reader import RAGGED
 
 
 class StepNotes:

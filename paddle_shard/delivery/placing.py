@@ -1,19 +1,132 @@
-"""What becomes of a batch that was read?"""
+"""What does a pass know about its loader, and how does it place a batch that was read?"""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
+import paddle.io
 
-from paddle_shard.delivery.setup import PassSetup
-from paddle_shard.ranks.batch_check import summary
-from paddle_shard.reading.batch import Batch
+from paddle_shard.delivery.stats import LoaderStats
+from paddle_shard.errors import BatchStructureError, DataReadError, UnequalEndsError
+from paddle_shard.inputs.options import LoaderOptions
+from paddle_shard.inputs.source import Source
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.place.placer import BatchPlacer, BatchRows
+from paddle_shard.plan.partition import Rows, nearest_multiples
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.position.run import Run
+from paddle_shard.ranks.batch_check import BatchCheck, summary
+from paddle_shard.ranks.replicas import Replicas
+from paddle_shard.reading.batch import NO_STAND_IN, Batch
+from paddle_shard.reading.reading import Reading
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import named_leaves
+
+
+class LoaderRows:
+    """The rows of batches of any size, for one loader."""
+
+    def __init__(self, source: Source, layouts: Sequence[FieldLayout], own_layout: FieldLayout) -> None:
+        """Set up.
+
+        Args:
+            source: The order of the loader.
+            layouts: Layouts of all fields.
+            own_layout: Layout of the field whose rows this rank reads.
+        """
+        self._source, self._layouts, self._own = source, layouts, own_layout
+        self._of_size: dict[tuple[int, int], BatchRows] = {}
+
+    def to_read(self, num_rows: int, micro_size: int) -> Rows | range:
+        """Return which rows of a global batch this rank reads: the order's `RowsOf`."""
+        if self._source.item_is_batch:
+            return range(1)
+        if self._source.split:
+            return range(num_rows)
+        return self._of_samples(num_rows, micro_size).asked
+
+    def of(self, batch: Batch, placer: BatchPlacer) -> BatchRows:
+        """Return the rows of a batch that was read, which the placer will place."""
+        if self._source.item_is_batch:
+            return self._of_item(placer.num_rows(batch.value))
+        if self._source.split:
+            return self._of_split(batch.step.num_rows)
+        return self._of_samples(batch.step.num_rows, batch.step.micro_size)
+
+    def _of_samples(self, num_rows: int, micro_size: int) -> BatchRows:
+        """Return the rows of a global batch of samples."""
+        key, source = (num_rows, micro_size), self._source
+        if key not in self._of_size:
+            if len(self._of_size) > 64:
+                self._of_size.clear()
+            rows = self._of_size[key] = BatchRows(num_rows, micro_size, self._layouts)
+            rows.apart = isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
+            if source.stream is not None:
+                rows.read = source.stream.read_rows()
+        return self._of_size[key]
+
+    def _of_split(self, num_local_rows: int) -> BatchRows:
+        """Return the rows of a batch for which each data rank has rows of its own."""
+        rows = BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own])
+        rows.apart = True
+        if not self._own.on_mesh:
+            rows.read = np.arange(num_local_rows)
+        return rows
+
+    def _of_item(self, num_rows: int | None) -> BatchRows:
+        """Return the rows of a batch that was read whole; None: no field of it is split.
+
+        Raises:
+            BatchStructureError: The batch cannot be split evenly.
+        """
+        if self._source.split:
+            return self._of_split(1 if num_rows is None else num_rows)
+        unit = math.lcm(*(layout.num_data_ranks for layout in self._layouts)) * self._source.accumulation
+        if num_rows is None:  # nothing is split
+            num_rows = unit
+        if num_rows % unit:
+            raise BatchStructureError(
+                f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
+                f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
+            )
+        return BatchRows(num_rows, num_rows // self._source.accumulation, self._layouts, whole=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSetup:
+    """A loader's settings when a pass begins, and the objects that all its passes share."""
+
+    options: LoaderOptions
+    source: Source
+    dataloader: paddle.io.DataLoader
+    """The user's DataLoader, which is only read and never changed."""
+    placer: BatchPlacer
+    own_layout: FieldLayout
+    """Layout of the field whose rows this rank reads."""
+    rows: LoaderRows
+    reading: Reading
+    """The settings of the DataLoader, used to read."""
+    run: Run
+    stats: LoaderStats
+    agreeing_ranks: tuple[int, ...]
+    facts: Mapping[str, Any]
+    """Settings that must be the same on all ranks."""
+    batch_check: BatchCheck | None
+    """Compares what the ranks have read; None: they do not compare it."""
+    replicas: Replicas
+    """How reading is shared with other ranks."""
+    verify: int
+    """Every how many steps they compare it; 0: the first batch of a pass."""
+    prefetch: int
+    """Batches that a thread keeps ready; 0: there is no thread."""
+    if_worth_it: bool
+    """True if the thread is started only if reading a step takes long enough."""
 
 
 def placed(setup: PassSetup, batch: Batch) -> Batch:
@@ -29,6 +142,44 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))
     return batch
+
+
+def placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None, batch: Batch) -> Batch:
+    """Return a stream's batch, placed if it holds anything.
+
+    Args:
+        setup: Of the loader.
+        start: Where the pass began.
+        num_steps: Steps that are left in the pass; None: not known yet.
+        batch: What was read.
+
+    Raises:
+        StopIteration: The pass ends before it.
+        UnequalEndsError: The parts end at different times, which the tail forbids.
+        DataReadError: Rows are missing that should be there.
+    """
+    tail = setup.source.tail
+    if num_steps is not None or (batch.whole and batch.fresh):
+        batch.exhausted = batch.value is None and batch.empty
+    elif tail.pads or tail.repeats:
+        batch.exhausted = batch.empty or not batch.fresh
+    elif tail.refuses and not batch.empty:
+        raise UnequalEndsError(
+            "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
+            "'drop' or 'repeat', or num_batches=."
+        )
+    else:
+        raise StopIteration
+    if batch.value is not None:
+        return placed(setup, batch)
+    if not (tail.pads and batch.empty):  # only possible if the end was known
+        raise DataReadError(
+            "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
+            "make rows up. Count the source again (its index may be of older files)."
+        )
+    if start.samples == 0:
+        raise DataReadError(NO_STAND_IN.format(batch.why or "every part is empty"))
+    return batch  # most likely the pass was resumed past the end, so there is nothing to deliver
 
 
 def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:

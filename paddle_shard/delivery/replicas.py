@@ -28,24 +28,21 @@ def replicas_of(
     Raises:
         ArgumentError: replicas="leader", but it is not known who shares a host.
     """
-    if options.replicas == "each":
-        return Replicas()
     hosts, me, asked = hosts_of_ranks(), dist.get_rank(), options.replicas == "leader"
-    if len(ranks) == 1:
+    if options.replicas == "each" or len(ranks) == 1:
         return Replicas()
+    if hosts is None and asked:
+        raise ArgumentError(
+            "replicas='leader': which ranks share a host is read from PADDLE_TRAINER_ENDPOINTS, which does not have "
+            "one host:port for each rank. Start the ranks with python -m paddle.distributed.launch, or leave replicas "
+            "at 'each'."
+        )
     if hosts is None:
-        if asked:
-            raise ArgumentError(
-                "replicas='leader': which ranks share a host is read from PADDLE_TRAINER_ENDPOINTS, which does not "
-                "have one host:port for each rank. Start the ranks with python -m paddle.distributed.launch, or leave "
-                "replicas at 'each'."
-            )
         return Replicas()
     rows = _rows_of(me, source, layouts)
     together = [one for one in sorted(ranks) if hosts[one] == hosts[me] and _rows_of(one, source, layouts) == rows]
     return Replicas(
         ranks=tuple(together) if len(together) > 1 else (),
-        timeout=options.timeout,
         measured=not asked and source.stream is None and not options.dataloader.num_workers,
     )
 

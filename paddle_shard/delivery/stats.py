@@ -64,11 +64,6 @@ class LoaderStats:
         """With `replicas=`: which global rank reads for this one, or which others this one reads for; or empty."""
         return self._who_reads()
 
-    def begin(self) -> Counts:
-        """Return the counts of a new pass."""
-        self.epoch = Counts()
-        return self.epoch
-
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
         """Return this rank's counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
 
@@ -96,7 +91,8 @@ class PassClock:
     """Measures the time of one pass: how much is spent in the loader, and how much in the user's code?"""
 
     def __init__(self, stats: LoaderStats) -> None:
-        self._counts = (stats.begin(), stats.total)
+        stats.epoch = Counts()
+        self._counts = (stats.epoch, stats.total)
         self._left: float | None = None
 
     def enter(self) -> float:

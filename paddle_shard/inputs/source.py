@@ -22,9 +22,8 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.step import Deal
-from paddle_shard.plan.stretches import BatchSizes
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
@@ -51,11 +50,8 @@ class Source:
     """The user's batch sampler, if it decides on the order."""
     costs: SampleCosts | None = None
     """The cost of each sample, if rows are dealt to data ranks by cost."""
-
-    @property
-    def stream(self) -> StreamOrder | None:
-        """The order, if the data has no index."""
-        return self.batches if isinstance(self.batches, StreamOrder) else None
+    stream: StreamOrder | None = None
+    """The order once more, if the data has no index: a field, as it is asked for at each batch."""
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:
@@ -169,16 +165,8 @@ def _planned(
         sizes = BatchSizes(tuple((int(first), int(rows) * accumulation) for first, rows in options.batch_size))
         for _, size in sizes.entries:
             check_batch_size(size, num_data_ranks, accumulation)
-    plan = ShardPlan(
-        num_samples=_length(dataset),
-        batch_size=batch_size if sizes is None else sizes.entries[0][1],
-        num_data_ranks=num_data_ranks,
-        shuffle=ordering,
-        seed=options.seed,
-        tail=tail,
-        accumulation=accumulation,
-    )
-    _check_serves(plan, dataset)
+        batch_size = sizes.entries[0][1]
+    plan = _plan(dataset, ordering, options.seed, batch_size, num_data_ranks, accumulation, tail)
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
         say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
     advice = ordering.advice(plan.num_samples, num_data_ranks, max(1, plan.batch_size // accumulation))
@@ -199,15 +187,7 @@ def _users(
         check_batch_size(nominal, num_data_ranks, accumulation)
         if consecutive and length_or_none(sampler.sampler) is not None:
             # It yields single indices, so its length tells how many batches there are, and whether the last is short.
-            plan = ShardPlan(
-                num_samples=_length(sampler.sampler),
-                batch_size=nominal,
-                num_data_ranks=num_data_ranks,
-                tail=tail,
-                accumulation=accumulation,
-            )
-            _check_serves(plan, sampler.sampler)
-            num_steps = plan.num_steps
+            num_steps = _plan(sampler.sampler, False, 0, nominal, num_data_ranks, accumulation, tail).num_steps
     lengths: dict[str, int] = {}  # without the batch size, which may change
     if not split:
         of = {"num_samples": dataset, "sampler_length": getattr(sampler, "sampler", None)}
@@ -230,15 +210,16 @@ def _users(
     )
 
 
-def _check_serves(plan: ShardPlan, data: Any) -> None:
-    if plan.num_steps == 0:
-        raise ArgumentError(
-            f"tail={plan.tail!r} leaves no batch: the loader's {type(data).__name__} has {plan.num_samples} samples "
-            f"and the global batch {plan.batch_size}. Use a smaller batch, tail='pad' or 'fill', or drop_last=False."
-        )
-
-
-def _length(data: Any) -> int:
+def _plan(
+    data: Any,
+    shuffle: Ordering | bool,
+    seed: int,
+    batch_size: int,
+    num_data_ranks: int,
+    accumulation: int,
+    tail: Tail,
+) -> ShardPlan:
+    """Return the plan of a data set, or of a sampler of single indices; refuse one that serves nothing."""
     try:
         length = len(data)
     except Exception as error:  # whatever the user's __len__ raises
@@ -250,7 +231,21 @@ def _length(data: Any) -> int:
         raise ArgumentError(
             f"the {type(data).__name__} is empty: an empty data set cannot be sharded. Check its path and filters."
         )
-    return length
+    plan = ShardPlan(
+        num_samples=length,
+        batch_size=batch_size,
+        num_data_ranks=num_data_ranks,
+        shuffle=shuffle,
+        seed=seed,
+        tail=tail,
+        accumulation=accumulation,
+    )
+    if plan.num_steps == 0:
+        raise ArgumentError(
+            f"tail={plan.tail!r} leaves no batch: the loader's {type(data).__name__} has {length} samples and the "
+            f"global batch {batch_size}. Use a smaller batch, tail='pad' or 'fill', or drop_last=False."
+        )
+    return plan
 
 
 def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:

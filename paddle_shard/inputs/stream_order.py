@@ -14,7 +14,8 @@ from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.reading.chunk import ChunkRequest
+from paddle_shard.reading.chunk_reader import ChunkRequest
+from paddle_shard.sources.external import ExternalSource
 from paddle_shard.stages import Map, Shuffle, Stripe
 from paddle_shard.stages.stage import Opening, Stage
 
@@ -44,8 +45,6 @@ class StreamOrder:
     """True if each item is a whole batch. Then each step is read by one of the readers, in turns."""
     split_over: int | None = None
     """Number of data ranks, if each has a stream of its own. Such a run is bound to this number."""
-    foreign: bool = False
-    """True if another library reads the data of a given data rank."""
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an invalid row."""
     rows_are_split: bool = False
@@ -115,9 +114,10 @@ class StreamOrder:
         if not self.whole_items:
             return [replace(request, opening=replace(opening, parts=parts)) for parts in self.chunks]
         readers, local = max(1, self.num_workers), None
+        foreign = isinstance(self.stage, ExternalSource)  # it is told for which data rank it reads
         if self.split_over is not None:
             local = dict(start.sampler or _UNREAD)
-            if self.foreign and local["shard"] not in (None, *self.parts):
+            if foreign and local["shard"] not in (None, *self.parts):
                 raise StateError(
                     f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each "
                     "data rank's own library has a state of its own: save it on every rank, and load that."
@@ -132,8 +132,8 @@ class StreamOrder:
         )
         found = []
         for step in range(start.steps, start.steps + readers):
-            part = self.parts if self.foreign else (step % readers,)
-            num_parts = self.split_over or 1 if self.foreign else readers
+            part = self.parts if foreign else (step % readers,)
+            num_parts = self.split_over or 1 if foreign else readers
             skip = step // readers if state is None else 0
             at = replace(opening, parts=part, num_parts=num_parts, skip=skip, state=state)
             found.append(replace(request, opening=at, first_step=step))

@@ -123,7 +123,6 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         num_workers=num_workers,
         whole_items=size is None,
         split_over=own.num_data_ranks if split else None,
-        foreign=foreign,
         skip_errors=options.on_error == "skip" and size is not None,
         rows_are_split=(own.num_data_ranks > 1 or num_workers > 1) and options.pad_to is None,
     )
@@ -136,6 +135,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         _say_how_often_it_is_read(own, 1 if split else own.num_data_ranks, max(1, order.num_workers))
     return Source(
         batches=order,
+        stream=order,
         batch_size=size and size * accumulation,
         accumulation=accumulation,
         split=split,

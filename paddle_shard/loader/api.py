@@ -214,7 +214,7 @@ def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[s
     try:
         return shard_dataloader(*args, **{**given, **options})
     except PaddleShardError:
-        loader = shard_dataloader(*args, **given)
+        loader = shard_dataloader(*args, **given)  # the trainer's own mistakes are raised here
     for name, value in options.items():
         try:
             loader = shard_dataloader(*args, **{**given, name: value})

@@ -11,9 +11,8 @@ from typing import Any
 
 import paddle.distributed as dist
 
+from paddle_shard.delivery.placing import LoaderRows, PassSetup
 from paddle_shard.delivery.replicas import replicas_of
-from paddle_shard.delivery.rows import LoaderRows
-from paddle_shard.delivery.setup import PassSetup
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators_of
@@ -28,7 +27,7 @@ from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import BatchCheck, checked_verify
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.reading.chunk import as_they_are
+from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading
 from paddle_shard.version import VERSION
@@ -114,9 +113,9 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
-    maker = partial(TensorMaker, options.dataloader.places[0], queued=on_device > 0)
+    to_tensors = partial(TensorMaker, options.dataloader.places[0], queued=on_device > 0)
     # Workers have less time than the other ranks, so that these are told what it is.
-    return Reading(options.dataloader, how, maker, on_device, 0.9 * options.timeout, read)
+    return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read)
 
 
 def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import paddle
 from paddle.profiler import RecordEvent
 
 from paddle_shard.delivery.begin import begin, unequal_ends
-from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import (
@@ -25,8 +25,7 @@ from paddle_shard.errors import (
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.chunk import NO_STAND_IN
+from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
@@ -99,7 +98,7 @@ class ShardIterator:
                 found = next(self._pass)
             if not found.placed:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-            valid, local = found.valid(), setup.source.split or setup.source.stream is not None
+            valid, local = found.valid(), setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
             self._clock.leave(
                 entered,

@@ -13,7 +13,7 @@ import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
 from paddle_shard.delivery.begin import begin
-from paddle_shard.delivery.setup import PassSetup
+from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import DataReadError
 from paddle_shard.inputs.options import LoaderOptions
@@ -25,7 +25,7 @@ from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.reading.chunk import NO_STAND_IN
+from paddle_shard.reading.batch import NO_STAND_IN
 
 
 @dataclass
@@ -72,6 +72,7 @@ class ShardDataloader(PaddleShardDataloader):
             ranks = 1 if source.split else setup.own_layout.num_data_ranks
             self.batch_size = source.batch_size // source.accumulation // ranks
         self.batch_sampler = ShardBatchSampler(setup, self.batch_size)
+        # Trainers look for the sampler behind the DataLoader, too, where Paddle's class has it.
         self._dataloader = setup.reading.dataloader
         self._dataloader.batch_sampler = self.batch_sampler
 

@@ -108,6 +108,7 @@ class TrainerCallback:
                 path.parent,
             )
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Replaced in one go: a job that is killed here leaves no half of a state.
         new = path.with_suffix(".new")
         new.write_text(json.dumps(loader.state_dict()))
         new.replace(path)

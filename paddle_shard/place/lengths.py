@@ -132,7 +132,8 @@ class PadTo:
         Raises:
             BatchStructureError: There is such a field.
         """
-        unknown = [key for key in self.fields if key not in fields]
+        paths = {f"[{key!r}]" for key in fields}  # by which a tensor's field is known
+        unknown = [key for key, pad in self.fields.items() if pad.path not in paths]
         if unknown:
             raise BatchStructureError(
                 f"pad_to names {unknown}, but the fields that are delivered are {list(fields)} (input_keys chooses "

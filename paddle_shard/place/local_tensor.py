@@ -33,17 +33,18 @@ class TensorMaker:
         self._place, self._on_cpu = place, is_cpu(place)
         self._feed = DeviceFeed(place) if queued and not self._on_cpu else None
 
-    def begin(self, leaves: Sequence[Any], *, adopt: bool) -> Callable[[], list[Any]]:
+    def __call__(self, leaves: Sequence[Any], owned: bool) -> Callable[[], list[Any]]:
         """Begin to make tensors of leaves, and return a function that returns them. It is called in the same order.
 
         Args:
             leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Tensors are detached. On a device,
                 what is in host memory is moved there, as Paddle moves a collate_fn's results.
-            adopt: True if nothing else uses the arrays, so that a tensor may share an array's memory; False: copy.
+            owned: True if nothing else uses the arrays, so that a tensor may share an array's memory. False: it copies.
         """
-        adopt = adopt and len({id(leaf) for leaf in leaves}) == len(leaves)
+        adopt = owned and len(set(map(id, leaves))) == len(leaves)  # two tensors must not share the memory of one array
         found: list[Any] = []
-        numbers, dense = list[int](), list[Any]()  # of those that become tensors all at once, in Paddle's own form
+        dense: dict[int, Any] = {}
+        """Number of a leaf -> the leaf in Paddle's own form; all of them become tensors at once."""
         for number, leaf in enumerate(leaves):
             made = one = None
             if isinstance(leaf, np.ndarray) and not (leaf.size or self._on_cpu):  # the feed takes no empty tensor
@@ -57,23 +58,26 @@ class TensorMaker:
                 made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
                 in_host_memory = is_cpu(made.place) or made.place.is_cuda_pinned_place()
                 if in_host_memory and made.size and not self._on_cpu:
+                    if not isinstance(leaf, paddle.Tensor):
+                        # Paddle frees another library's memory under a lock, and that needs the GIL; from_dlpack takes
+                        # the lock with the GIL held. So the reader's thread must never be the one to free it.
+                        made = made._copy_to(core.CPUPlace(), True)
                     one = made.value().get_tensor()
             if one is not None:
-                numbers.append(number)
-                dense.append(one)
+                dense[number] = one
             found.append(made)
         if self._feed is not None and dense:
-            self._feed.push(dense)
+            self._feed.push(list(dense.values()))
 
         def made_tensors() -> list[Any]:
             tensors: Sequence[Any] = ()
             if self._feed is not None and dense:
                 tensors = self._feed.pull()
             elif dense:
-                tensors = core.eager.read_next_tensor_list(dense)
+                tensors = core.eager.read_next_tensor_list(list(dense.values()))
                 if not self._on_cpu:
                     tensors = [tensor._copy_to(self._place, True) for tensor in tensors]
-            for number, tensor in zip(numbers, tensors, strict=True):
+            for number, tensor in zip(dense, tensors, strict=True):
                 found[number] = tensor
             return found
 
@@ -118,6 +122,7 @@ class DeviceFeed:
 
     def _start(self) -> tuple[Any, Any]:
         queue = core.init_dense_tensor_blocking_queue(core.Variable(), _MOST_PUSHED, False)
+        # As `paddle.io.DataLoader` does: no names, shapes and dtypes, double buffering, no pinned memory.
         how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
         try:
             reader = core.create_py_reader(*how, 2)

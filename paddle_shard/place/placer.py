@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,8 +101,8 @@ class BatchPlacer:
         entries = [*self.entries, *self.overrides.values()]
         return [layout for entry in entries for layout in (entry if isinstance(entry, list) else [entry])]
 
-    def _fields(self, batch: Any) -> list[tuple[Any, Entry]]:
-        """Return (key or position, layouts) for each field of a batch, in the order of the result.
+    def _fields(self, batch: Any) -> list[tuple[Any, Entry, Sequence[int]]]:
+        """Return (key or position, layouts, items that stay local) for each field of a batch, in order of the result.
 
         Args:
             batch: A dict or a list.
@@ -129,7 +129,14 @@ class BatchPlacer:
                 f"placements names {unknown}, which the batch does not have, or input_keys leaves out; there are "
                 f"{list(wanted)}."
             )
-        return [(key, self.overrides.get(key, entry)) for key, entry in zip(wanted, entries, strict=True)]
+        dense = [()] * len(wanted) if self.dense_tensor_idx is None else self.dense_tensor_idx
+        if len(dense) < len(wanted):
+            raise BatchStructureError(
+                f"dense_tensor_idx has {len(dense)} entries, but the batch has a field {len(dense)}; "
+                "give an entry, which may be empty, for each field."
+            )
+        found = zip(wanted, entries, dense, strict=False)  # there may be more entries in dense_tensor_idx
+        return [(key, self.overrides.get(key, entry), items) for key, entry, items in found]
 
     def place(self, batch: Any, rows: BatchRows) -> Placed:
         """Return the batch as distributed tensors.
@@ -154,7 +161,7 @@ class BatchPlacer:
         """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
         found: list[int] = []
 
-        def count(leaf: Any, path: str, layout: FieldLayout, dense: bool) -> None:
+        def count(leaf: Any, path: str, *, layout: FieldLayout, dense: bool) -> None:
             rows = not dense and not layout.own_rows and (layout.data_axes or not path)
             if rows and isinstance(leaf, paddle.Tensor) and leaf.shape:
                 found.append(int(leaf.shape[0]))
@@ -162,27 +169,23 @@ class BatchPlacer:
         self._mapped(batch, count)
         return found[0] if found else None
 
-    def _mapped(self, batch: Any, function: Callable[[Any, str, FieldLayout, bool], Any]) -> tuple[Any, FieldLayout]:
+    def _mapped(self, batch: Any, function: Callable[..., Any]) -> tuple[Any, FieldLayout]:
         """Return a batch with a function applied to each leaf, and the layout of the last field.
 
         Args:
             batch: It is not changed.
-            function: A function of (leaf, its path, its layout, whether it stays local).
+            function: A function of (leaf, its path, layout=its layout, dense=whether it stays local).
         """
         layout = self.layouts[0]
         has_fields = is_sequence(batch) or isinstance(batch, Mapping)
-        fields = self._fields(batch) if has_fields else [(0, layout)]
+        fields = self._fields(batch) if has_fields else [(0, layout, ())]
         if self.pad_to is not None:
-            self.pad_to.check([key for key, _ in fields])
+            self.pad_to.check([key for key, *_ in fields])
         if not has_fields:
-            return function(batch, "", layout, False), layout
-
-        def value_of(value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
-            return mapped(value, lambda leaf, at: function(leaf, at, layout, dense), path, _is_row_like)
-
+            return function(batch, "", layout=layout, dense=False), layout
         found: dict[Any, Any] = {}
-        for number, (key, entry) in enumerate(fields):
-            value, path, dense = batch[key], f"[{key!r}]", self._dense_items(number)
+        for key, entry, dense in fields:
+            value, path = batch[key], f"[{key!r}]"
             layout = entry[-1] if isinstance(entry, list) else entry
             if is_sequence(value) and not _is_row_like(value):
                 entries = entry if isinstance(entry, list) else [entry] * len(value)
@@ -191,26 +194,20 @@ class BatchPlacer:
                         f"field {path} is a list of {len(value)} items, but its entry in meshes or shard_dims has "
                         f"{len(entries)}."
                     )
-                items = enumerate(zip(value, entries, strict=True))
-                found[key] = rebuild(value, [value_of(v, f"{path}[{i}]", one, i in dense) for i, (v, one) in items])
+                items = []
+                for number, (item, one) in enumerate(zip(value, entries, strict=True)):
+                    of_leaf = partial(function, layout=one, dense=number in dense)
+                    items.append(mapped(item, of_leaf, f"{path}[{number}]", _is_row_like))
+                found[key] = rebuild(value, items)
             elif isinstance(entry, list) and isinstance(value, paddle.Tensor | Mapping):
                 raise BatchStructureError(
                     f"field {path} is a {type(value).__name__}, but its entry in meshes is a list of "
                     f"{len(entry)}: give it one mesh, or make it a list of as many items."
                 )
             else:
-                found[key] = value_of(value, path, entry[0] if isinstance(entry, list) else entry, len(dense) > 0)
+                one = entry[0] if isinstance(entry, list) else entry
+                found[key] = mapped(value, partial(function, layout=one, dense=len(dense) > 0), path, _is_row_like)
         return rebuild(batch, found if isinstance(batch, Mapping) else list(found.values())), layout
-
-    def _dense_items(self, number: int) -> Sequence[int]:
-        if self.dense_tensor_idx is None:
-            return ()
-        if number >= len(self.dense_tensor_idx):
-            raise BatchStructureError(
-                f"dense_tensor_idx has {len(self.dense_tensor_idx)} entries, but the batch has a field {number}; "
-                "give an entry, which may be empty, for each field."
-            )
-        return self.dense_tensor_idx[number]
 
 
 class _Placing:
@@ -225,7 +222,7 @@ class _Placing:
         self.row_shapes: dict[str, Row] = {}
         self.num_bytes = 0
 
-    def leaf(self, value: Any, path: str, layout: FieldLayout, dense: bool) -> Any:
+    def leaf(self, value: Any, path: str, *, layout: FieldLayout, dense: bool) -> Any:
         """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
         rows = self._rows
         if not isinstance(value, paddle.Tensor):

@@ -128,6 +128,10 @@ class BlockOrder(Order):
     blocks: those that a border between two data ranks cuts. Every other block is opened by one data rank,
     during one window of one part. (A border cuts another block in each epoch, always at the same place.)
 
+    A position belongs to a place. Places number the samples of the blocks end to end, in the random order of the
+    blocks, and are cut into parts. The place of a position is mixed with the others of its window and part. The
+    mixed place tells the block, and the sample in it.
+
     The setup time does not depend on n. At most 2 P tables of 8192 numbers are kept, for any size of a window:
     8 MB for 64 parts.
     """
@@ -143,101 +147,16 @@ class BlockOrder(Order):
             epoch: The epoch, any int.
         """
         super().__init__(num_samples)
-        self.num_parts = num_parts(num_samples, blocks, width)
-        self._parts = _Parts(num_samples, width, self.num_parts)
-        self._shelf = _Shelf(num_samples, blocks, seed, epoch)
         self._seed, self._epoch = seed, epoch
-        self._table = lru_cache(maxsize=2 * self.num_parts)(self._draw)
-
-    def __call__(self, positions: Indices) -> Indices:
-        """Return the sample at each position: int64, same shape."""
-        part, place = self._parts.places(positions.reshape(-1))
-        window, offset = self._offsets(part, place)
-        table, row = np.divmod(offset, TABLE)
-        samples = np.empty_like(place)
-        for chosen, key in _runs(place, part, window, table):
-            samples[chosen] = self._table(*key)[row[chosen]]
-        return samples.reshape(positions.shape)
-
-    def inverse(self, samples: Indices) -> Indices:
-        """Return the position of each sample: int64, same shape."""
-        mixed = self._shelf.places(samples.reshape(-1))
-        part = np.searchsorted(self._parts.starts, mixed, side="right").astype(np.int64) - 1
-        window, offset = self._offsets(part, mixed)
-        place = mixed - offset
-        for chosen, key in _runs(mixed, part, window):
-            place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
-        return self._parts.positions(part, place).reshape(samples.shape)
-
-    def between(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop)."""
-        # No more than is asked for: with small blocks, each needs a table of its own.
-        return self(np.arange(start, stop, dtype=np.int64))
-
-    def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
-        """Return the window of each place, and the offset of the place in the window, which is cut to the part."""
-        window, first = self._shelf.windows(place)
-        return window, place - np.maximum(first, self._parts.starts[part])
-
-    def _mixing(self, part: int, window: int) -> tuple[int, Permutation]:
-        """Return the first place of a window that lies in a part, and the order of its places there."""
-        first, end = self._shelf.bounds(window)
-        first, end = max(first, int(self._parts.starts[part])), min(end, int(self._parts.starts[part + 1]))
-        key = derive_key("window", self._seed, self._epoch, part, window, size=64)
-        return first, Permutation(end - first, key)
-
-    def _draw(self, part: int, window: int, number: int) -> Indices:
-        """Return one table of a window's samples, in their mixed order."""
-        first, mixing = self._mixing(part, window)
-        offsets = np.arange(number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64)
-        return self._shelf.samples(first + mixing(offsets))
-
-
-_block_order = lru_cache(maxsize=4)(BlockOrder)  # with the tables that were computed last
-
-
-class _Parts:
-    """Converts positions of the epoch to places, and back. Places number the blocks end to end, cut into P parts.
-
-    With K whole rows of `width` = P * c positions and a rest, a part has K * c places and its share of the rest.
-    """
-
-    def __init__(self, num_samples: int, width: int, parts: int) -> None:
-        self._width, self._share = width, width // parts
+        # With K whole rows of `width` = P * c positions and a rest, a part has K * c places and its share of the rest.
+        parts = self.num_parts = num_parts(num_samples, blocks, width)
         rows, rest = divmod(num_samples, width)
-        self._whole = rows * width
-        self._in_rows = rows * self._share
+        self._width, self._share = width, width // parts
+        self._whole, self._in_rows = rows * width, rows * self._share
         # [part]: start of its share of the rest, counted from the start of the rest; P + 1 numbers
         self._rests = np.array([part * rest // parts for part in range(parts + 1)], np.int64)
-        self.starts = np.arange(parts + 1) * self._in_rows + self._rests
-
-    def places(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return (part, place) of each position."""
-        row, column = np.divmod(positions, self._width)
-        part = column // self._share
-        place = row * self._share + column % self._share
-        late = np.flatnonzero(positions >= self._whole)
-        if late.size:
-            beyond = positions[late] - self._whole
-            part[late] = np.searchsorted(self._rests, beyond, side="right") - 1
-            place[late] = self._in_rows + beyond - self._rests[part[late]]
-        return part, place + self.starts[part]
-
-    def positions(self, part: Indices, places: Indices) -> Indices:
-        """Undo `places`."""
-        within = places - self.starts[part]
-        row, column = np.divmod(within, self._share)
-        early = row * self._width + part * self._share + column
-        return np.where(within < self._in_rows, early, self._whole + self._rests[part] + within - self._in_rows)
-
-
-class _Shelf:
-    """Converts places of the blocks, end to end in random order, to samples, and back.
-
-    The short last block may be anywhere.
-    """
-
-    def __init__(self, num_samples: int, blocks: Blocks, seed: int, epoch: int) -> None:
+        self._starts = np.arange(parts + 1) * self._in_rows + self._rests
+        # Each slot holds a block; the short last block may be in any of them.
         self._size = min(blocks.size, num_samples)
         self._num_blocks = -(-num_samples // self._size)
         self._window = min(blocks.window, self._num_blocks)
@@ -246,27 +165,74 @@ class _Shelf:
         self._gap = self._num_blocks * self._size - num_samples
         # From here on, blocks after the short one begin `gap` places earlier than slot * size.
         self._short_end = (self._short + 1) * self._size - self._gap
+        self._table = lru_cache(maxsize=2 * parts)(self._draw)
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Return the sample at each position: int64, same shape."""
+        flat = positions.reshape(-1)
+        row, column = np.divmod(flat, self._width)
+        part = column // self._share
+        place = row * self._share + column % self._share
+        late = np.flatnonzero(flat >= self._whole)
+        if late.size:
+            beyond = flat[late] - self._whole
+            part[late] = np.searchsorted(self._rests, beyond, side="right") - 1
+            place[late] = self._in_rows + beyond - self._rests[part[late]]
+        place += self._starts[part]
+        window, offset = self._offsets(part, place)
+        table, at = np.divmod(offset, TABLE)
+        samples: Indices = np.empty_like(place)
+        for chosen, key in _runs(place, part, window, table):
+            samples[chosen] = self._table(*key)[at[chosen]]
+        return samples.reshape(positions.shape)
+
+    def inverse(self, samples: Indices) -> Indices:
+        """Return the position of each sample: int64, same shape."""
+        block, within = np.divmod(samples.reshape(-1), self._size)
+        mixed = self._start(self._blocks.inverse(block)) + within
+        part = np.searchsorted(self._starts, mixed, side="right").astype(np.int64) - 1
+        window, offset = self._offsets(part, mixed)
+        place = mixed - offset
+        for chosen, key in _runs(mixed, part, window):
+            place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
+        place -= self._starts[part]
+        row, column = np.divmod(place, self._share)
+        early = row * self._width + part * self._share + column
+        late = self._whole + self._rests[part] + place - self._in_rows
+        found: Indices = np.where(place < self._in_rows, early, late).reshape(samples.shape)
+        return found
+
+    def between(self, start: int, stop: int) -> Indices:
+        """Return the samples at positions [start, stop)."""
+        # No more than is asked for: with small blocks, each needs a table of its own.
+        return self(np.arange(start, stop, dtype=np.int64))
 
     def _start(self, slot: Indices) -> Indices:
+        """Return the first place of each slot."""
         return slot * self._size - self._gap * (slot > self._short)
 
     def _slot(self, places: Indices) -> Indices:
+        """Return the slot of each place."""
         found: Indices = (places + self._gap * (places >= self._short_end)) // self._size
         return found
 
-    def windows(self, places: Indices) -> tuple[Indices, Indices]:
-        """Return the window of each place and the first place of that window."""
-        window = self._slot(places) // self._window
-        return window, self._start(window * self._window)
+    def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
+        """Return the window of each place, and the offset of the place in the window, which is cut to the part."""
+        window = self._slot(place) // self._window
+        return window, place - np.maximum(self._start(window * self._window), self._starts[part])
 
-    def bounds(self, window: int) -> tuple[int, int]:
-        """Return [first, end) of a window's places."""
+    def _mixing(self, part: int, window: int) -> tuple[int, Permutation]:
+        """Return the first place of a window that lies in a part, and the order of its places there."""
         slots = window * self._window, min((window + 1) * self._window, self._num_blocks)
         first, end = self._start(np.array(slots, np.int64)).tolist()
-        return first, end
+        first, end = max(first, int(self._starts[part])), min(end, int(self._starts[part + 1]))
+        key = derive_key("window", self._seed, self._epoch, part, window, size=64)
+        return first, Permutation(end - first, key)
 
-    def samples(self, places: Indices) -> Indices:
-        """Return the sample at each place; at most as many blocks as places are looked up."""
+    def _draw(self, part: int, window: int, number: int) -> Indices:
+        """Return one table of a window's samples, in their mixed order."""
+        first, mixing = self._mixing(part, window)
+        places = first + mixing(np.arange(number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64))
         slots = self._slot(places)
         low, high = int(slots.min()), int(slots.max())
         if high - low < len(places):
@@ -277,10 +243,8 @@ class _Shelf:
             blocks = self._blocks(found)[at]
         return blocks * self._size + places - self._start(slots)
 
-    def places(self, samples: Indices) -> Indices:
-        """Return the place of each sample: the inverse of `samples`."""
-        block, within = np.divmod(samples, self._size)
-        return self._start(self._blocks.inverse(block)) + within
+
+_block_order = lru_cache(maxsize=4)(BlockOrder)  # with the tables that were computed last
 
 
 def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]]:

@@ -7,7 +7,7 @@ over resumes. `merged` adds those of all ranks up, and `certify` holds the resul
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,14 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.mixture import Mixing, source_and_index
-from paddle_shard.plan.seeding import as_ids, derive_seed
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips, counted, united
+from paddle_shard.plan.step import Ids, as_ids
 
-Total = tuple[int, int, int, int]
-"""Number of samples that belong somewhere, of those that were delivered, and two sums mod 2^64 of keyed hashes of the
-ids of these. They differ in number if samples could not be read."""
-NOTHING: Total = (0, 0, 0, 0)
+
+class Total(NamedTuple):
+    """Number of samples, and sums that tell which they are. Totals add up."""
+
+    belong: int = 0
+    """Samples that belong there. More than `num` if some could not be read."""
+    num: int = 0
+    """Samples that were delivered."""
+    one: int = 0
+    other: int = 0
+    """`one` and `other`: two sums mod 2^64 of keyed hashes of the ids of the samples that were delivered."""
+
 
 Owner = tuple[int, int]
 """(data rank, number of data ranks at that time): whose slices were delivered."""
@@ -43,7 +52,7 @@ _CHUNK = 1 << 16
 # Counting samples
 
 
-def total_of(ids: Sequence[Any] | npt.NDArray[np.int64], num: int | None = None) -> Total:
+def total_of(ids: Ids, belong: int | None = None) -> Total:
     """Return the total of some samples.
 
     With sums of the ids themselves, or their xor, a missed sample and repeated ones may cancel out. With sums of keyed
@@ -51,21 +60,25 @@ def total_of(ids: Sequence[Any] | npt.NDArray[np.int64], num: int | None = None)
 
     Args:
         ids: Indices in the data set.
-        num: Number of samples that belong there; None: as many as there are.
+        belong: Number of samples that belong there; None: as many as there are.
     """
     h = (as_ids(ids).astype(np.uint64) ^ _KEYS) * _MULTIPLY  # [key, sample]
     for _ in range(2):
         h ^= h >> _SHIFT
         h *= _FINISH
     h ^= h >> _SHIFT
-    one, other = np.add.reduce(h, axis=1, dtype=np.uint64).tolist()
-    return len(ids) if num is None else num, len(ids), one, other
+    sums = np.add.reduce(h, axis=1, dtype=np.uint64).tolist()
+    return Total(len(ids) if belong is None else belong, len(ids), *sums)
 
 
 def plus(one: Total, other: Total, times: int = 1) -> Total:
     """Return a total plus `times` another one; -1 subtracts it."""
-    belongs, num = one[0] + times * other[0], one[1] + times * other[1]
-    return belongs, num, (one[2] + times * other[2]) & _MASK, (one[3] + times * other[3]) & _MASK
+    return Total(
+        one.belong + times * other.belong,
+        one.num + times * other.num,
+        (one.one + times * other.one) & _MASK,
+        (one.other + times * other.other) & _MASK,
+    )
 
 
 # What was delivered
@@ -78,7 +91,7 @@ class Delivered(NamedTuple):
     """Stretches [first, end) of the epoch's positions that were delivered: ascending, none touches the next."""
     again: tuple[tuple[int, int], ...] = ()
     """Those of them that were delivered more than once."""
-    total: Total = NOTHING
+    total: Total = Total()
     """Total of all deliveries."""
 
 
@@ -115,14 +128,14 @@ def account_from_json(saved: Any) -> Account:
         ValueError: It is damaged, or a TypeError.
     """
     found: dict[Owner, Delivered] = {}
-    for data_rank, count, once, again, (belongs, num, one, other) in saved:
+    for data_rank, count, once, again, (belong, num, one, other) in saved:
         owner = counted(data_rank, DRAWN[0]), counted(count, 1)
         if owner in found:
             raise ValueError(saved)
         found[owner] = Delivered(
             tuple((counted(first), counted(end, first + 1)) for first, end in once),
             tuple((counted(first), counted(end, first + 1)) for first, end in again),
-            (counted(belongs), counted(num), counted(one), counted(other)),
+            Total(counted(belong), counted(num), counted(one), counted(other)),
         )
     return found
 
@@ -144,7 +157,10 @@ def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[s
     for before, since in accounts:
         for owner, delivered in before.items():
             if known.setdefault(owner, delivered) != delivered:
-                problems.append(f"the states that the ranks have loaded differ in what {_named(owner)} delivered")
+                problems.append(
+                    f"the states that the ranks have loaded differ in what {_named(owner)} delivered: load states that "
+                    "were saved at the same step"
+                )
         for owner, delivered in since.items():
             if own.setdefault(owner, delivered) != delivered:
                 problems.append(
@@ -173,7 +189,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
                 "certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
-        total = NOTHING
+        total = Total()
         for delivered in slices.values():
             total = plus(total, delivered.total)
         found |= added({ALL: found.get(ALL, Delivered())}, {ALL: Delivered(*most[:2], total)})
@@ -252,18 +268,18 @@ def certify(
     """
     found, problems = merged(accounts)
     delivered, drawn = found.get(ALL, Delivered()), found.get(DRAWN, Delivered())
-    known, num, reached = set(found) <= {ALL, DRAWN}, delivered.total[1], delivered.once[-1][1] if delivered.once else 0
+    known, num, reached = set(found) <= {ALL, DRAWN}, delivered.total.num, max([(0, 0), *delivered.once])[1]
     if plan is None:
         size: Callable[[int, int], int] = lambda first, end: end - first  # noqa: E731
         # An epoch that was drawn several times has left out the same samples each time.
         positions = sum(end - first for first, end in drawn.once)
-        skipped = (drawn.total[0] - drawn.total[1]) * positions // max(1, drawn.total[0])
+        skipped = (drawn.total.belong - drawn.total.num) * positions // max(1, drawn.total.belong)
         num_samples = size(0, reached if end is None else end) - skipped
     else:
         belongs, end = total_of_plan(plan, epoch, skips), plan.num_served
-        size = lambda first, end: belongs(first, end)[1]  # noqa: E731
+        size = lambda first, end: belongs(first, end).num  # noqa: E731
         num_samples = size(0, end)
-        skipped = total_of_plan(plan, epoch, Skips())(0, end)[1] - num_samples if skips.concerns(epoch) else 0
+        skipped = total_of_plan(plan, epoch, Skips())(0, end).num - num_samples if skips.concerns(epoch) else 0
     at = missed = 0
     for first, stop in (*delivered.once, (end or 0, end or 0)):
         if first > at and size(at, first):
@@ -276,18 +292,17 @@ def certify(
         problems.append(f"{drawn_by} has not ended after position {at}, as far as this run has seen")
     if end == 0:
         problems.append("no sample was delivered: the data has none, or tail='drop' dropped all of them")
-    wanted, what = delivered.total, f"positions {_shown(delivered.once)}"
+    # Of stretches that were delivered several times, only the number is known.
+    wanted, what = delivered.total._replace(num=delivered.total.belong), f"positions {_shown(delivered.once)}"
     if plan is None and known:
         wanted, what = drawn.total, "the sampler's batches"
     elif plan is not None and not delivered.again:
-        wanted = NOTHING
+        wanted = Total()
         for stretch in delivered.once:
             wanted = plus(wanted, belongs(*stretch))
-    else:  # of a stretch that was delivered several times, only the number is known
-        wanted = (wanted[0], *wanted[:1], *wanted[2:])
-    if num != wanted[1]:
-        problems.append(f"{what} hold {wanted[1]} samples, but {num} were delivered")
-        missed += max(0, wanted[1] - num)
+    if num != wanted.num:
+        problems.append(f"{what} hold {wanted.num} samples, but {num} were delivered")
+        missed += max(0, wanted.num - num)
     elif delivered.total[2:] != wanted[2:]:
         problems.append(f"in {what}, some samples were missed and as many repeated")
     return Certificate(
@@ -310,7 +325,7 @@ def total_of_plan(plan: ShardPlan, epoch: int, skips: Skips) -> Callable[[int, i
 
     @cache
     def total(first: int, end: int) -> Total:
-        found = NOTHING
+        found = Total()
         if first == 0 and end == plan.num_positions and in_any_order:  # all samples, in the order of the data set
             for start in range(0, plan.num_samples, _CHUNK):
                 found = plus(found, total_of(np.arange(start, min(start + _CHUNK, plan.num_samples))))

@@ -83,17 +83,12 @@ class Mixing(Ordering):
     """Names of the sources, in a fixed order. The key of a source's order depends on its name."""
     segments: tuple[Segment, ...]
     """One or more; the first begins at 0. A source that has grown ends its epoch with the old length."""
-    shuffled: bool = True
+    shuffles: bool = True
     """True if each source is shuffled; False: each is read from its first sample to its last."""
     lengths: tuple[tuple[int, int], ...] = ()
     """(first epoch, samples of an epoch from there on), if epochs of the mixture differ in length."""
 
     # Ordering
-
-    @property
-    def shuffles(self) -> bool:  # type: ignore[override]
-        """True if each source is shuffled."""
-        return self.shuffled
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> MixtureOrder:
         """Return the order of an epoch of the mixture.
@@ -139,7 +134,7 @@ class Mixing(Ordering):
             {"from": segment.first, "weights": list(segment.parts), "lengths": list(segment.lengths)}
             for segment in self.segments
         ]
-        return {"mixture": {"sources": list(self.names), "shuffled": self.shuffled, "segments": segments}}
+        return {"mixture": {"sources": list(self.names), "shuffled": self.shuffles, "segments": segments}}
 
     # The run
 
@@ -290,7 +285,7 @@ class MixtureOrder(Order):
         """
         super().__init__(length)
         self.mixing, self.first = mixing, first
-        self._seed, self._orders = seed, many if mixing.shuffled else None
+        self._seed, self._orders = seed, many if mixing.shuffles else None
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""

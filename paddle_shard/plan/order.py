@@ -73,7 +73,7 @@ class Ordering:
 
     name: ClassVar[bool | str]
     """Name of the ordering in a saved state."""
-    shuffles: ClassVar[bool] = True
+    shuffles: bool = True
     """True if each epoch has its own order."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""

@@ -22,7 +22,7 @@ class Sequential(Ordering):
     """The samples in the order of the data set, in every epoch."""
 
     name: ClassVar[bool | str] = False
-    shuffles: ClassVar[bool] = False
+    shuffles = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -82,7 +82,7 @@ class PaddleOrdering(Ordering):
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
-        return _paddle_order(length, epoch)
+        return _paddle_order(length, epoch) if self.shuffles else Identity(length)
 
     def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
         """See `Ordering`: Paddle gives every data rank the same number of samples."""
@@ -98,11 +98,7 @@ class PaddleSequential(PaddleOrdering):
     """The order of a `DistributedBatchSampler` that does not shuffle. A loader uses it; users cannot name it."""
 
     name: ClassVar[bool | str] = "paddle unshuffled"
-    shuffles: ClassVar[bool] = False
-
-    def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
-        """See `Ordering`."""
-        return Identity(length)
+    shuffles = False
 
 
 ORDERINGS: dict[bool | str, Ordering] = {

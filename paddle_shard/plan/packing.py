@@ -152,16 +152,10 @@ class Packing:
         """Pieces of the row that has most of them."""
         self._order = np.concatenate(orders)
         self._begin = np.concatenate([[0], np.cumsum(per_row)])
-
-    @property
-    def num_rows(self) -> int:
+        self.num_rows = len(self._begin) - 1
         """Number of rows."""
-        return len(self._begin) - 1
-
-    @property
-    def padding(self) -> float:
+        self.padding = 1 - self.num_tokens / (self.num_rows * self.length)
         """Share of all places that hold no token."""
-        return 1 - self.num_tokens / (self.num_rows * self.length)
 
     def pieces(self, row: int) -> list[Piece]:
         """Return the pieces of a row, in the order of the documents.

@@ -49,13 +49,31 @@ class PartsPlan:
     """Exact number of steps, for any lengths: parts that end are reopened. None: the tail decides."""
     ending: Tail = field(init=False, repr=False, compare=False)
     """The tail that `tail` names."""
+    micro_rows: int = field(init=False, repr=False, compare=False)
+    """Rows of a micro-batch."""
+    stripe: int = field(init=False, repr=False, compare=False)
+    """Rows of a micro-batch that come from one part, one after the other."""
+    samples_per_part: int = field(init=False, repr=False, compare=False)
+    """Samples of each part that one step consumes."""
+    repeats: bool = field(init=False, repr=False, compare=False)
+    """True if a part that ends is reopened."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_parts", "num_data_ranks", "accumulation"):
             check_count(name, getattr(self, name))
         if self.num_batches is not None:
             check_count("num_batches", self.num_batches)
-        object.__setattr__(self, "ending", find_tail(self.tail, stream=True))
+        ending, micro_rows = find_tail(self.tail, stream=True), self.batch_size // self.accumulation
+        stripe = micro_rows // self.num_parts
+        found = {
+            "ending": ending,
+            "micro_rows": micro_rows,
+            "stripe": stripe,
+            "samples_per_part": stripe * self.accumulation,
+            "repeats": ending.repeats or self.num_batches is not None,
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
         if self.micro_rows % self.num_parts == 0 and self.num_parts % self.num_data_ranks == 0:
             return
@@ -71,26 +89,6 @@ class PartsPlan:
             f"num_parts={self.num_parts}: {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
             f"Values that work with this batch: {_listed(works)}."
         )
-
-    @property
-    def micro_rows(self) -> int:
-        """Rows of a micro-batch."""
-        return self.batch_size // self.accumulation
-
-    @property
-    def stripe(self) -> int:
-        """Rows of a micro-batch that come from one part, one after the other."""
-        return self.micro_rows // self.num_parts
-
-    @property
-    def samples_per_part(self) -> int:
-        """Samples of each part that one step consumes."""
-        return self.stripe * self.accumulation
-
-    @property
-    def repeats(self) -> bool:
-        """True if a part that ends is reopened."""
-        return self.ending.repeats or self.num_batches is not None
 
     def parts_of(self, data_rank: int, num_data_ranks: int | None = None) -> tuple[int, ...]:
         """Return the parts that a data rank holds.

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 _MASK = (1 << 64) - 1
 
@@ -38,17 +34,3 @@ def mix(key: int, value: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-def as_ids(indices: Sequence[Any] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return numbers for a data set's indices: ints unchanged, others from a hash of their `repr`."""
-    if isinstance(indices, np.ndarray):
-        return indices
-    try:
-        found = np.array(indices)
-    except ValueError:  # tuples of several lengths
-        found = np.array(None)
-    if found.dtype.kind == "i" and found.ndim == 1:
-        return found.astype(np.int64, copy=False)
-    numbers = [index if isinstance(index, int) else derive_seed("id", index) for index in indices]
-    return np.array(numbers, dtype=object).astype(np.uint64).view(np.int64)

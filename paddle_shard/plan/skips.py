@@ -32,9 +32,6 @@ class Skips:
     samples: tuple[int | str, ...] = field(default=())
     """Ids of samples in the data set, in every epoch; those of a mixture without the epoch of their source."""
 
-    def __bool__(self) -> bool:
-        return bool(self.stretches or self.samples)
-
     def joined(self, stretches: Iterable[Stretch], samples: Iterable[int | str]) -> Skips:
         """Return skips that leave out more."""
         of_epochs: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.seeding import as_ids
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.skips import Skips
 
 Mask = npt.NDArray[np.bool_]
@@ -81,6 +81,20 @@ class GlobalBatch(NamedTuple):
 Deal = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
 """Returns the rows of a global batch in the order in which data ranks take them, and (largest, mean) cost of a data
 rank, given (ids, rows of a micro-batch); see `balance.dealt`."""
+
+
+def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
+    """Return numbers for a data set's indices: ints unchanged, others from a hash of their `repr`."""
+    if isinstance(indices, np.ndarray):
+        return indices
+    try:
+        found = np.array(indices)
+    except ValueError:  # tuples of several lengths
+        found = np.array(None)
+    if found.dtype.kind == "i" and found.ndim == 1:
+        return found.astype(np.int64, copy=False)
+    numbers = [index if isinstance(index, int) else derive_seed("id", index) for index in indices]
+    return np.array(numbers, dtype=object).astype(np.uint64).view(np.int64)
 
 
 def all_rows(num_rows: int, micro_size: int) -> range:

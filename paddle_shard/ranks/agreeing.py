@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import secrets
 import sys
 import zlib
+from typing import Any
 
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.errors import PeerLostError
-from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
 from paddle_shard.ranks.group import PASSES, Group, ProgressTable
 from paddle_shard.ranks.star import group_of
-from paddle_shard.ranks.verdict import Terms
+from paddle_shard.ranks.verdict import Terms, described
+from paddle_shard.reading.channel import Slots, mapped
 
 _TOKEN = 16
 
 _coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
 """(global ranks, process) -> their coordinator; a forked process has its own."""
-_gatherers: dict[tuple[tuple[int, ...], int], Group] = {}
-"""(global ranks, process) -> the group for gathers on the training thread."""
 
 
 def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
@@ -39,9 +36,10 @@ def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
     found = ranks, os.getpid()
     if found not in _coordinators:
         timeout = terms.timeout or 1800.0
+        named = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
         introduction = f"{own_name()}-{zlib.crc32(repr(ranks).encode())}"
         _coordinators[found] = Coordinator(
-            group_of(ranks, f"loaders of {_named(ranks)}", timeout),
+            group_of(ranks, f"loaders of {named}", timeout),
             timeout=timeout,
             end_process=_end_process,
             meet=lambda group: meet(group, introduction),
@@ -50,26 +48,23 @@ def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
     return _coordinators[found].open(terms)
 
 
-def gather_of(ranks: tuple[int, ...], payload: bytes, timeout: float) -> list[bytes]:
-    """Return the payload of each of some ranks, by rank; collective, on the calling thread.
+def gather_of(ranks: tuple[int, ...], payload: str, timeout: float, call: str) -> list[str]:
+    """Return the payload of each of some ranks, by rank; collective.
+
+    Args:
+        ranks: Global ranks that take part, ascending, including this process.
+        payload: What this rank says.
+        timeout: Seconds for which a rank may be silent.
+        call: Name of the user's call, for messages.
 
     Raises:
         PeerLostError: A rank is gone, or did not answer before the timeout expired.
+        ArgumentError: A rank has begun a loop, or made another call.
     """
     if len(ranks) == 1:
         return [payload]
-    found = ranks, os.getpid()
-    if found not in _gatherers:
-        _gatherers[found] = group_of(ranks, f"gathers of {_named(ranks)}", timeout)
-    group = _gatherers[found]
-    group.timeout = timeout
-    try:
-        return group.gather(payload)
-    except PeerLostError:
-        raise
-    except BaseException:  # a signal handler's: half of the exchange is done, so a later call would get this answer
-        group.close()
-        raise
+    terms = Terms(label=described({"call": call}), name=call, timeout=timeout)
+    return open_agreement(ranks, terms).exchange(payload)
 
 
 def meet(group: Group, introduction: str = "") -> tuple[ProgressTable | None, dict[int, str]]:
@@ -78,40 +73,30 @@ def meet(group: Group, introduction: str = "") -> tuple[ProgressTable | None, di
     Collective. The first rank makes a file without a name, and the others open it through /proc, so the file disappears
     when they end. A token proves that it is that file, and not a file of another host or container.
     """
-    size, memory, mine = _TOKEN + 8 * PASSES * group.size, -1, {"name": introduction}
+    size, mine = _TOKEN + 8 * PASSES * group.size, {"name": introduction}
+    slots, memory = None, None
     try:
         if group.rank == 0:
-            try:
-                memory = os.memfd_create("paddle_shard")
-            except (AttributeError, OSError) as error:  # a C library from before 2018
-                raise_if_a_handlers(error)
-                logging.getLogger(__name__).debug("no progress table: %s", error)
-            else:
-                token = secrets.token_bytes(_TOKEN)
-                os.write(memory, token)
-                os.truncate(memory, size)
-                mine |= {"path": f"/proc/{os.getpid()}/fd/{memory}", "token": token.hex()}
-        told = [json.loads(one) for one in group.gather(json.dumps(mine).encode())]
-        names, first = {rank: one["name"] for rank, one in zip(group.names, told, strict=True)}, told[0]
-        shared = memory >= 0
-        if not shared and "path" in first:
-            try:
-                memory = os.open(first["path"], os.O_RDWR)
-                shared = os.fstat(memory).st_size == size and os.pread(memory, _TOKEN, 0).hex() == first["token"]
-            except OSError as error:
-                raise_if_a_handlers(error)
-                logging.getLogger(__name__).debug("no progress table: %s", error)
-        if not all(fine == b"+" for fine in group.gather(b"+" if shared else b"-")):
-            return None, names
-        words = memoryview(mmap.mmap(memory, size))[_TOKEN:].cast("q")
-        return ProgressTable(words, group.rank, group.size), names  # type: ignore[arg-type]
-    finally:
-        if memory >= 0:
-            os.close(memory)
-
-
-def _named(ranks: tuple[int, ...]) -> str:
-    return ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
+            slots = Slots(1, size)
+            memory, token = slots.memory, secrets.token_bytes(_TOKEN)
+            memory[:_TOKEN] = token
+            mine |= {"path": f"/proc/{os.getpid()}/fd/{slots.file}", "token": token.hex()}
+    except OSError as error:
+        logging.getLogger(__name__).debug("no progress table: %s", error)
+    told = [json.loads(one) for one in group.gather(json.dumps(mine).encode())]
+    try:
+        if memory is None and "path" in told[0]:
+            found = mapped(os.open(told[0]["path"], os.O_RDWR), size)
+            memory = found if found is not None and found[:_TOKEN].hex() == told[0]["token"] else None
+    except (OSError, ValueError) as error:  # not that file, and perhaps shorter
+        logging.getLogger(__name__).debug("no progress table: %s", error)
+    shared = all(fine == b"+" for fine in group.gather(b"+" if memory is not None else b"-"))
+    table = None
+    if memory is not None and shared:
+        words: Any = memory[_TOKEN:].cast("q")
+        table = ProgressTable(words, group.rank, group.size)
+    del slots  # all have opened the file
+    return table, {rank: one["name"] for rank, one in zip(group.names, told, strict=True)}
 
 
 def _end_process() -> None:

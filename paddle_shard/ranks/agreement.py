@@ -29,23 +29,7 @@ from dataclasses import replace
 
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.group import Group, ProgressTable
-from paddle_shard.ranks.verdict import (
-    CLOSED,
-    END,
-    FAIL,
-    NEVER,
-    OK,
-    STEPS_TOLD,
-    WIDTH,
-    Decision,
-    Outlook,
-    Terms,
-    data_differs,
-    decide,
-    error_of,
-    log_wait,
-    silence,
-)
+from paddle_shard.ranks.verdict import CLOSED, END, FAIL, NEVER, OK, WIDTH, Decision, Outlook, Terms, decide, error_of
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
@@ -76,7 +60,8 @@ class Agreement:
     def __init__(self, coordinator: Coordinator, number: int, terms: Terms) -> None:
         """Start at step 0."""
         self._coordinator, self._changed = coordinator, coordinator.changed
-        self.number, self.terms = number, terms
+        self.timeout = coordinator.timeout if terms.timeout is None else terms.timeout
+        self.number, self.terms = number, replace(terms, timeout=self.timeout)
         self.noticed = False
         """True if it was logged that this rank waits for others."""
         compared = terms.same_data and terms.ends_apart is not None
@@ -111,7 +96,7 @@ class Agreement:
     @property
     def is_decided(self) -> bool:
         """True if the ranks have agreed how the pass ends, or a rank is lost: `deliver` tells what has happened."""
-        return self._verdict is not None or self._closed or self._coordinator.is_over
+        return self._verdict is not None or self._closed or self._coordinator.lost is not None
 
     def name_of(self, rank: int) -> str | None:
         """Return by which name a global rank can be reached in this pass; None if the ranks have not met yet."""
@@ -148,8 +133,7 @@ class Agreement:
         # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
         self._posts = False
         if self.terms.same_data and self.outlook.kind != FAIL:
-            told = list(self._read.items())[-STEPS_TOLD:]
-            self.outlook.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]])
+            self.outlook.report_read(self._read)
 
     def send_notes(self) -> list[tuple[int, str]]:
         """Return (step, note) for the notes that were not sent yet; called with the lock held.
@@ -171,6 +155,16 @@ class Agreement:
             return []
         with self._changed:
             return self._notes.pop(step, [])
+
+    def exchange(self, payload: str) -> list[str]:
+        """Return what all ranks say, by rank. The pass consists of this: it has one step, of which each has a note."""
+        try:
+            self.note(payload)
+            self.announce_ok()
+            self.deliver(0)
+            return [said for _, said in sorted(self.take_notes(0))]
+        finally:
+            self.close()
 
     def announce_ok(self, steps: int = 1) -> None:
         """Announce that the next step, or the next `steps`, can be served with real rows."""
@@ -280,7 +274,7 @@ class Agreement:
         self._post()
         if decision.kind != OK:
             if same_data and (decision.kind == END or not decision.same):
-                differ = data_differs(outlooks, self.terms.ends_apart) is not None
+                differ = self.terms.first_difference(outlooks) is not None
                 decision = replace(decision, same=decision.same and not differ)
                 if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
@@ -340,13 +334,14 @@ class Agreement:
         start = time.monotonic()
         try:
             while not self._may_deliver(step) and self._verdict is None:
-                waited, look_again = time.monotonic() - start, None
-                if self._table is not None:
-                    look_again = min(max(waited / 64, _SHORTEST_LOOK), _LONGEST_LOOK)
+                waited = time.monotonic() - start
                 if not self._waiting and (not self.on_table or waited > _LOOKS_FOR):
                     self._waiting = True
                     self._changed.notify_all()
-                self._coordinator.wait(self, step, start, look_again)
+                longest = self._coordinator.patience(self, step, waited)
+                if self._table is not None:  # who posts there wakes nobody
+                    longest = min(longest, max(waited / 64, _SHORTEST_LOOK), _LONGEST_LOOK)
+                self._changed.wait(longest)
         finally:
             self._waiting = False
             self.waited += time.monotonic() - start
@@ -397,6 +392,7 @@ class Coordinator:
         if not timeout > 0:
             raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
         self.group, self.timeout, self._end_process = group, timeout, end_process
+        self._name = group.names[group.rank]
         self.heartbeat = min(1.0, timeout / 8)
         self.changed = threading.Condition()
         self._passes: dict[int, Agreement] = {}  # opened on this rank, not decided
@@ -404,10 +400,10 @@ class Coordinator:
         self._opened = self._opened_by_all = 0
         self._asking = False
         self._answer: list[dict[int, Outlook]] | None = None
-        self._lost: PeerLostError | None = None
+        self.lost: PeerLostError | None = None
+        """Why nothing will be agreed on any more."""
         self._heard = False
         """True if the training thread has learned that a rank is lost."""
-        self._closed = False
         self._meet = meet
         self.table: ProgressTable | None = None
         self.introductions: dict[int, str] = {self._name: introduction}
@@ -415,16 +411,8 @@ class Coordinator:
         self._thread: threading.Thread | None = None
 
     def open(self, terms: Terms) -> Agreement:
-        """Start a pass and return at once; all ranks open their passes in the same order.
-
-        Raises:
-            ArgumentError: If the coordinator is closed.
-        """
+        """Start a pass and return at once; all ranks open their passes in the same order."""
         with self.changed:
-            if self._closed:
-                raise ArgumentError("this coordinator is closed: create a new one with a new group.")
-            if terms.timeout is None:
-                terms = replace(terms, timeout=self.timeout)
             agreement = self._passes[self._opened] = Agreement(self, self._opened, terms)
             self._opened += 1
             if self._thread is None:
@@ -434,63 +422,48 @@ class Coordinator:
             self.changed.notify_all()
         return agreement
 
-    def close(self) -> None:
-        """Leave the group and end the thread. Ranks that still need this one learn that it is gone."""
-        with self.changed:
-            self._closed = True
-            self.changed.notify_all()
-        atexit.unregister(self._take_leave)
-        self.group.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-
     def _take_leave(self) -> None:
         """When the process ends, give the thread a moment to tell the others which passes were left."""
-        deadline = time.monotonic() + _LEAVE
         with self.changed:
-            while self._lost is None and any(p.outlook.kind == CLOSED for p in self._passes.values()):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return
-                self.changed.wait(left)
+            # A pass that was left is in `_passes` until all ranks have heard of it.
+            self.changed.wait_for(
+                lambda: self.lost or all(one.outlook.kind != CLOSED for one in self._passes.values()), _LEAVE
+            )
 
-    def wait(self, agreement: Agreement, step: int, start: float, look_again: float | None = None) -> None:
-        """Wait for news of a pass; called with the lock held.
+    def patience(self, agreement: Agreement, step: int, waited: float) -> float:
+        """Return for how many seconds the training thread may wait for news; called with the lock held.
 
         Args:
             agreement: The agreement of the pass.
             step: The step that is asked for.
-            start: When the wait began.
-            look_again: Most seconds to wait; None: until there is news.
+            waited: Seconds for which it was waited for.
 
         Raises:
-            PeerLostError: The timeout has expired since `start`, or the group has lost a rank.
+            PeerLostError: The timeout has expired, or the group has lost a rank.
         """
-        if self._lost is not None:
+        if self.lost is not None:
             self._heard = True
             self.changed.notify_all()
-            raise PeerLostError.of(str(self._lost), self._lost.ranks, self._lost.timeout) from self._lost
-        if self._closed:
-            raise ArgumentError(f"step {step} cannot be agreed on: the coordinator was closed.")
-        timeout, waited = agreement.terms.timeout or self.timeout, time.monotonic() - start
+            raise PeerLostError.of(str(self.lost), self.lost.ranks, self.lost.timeout) from self.lost
         # Ask who is late twice: first to log it, and when the timeout expires to raise it.
-        told = timeout if agreement.noticed else min(NOTICE, timeout)
+        told = agreement.timeout if agreement.noticed else min(NOTICE, agreement.timeout)
         over, grace = waited - told, 2 * self.heartbeat + 1.0  # grace: time for the others to answer
-        if over >= 0 and not self._asking:
+        if over < 0:
+            return -over
+        if not self._asking:
             self._asking, self._answer = True, None
             self.changed.notify_all()
-        if over >= grace or (over >= 0 and self._answer is not None):
-            behind = self._behind(agreement, step)
-            self._asking = False
-            if told < timeout:
-                agreement.noticed = True
-                if behind:
-                    log_wait(self._name, agreement.terms, step, waited, behind)
-            elif over >= grace or behind:
-                raise silence(agreement.terms, step, behind)
-            return  # no rank is late: the next round releases the step, or the next answer differs
-        longest = -over if over < 0 else max(grace - over, 0.001)
-        self.changed.wait(longest if look_again is None else min(longest, look_again))
+        if self._answer is None and over < grace:
+            return max(grace - over, 0.001)
+        behind = self._behind(agreement, step)
+        self._asking = False
+        if told < agreement.timeout:
+            agreement.noticed = True
+            if behind:
+                agreement.terms.log_wait(self._name, step, waited, behind)
+        elif over >= grace or behind:
+            raise agreement.terms.silence(step, behind)
+        return 0.0  # no rank is late: the next round releases the step, or the next answer differs
 
     def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
@@ -503,15 +476,6 @@ class Coordinator:
                 behind[name] = f"has read up to step {agreement.terms.first_step + said[number].step}"
         return behind
 
-    @property
-    def is_over(self) -> bool:
-        """True if a rank is lost or this one has left: nothing will be agreed on any more."""
-        return self._closed or self._lost is not None
-
-    @property
-    def _name(self) -> int:
-        return self.group.names[self.group.rank]
-
     def _run(self) -> None:
         pause = 0.0
         try:
@@ -520,19 +484,15 @@ class Coordinator:
                 with self.changed:
                     if pause:  # this rank has sent all it knows, and now waits for the others
                         self.changed.wait(pause)
-                    deadline = time.monotonic() + self.heartbeat
-                    while not (self._closed or self._due()) and (left := deadline - time.monotonic()) > 0:
-                        self.changed.wait(left)
-                    if self._closed:
-                        return
+                    self.changed.wait_for(self._due, self.heartbeat)
                 pause = 0.0 if self._round() else min(max(2 * pause, 0.001), _LONGEST_PAUSE)
         except Exception as error:
             lost = error if isinstance(error, PeerLostError) else PeerLostError.of(f"Agreement failed: {error!r}", [])
             with self.changed:
-                self._lost = lost
+                self.lost = lost
                 self.changed.notify_all()
             self.group.close()  # so that no rank waits for this one in the next round
-            self._tell(lost)
+            self._report(lost)
 
     def _due(self) -> bool:
         return (
@@ -541,27 +501,23 @@ class Coordinator:
             or any(self._passes[number].due() for number in self._common)
         )
 
-    def _tell(self, lost: PeerLostError) -> None:
+    def _report(self, lost: PeerLostError) -> None:
         """Log who is lost, since the training thread may be unable to; end the process if a pass requires it."""
         with self.changed:
             in_use = [a.terms for a in self._passes.values() if a.outlook.kind != CLOSED]
-            if self._closed or not in_use:
-                return
             exits = any(terms.exit_when_lost for terms in in_use)
             then = f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
-            logging.getLogger("paddle_shard").error("global rank %s: %s%s", self._name, lost, then)
-            deadline = time.monotonic() + GRACE
-            while exits and not (self._heard or self._closed) and (left := deadline - time.monotonic()) > 0:
-                self.changed.wait(left)
-            exits = exits and not self._heard and not self._closed
-        if exits:
+            if in_use:
+                logging.getLogger("paddle_shard").error("global rank %s: %s%s", self._name, lost, then)
+            heard = self.changed.wait_for(lambda: self._heard or not exits, GRACE)
+        if not heard:
             self._end_process()
 
     def _round(self) -> bool:
         """Exchange what the ranks know; return whether there is news."""
         with self.changed:
             noted = any(self._passes[number].unsent for number in self._common)
-            in_use = [a.terms.timeout or self.timeout for a in self._passes.values() if a.outlook.kind != CLOSED]
+            in_use = [a.timeout for a in self._passes.values() if a.outlook.kind != CLOSED]
             self.group.timeout = max(min(in_use, default=self.timeout), _SHORTEST)
             vector = [self._opened, -int(self._asking and self._answer is None), -int(noted)]
             for number in self._common:

@@ -84,20 +84,15 @@ class BatchCheck:
         )
 
     def _compare_split(self, said: Mapping[int, Mapping[str, Any]]) -> None:
-        leaders: dict[int, int] = {}
-        """Data rank -> first global rank of its replica group."""
-        for rank in said:
-            leaders.setdefault(self._data_ranks[rank], rank)
-        by_digest: dict[Any, int] = {}
+        leaders, by_digest, first = dict[int, int](), dict[str, int](), min(said, default=0)
         for rank, found in said.items():
-            first = next(iter(said))
             if found["size"] != said[first]["size"]:
                 raise SplitError(
                     f"is_dataset_splitted=True, but global rank {first} has {said[first]['size']} rows and global rank "
                     f"{rank} has {found['size']}, so their steps would differ. Give every data rank the same number of "
                     "rows, or leave is_dataset_splitted=False, and this loader splits the data."
                 )
-            leader = leaders[self._data_ranks[rank]]
+            leader = leaders.setdefault(self._data_ranks[rank], rank)  # the first rank of the replica group
             if found["fields"] != said[leader]["fields"]:
                 raise SplitError(
                     f"is_dataset_splitted=True, but global ranks {leader} and {rank}, which are replicas "

@@ -89,9 +89,7 @@ class Broadcast:
             for follower in followers:
                 follower.go_on()  # it may have connected just now
                 follower.close()
-            slots, self._slots = self._slots, None
-            if slots is not None:
-                slots.close()
+            self._slots = None
 
     def _place(self, size: int) -> tuple[int, memoryview]:
         """Return where a free slot begins, and its memory; see `framed`. New memory is made if there is none."""
@@ -101,9 +99,7 @@ class Broadcast:
         if self._slots is None or number is None or size > room:
             slots = Slots(_NUM_SLOTS, max(room, ample(size)))
             for follower in self._followers:  # each of them maps it before it takes a message that lies in it
-                follower.send(HEAD.pack(MEMORY, 0, 0, len(slots.memory)), slots.file)
-            if self._slots is not None:
-                self._slots.close()
+                follower.send(HEAD.pack(MEMORY, 0, 0, len(slots.memory)), slots)
             self._slots, self._used, number = slots, [0] * _NUM_SLOTS, 0
         self._used[number] = self._count + 1
         return self._slots.slot(number, size)
@@ -114,30 +110,26 @@ class _Follower:
 
     def __init__(self, address: str, lock: threading.RLock) -> None:
         self._lock = lock
-        self._unsent: deque[tuple[bytes | bytearray, int]] = deque()
-        """(frame, file to send with it or -1), in order."""
+        self._unsent: deque[tuple[bytes | bytearray, Slots | None]] = deque()
+        """(frame, memory whose file goes with it), in order."""
         self._taken = 0
         self._connected = False
         self._socket = noted(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         """Listens until the follower has connected, then it is the connection."""
-        try:
-            self._socket.setblocking(False)
-            self._socket.bind(address)
-            self._socket.listen(1)
-            _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self.go_on)
-        except BaseException:
-            self.close()
-            raise
+        self._socket.setblocking(False)
+        self._socket.bind(address)
+        self._socket.listen(1)
+        _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self.go_on)
 
-    def send(self, frame: bytes | bytearray, file: int = -1) -> None:
+    def send(self, frame: bytes | bytearray, memory: Slots | None = None) -> None:
         """Send a frame now or later; never waits.
 
         Args:
             frame: What `Channel.receive` reads.
-            file: File to send with it; -1: none.
+            memory: Memory whose file goes with it.
         """
         if self._taken < _ALL:  # else it is gone
-            self._unsent.append((frame, file if file < 0 else os.dup(file)))  # the caller may close the file at once
+            self._unsent.append((frame, memory))
             self._flush()
 
     def num_taken(self) -> int:
@@ -158,10 +150,7 @@ class _Follower:
         """Take the follower for gone: it keeps no memory occupied, and is sent nothing."""
         self._taken = _ALL
         self._socket.close()
-        while self._unsent:
-            _, file = self._unsent.popleft()
-            if file >= 0:
-                os.close(file)
+        self._unsent.clear()
 
     def go_on(self) -> bool:
         """Accept the follower if it has come, and send what did not fit into its socket; return False if it cannot."""
@@ -178,15 +167,12 @@ class _Follower:
     def _accept(self) -> bool:
         try:
             connection = noted(lambda: self._socket.accept()[0])
-        except OSError as error:
-            raise_if_a_handlers(error)
-            return isinstance(error, BlockingIOError)  # else too many files are open, most likely
-        try:
             _check_user(connection)
-        except PermissionError as error:
-            raise_if_a_handlers(error)
-            connection.close()
+        except (BlockingIOError, PermissionError):
             return True
+        except OSError as error:  # most likely, too many files are open
+            raise_if_a_handlers(error)
+            return False
         connection.setblocking(False)
         self._socket.close()
         self._socket, self._connected = connection, True
@@ -195,13 +181,12 @@ class _Follower:
     def _flush(self) -> None:
         """Send what fits into the socket."""
         while self._unsent and self._connected:
-            frame, file = self._unsent[0]
+            frame, memory = self._unsent[0]
             try:
-                if file < 0:
+                if memory is None:
                     self._socket.send(frame)
                 else:
-                    socket.send_fds(self._socket, [frame], [file])
-                    os.close(file)
+                    socket.send_fds(self._socket, [frame], [memory.file])
             except BlockingIOError:
                 _watcher(os.getpid()).when_ready(self._socket, select.EPOLLOUT, self.go_on)
                 return
@@ -270,25 +255,27 @@ class Receiver(Channel):
         return found
 
 
-def connected(name: str, follower: int) -> Receiver | None:
-    """Return a connection to a leader's pass; None if it is not open (yet).
+def connected(name: str | None, follower: int) -> Receiver:
+    """Return a connection to a leader's pass.
 
     Args:
-        name: Name of the pass.
+        name: Name of the pass; None: it is not known yet.
         follower: This rank's position among those that the leader reads for.
 
     Raises:
+        BlockingIOError: The pass is not open (yet).
         OSError: It cannot be reached, or belongs to another user.
     """
+    if name is None:
+        raise BlockingIOError
     connection = noted(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         connection.setblocking(False)
         connection.connect(_address(name, follower))
         _check_user(connection)
-    except (ConnectionRefusedError, BlockingIOError) as error:
-        raise_if_a_handlers(error)
+    except ConnectionRefusedError:
         connection.close()
-        return None
+        raise BlockingIOError from None
     except BaseException:
         connection.close()
         raise
@@ -305,4 +292,5 @@ def _check_user(connection: socket.socket) -> None:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     if user != os.geteuid():
+        connection.close()
         raise PermissionError(f"the process at the other end belongs to user {user}, not to {os.geteuid()}")

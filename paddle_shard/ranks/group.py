@@ -92,24 +92,24 @@ class TwoLevelGroup(Group):
             raise ValueError(f"across must be given on local rank 0 only, got {across!r} on local rank {local.rank}.")
         super().__init__(rank, names, local.timeout)
         self._local, self._across = local, across
+        self._levels = [local] if across is None else [local, across]
 
     def absent(self) -> Sequence[int]:
         """Return the global ranks that are known not to have connected yet."""
-        return [*self._local.absent(), *(() if self._across is None else self._across.absent())]
+        return [rank for level in self._levels for rank in level.absent()]
 
     def close(self) -> None:
         """Leave both groups."""
-        self._local.close()
-        if self._across is not None:
-            self._across.close()
+        for level in self._levels:
+            level.close()
 
     def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Return the merge of all ranks' payloads: sent up to the first members, across, and down again."""
-        self._local.timeout = self.timeout
+        for level in self._levels:
+            level.timeout = self.timeout
         if self._across is None:
             self._local.gather(payload)
             return _heard(self._local.gather(b"")[:1])[0]
-        self._across.timeout = self.timeout
         others = self._across
         try:
             mine = merge(self._local.gather(payload))

@@ -65,7 +65,6 @@ def connected(host: str, port: int, timeout: float) -> socket.socket:
             peer.connect(address)
             return peer
         except OSError as error:
-            raise_if_a_handlers(error)
             peer.close()
             failure = error
     raise failure
@@ -108,7 +107,6 @@ class Rendezvous:
                 connected(self.host, self.port, timeout).close()
                 break
             except OSError as error:
-                raise_if_a_handlers(error)
                 if self.early and wanted() and time.monotonic() < deadline:
                     time.sleep(_PAUSE)
                     continue
@@ -132,7 +130,10 @@ def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
         ArgumentError: The environment does not tell where, or the store cannot be made.
     """
     if dist.is_initialized():
-        host, port = _address_of_paddles_store()
+        # Its address is PADDLE_MASTER, which the launcher sets, else the first of PADDLE_TRAINER_ENDPOINTS, which
+        # `paddle.distributed.spawn` sets. Paddle reads MASTER_ADDR and MASTER_PORT too, but not for its store (3.3.1).
+        named = "PADDLE_MASTER" if "PADDLE_MASTER" in os.environ else "PADDLE_TRAINER_ENDPOINTS"
+        host, port = _address(os.environ.get(named, "").split(",")[0], named)
         return Rendezvous(host=host, port=port, owner=0, early=False)
     endpoints = [end for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if end]
     if "PADDLE_MASTER" not in os.environ or len(endpoints) != dist.get_world_size():
@@ -164,20 +165,6 @@ def hosts_of_ranks() -> list[str] | None:
 def _make_store(port: int) -> Any:
     """Make a store at a port. It lives as long as this process; its forked children use it, too."""
     return core.TCPStore("127.0.0.1", port, True, 1, 30)
-
-
-def _address_of_paddles_store() -> tuple[str, int]:
-    """Return the address of the store of `paddle.distributed`, which `init_parallel_env` has made.
-
-    It is PADDLE_MASTER, which the launcher sets. If that is not set, it is the first of PADDLE_TRAINER_ENDPOINTS, which
-    `paddle.distributed.spawn` sets. Paddle reads MASTER_ADDR and MASTER_PORT too, but not for its store (3.3.1).
-    """
-    named = "PADDLE_MASTER"
-    found = os.environ.get(named)
-    if found is None:
-        named = "PADDLE_TRAINER_ENDPOINTS"
-        found = os.environ.get(named, "").split(",")[0]
-    return _address(found, named)
 
 
 def _address(found: str, named: str) -> tuple[str, int]:

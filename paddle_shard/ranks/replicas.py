@@ -16,7 +16,7 @@ import paddle.distributed as dist
 from paddle_shard.errors import DifferentDataError, PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
-from paddle_shard.ranks.agreement import Agreement
+from paddle_shard.ranks.agreement import NOTICE, Agreement
 from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.digest import digest
@@ -24,7 +24,7 @@ from paddle_shard.reading.executor import Executor, Wrapper
 from paddle_shard.reading.failure import ReadFailure
 
 BATCH, FAILED, STOP, READ_YOURSELF = range(4)
-"""Kinds of messages, which are (kind, key, content). BATCH: the next batch. FAILED: a message cannot be received; the
+"""Kinds of messages, which are (kind, content). BATCH: the next batch. FAILED: a message cannot be received; the
 content is a `ReadFailure`. STOP: nothing more will come, and the agreement tells why. READ_YOURSELF: reading is no
 dearer than receiving, so the followers read from here on."""
 
@@ -34,8 +34,6 @@ _LOOK_SECONDS = 0.05
 """Seconds between two looks at the agreement while no message comes."""
 _GRACE = 5.0
 """Seconds in which the agreement may say that it is another rank that has not come, before the leader is blamed."""
-_NOTICE = 5.0
-"""Seconds after which a rank that waits says so, once a pass."""
 
 
 class LeaderStoppedError(PeerLostError):
@@ -53,8 +51,6 @@ class Replicas:
     ranks: tuple[int, ...] = ()
     """Global ranks of this host that read the same samples, ascending; the first reads for all. Empty: each rank reads
     for itself."""
-    timeout: float = 0.0
-    """Seconds for which the leader may be silent."""
     measured: bool = False
     """True if the leader looks whether reading costs more than handing on (`replicas="auto"`)."""
     on_each: bool = False
@@ -110,33 +106,27 @@ class Publishing(Wrapper):
         if self._ended:
             return found
         read = time.perf_counter()
-        state = found.step.sampler_state if found.step.parts else None
-        content = (found.value, found.real, found.skipped, found.fresh, found.why, found.digest, state)
         try:
-            self._broadcast.send((BATCH, _key_of(found.step), content))
+            self._broadcast.send((BATCH, found))
         except Exception as error:
             raise_if_a_handlers(error)
             what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
             raise ReadFailure.of(error, what=what).error(found.step) from None
         if self._replicas.measured:
-            self._measure(read - began, time.perf_counter() - read)
+            self._took.append((read - began, time.perf_counter() - read))
+        if len(self._took) == _TRIALS:
+            reading, sending = np.min(self._took[1:], axis=0)  # on a busy host, a follower that is woken runs at once
+            self._took.clear()
+            if reading < sending:
+                self._replicas.on_each = True
+                self._end(READ_YOURSELF)
         return found
-
-    def _measure(self, reading: float, sending: float) -> None:
-        self._took.append((reading, sending))
-        if len(self._took) < _TRIALS:
-            return
-        reading, sending = np.min(self._took[1:], axis=0)  # on a busy host, a follower that is woken runs at once
-        self._took.clear()
-        if reading < sending:
-            self._replicas.on_each = True
-            self._end(READ_YOURSELF)
 
     def _end(self, kind: int) -> None:
         """Send the last message of the pass."""
         if not self._ended:
             self._ended = True
-            self._broadcast.send((kind, 0, None))
+            self._broadcast.send((kind, None))
 
     def stop(self) -> None:
         """See `Executor`."""
@@ -198,7 +188,7 @@ class _Received(Executor):
         """
         if not self.steps:
             raise StopIteration
-        kind, key, content = self._receive()
+        kind, content = self._receive()
         if kind == STOP:
             raise self._stopped()
         if kind == READ_YOURSELF:
@@ -206,18 +196,16 @@ class _Received(Executor):
             raise _ReadYourselfError
         step = self.steps.popleft()
         if kind == FAILED:
-            self.close()
             raise content.error(step)
-        if key != _key_of(step):
-            self.close()
+        found: Batch = content
+        if _key_of(found.step) != _key_of(step):
             raise DifferentDataError(
                 f"step {step.number}: {self._named}, has read other samples than this rank's sampler asks for "
                 "(replicas=). Seed the sampler alike on all ranks."
             )
-        value, real, skipped, fresh, why, read, state = content
-        if state is not None:
-            step = replace(step, sampler_state=state)
-        return Batch(step=step, value=value, real=real, skipped=skipped, fresh=fresh, why=why, digest=read)
+        # A source that has a state of its own is read by the leader only.
+        found.step = replace(step, sampler_state=found.step.sampler_state) if step.parts else step
+        return found
 
     def ready(self) -> bool:
         """See `Executor`."""
@@ -239,41 +227,29 @@ class _Received(Executor):
         if not ending():
             self.close()
 
-    def _receive(self) -> tuple[int, int, Any]:
+    def _receive(self) -> tuple[int, Any]:
         """Return the next message."""
-        began, pause = time.monotonic(), 0.001
+        began, position = time.monotonic(), self._replicas.ranks.index(dist.get_rank()) - 1
         while True:
-            if self._receiver is None:
-                self._receiver = self._connected()
             try:
-                if self._receiver is not None:
-                    return self._receiver.receive(_failed)  # type: ignore[no-any-return]
-            except BlockingIOError:
-                pass
+                if self._receiver is None:
+                    self._receiver = connected(self._agreement.name_of(self._leader), position)
+                return self._receiver.receive(_failed)  # type: ignore[no-any-return]
+            except BlockingIOError:  # the leader has not opened the pass yet, or is reading
+                waited = time.monotonic() - began
             except (EOFError, OSError) as error:
                 raise_if_a_handlers(error)
                 if self._closed:
                     raise self._stopped() from None
-                raise PeerLostError.of(f"{self._named}, has left its loop or was killed.", [self._leader]) from None
-            self._check(time.monotonic() - began)
+                how = "has left its loop or was killed."
+                if self._receiver is None:
+                    how = f"cannot be reached on this host: {error}. With replicas='each', every rank reads for itself."
+                raise PeerLostError.of(f"{self._named}, {how}", [self._leader]) from error
+            self._check(waited)
             if self._receiver is not None:
                 self._receiver.wait(_LOOK_SECONDS)
             else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK_SECONDS)
-
-    def _connected(self) -> Receiver | None:
-        """Return a connection to the leader's pass; None if the leader has not opened it yet."""
-        name = self._agreement.name_of(self._leader)
-        try:
-            return None if name is None else connected(name, self._replicas.ranks.index(dist.get_rank()) - 1)
-        except OSError as error:
-            raise_if_a_handlers(error)
-            raise PeerLostError.of(
-                f"{self._named}, cannot be reached on this host: {error}. With replicas='each', every rank reads for "
-                "itself.",
-                [self._leader],
-            ) from error
+                time.sleep(min(0.001 + waited, _LOOK_SECONDS))
 
     def _check(self, waited: float) -> None:
         """See what has become of the others while no message comes.
@@ -282,7 +258,7 @@ class _Received(Executor):
             LeaderStoppedError: The pass is over, or a rank is lost.
             PeerLostError: The leader has said nothing for too long.
         """
-        timeout = self._replicas.timeout
+        timeout = self._agreement.timeout
         if self._closed or self._agreement.is_decided:
             raise self._stopped()
         if waited > timeout + (0.0 if self._receiver else _GRACE):
@@ -292,15 +268,11 @@ class _Received(Executor):
                 [self._leader],
                 timeout,
             )
-        if waited > _NOTICE and not self._noticed:
+        if waited > NOTICE and not self._noticed:
             self._noticed = True
             logging.getLogger("paddle_shard").warning(
-                "global rank %d has waited %.0f s for a batch from global rank %d, which reads for it. It keeps "
-                "waiting, up to timeout=%g s.",
-                dist.get_rank(),
-                waited,
-                self._leader,
-                timeout,
+                f"global rank {dist.get_rank()} has waited {waited:.0f} s for a batch from global rank {self._leader}, "
+                f"which reads for it. It keeps waiting, up to timeout={timeout:g} s."
             )
 
     def _stopped(self) -> PeerLostError:
@@ -308,10 +280,10 @@ class _Received(Executor):
 
 
 def _key_of(step: Step) -> int:
-    """Return a number by which a follower knows that a message is the answer to its own step."""
+    """Return a number by which a follower knows that a batch is of its own step."""
     return digest(step.ids, step.number) if len(step.ids) else step.number
 
 
-def _failed(error: Exception) -> tuple[int, int, ReadFailure]:
+def _failed(error: Exception) -> tuple[int, ReadFailure]:
     raise_if_a_handlers(error)
-    return FAILED, 0, ReadFailure.of(error, what="receiving the batch")
+    return FAILED, ReadFailure.of(error, what="receiving the batch")

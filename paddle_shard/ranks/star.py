@@ -10,6 +10,7 @@ kernel reports a dead process on any host, and this module sets every deadline. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import select
 import socket
@@ -21,7 +22,7 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.ranks.group import FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
 
@@ -34,7 +35,10 @@ MAX_STAR = 64
 
 
 class StarGroup(Group):
-    """A group over TCP. Construction sends nothing: the first call connects."""
+    """A group over TCP. Construction sends nothing: the first call connects.
+
+    All calls are made in a thread of its own, so no exception is one that a signal handler has raised.
+    """
 
     def __init__(
         self,
@@ -83,20 +87,15 @@ class StarGroup(Group):
             (self._listen if self.rank == 0 else self._join)(deadline)
         if self.rank:
             return self._ask(payload, deadline)
-        parts = {0: payload}
-        for position in self._ready(deadline):
-            try:
+        parts, position = {0: payload}, 0
+        try:
+            for position in self._ready(deadline):
                 parts[position] = _receive(self._peers[position], deadline)[1]
-            except OSError as error:
-                raise_if_a_handlers(error)
-                raise self._lose({position}, "has ended or was killed") from None
-        result = merge([parts[position] for position in range(self.size)])
-        for position, peer in self._peers.items():
-            try:
-                _send(peer, FINE, result, deadline)
-            except OSError as error:
-                raise_if_a_handlers(error)
-                raise self._lose({position}, "has ended or was killed") from None
+            result = merge([parts[position] for position in range(self.size)])
+            for position in self._peers:
+                _send(self._peers[position], FINE, result, deadline)
+        except OSError:
+            raise self._lose({position}, "has ended or was killed") from None
         return result
 
     def _ask(self, payload: bytes, deadline: float) -> bytes:
@@ -106,12 +105,10 @@ class StarGroup(Group):
             with contextlib.suppress(ConnectionError):  # what rank 0 sent before it left can still be read
                 _send(root, FINE, payload, deadline)
             kind, answer = _receive(root, deadline + _GRACE)
-        except TimeoutError as error:
-            raise_if_a_handlers(error)
-            raise self._error({0}, f"did not respond for {self.timeout:g} s", self.timeout) from None
-        except OSError as error:
-            raise_if_a_handlers(error)
-            raise self._error({0}, "has ended or was killed") from None
+        except TimeoutError:
+            raise self._lose({0}, f"did not respond for {self.timeout:g} s", self.timeout) from None
+        except OSError:
+            raise self._lose({0}, "has ended or was killed") from None
         if kind == LOST:
             raise loss(answer)
         return answer
@@ -131,29 +128,24 @@ class StarGroup(Group):
                 yield waiting.pop(number)
 
     def _lose(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
-        """Tell all other ranks who is lost, and return the error to raise here."""
-        error = self._error(positions, what, timeout)
+        """Tell all other ranks that this one is connected to who is lost, and return the error to raise here."""
+        if self._closed:
+            return PeerLostError.of("This rank has left the group.", [self.names[self.rank]])
+        ranks = [self.names[position] for position in sorted(positions)]
+        named = f"Global rank {ranks[0]}" if len(ranks) == 1 else f"Each of the global ranks {ranks}"
+        error = PeerLostError.of(f"{named} {what}; its own log may say why.", ranks, timeout)
         for position, peer in self._peers.items():
             if position not in positions:
                 with ignoring(OSError):
                     _send(peer, LOST, told_loss(error), time.monotonic() + _GRACE)
         return error
 
-    def _error(self, positions: set[int], what: str, timeout: float | None = None) -> PeerLostError:
-        if self._closed:
-            return PeerLostError.of("This rank has left the group.", [self.names[self.rank]])
-        ranks = [self.names[position] for position in sorted(positions)]
-        named = f"Global rank {ranks[0]}" if len(ranks) == 1 else f"Each of the global ranks {ranks}"
-        return PeerLostError.of(f"{named} {what}; its own log may say why.", ranks, timeout)
-
     def _listen(self, deadline: float) -> None:
         """Let the others connect to this rank."""
-        token, missing = secrets.token_bytes(16), set(range(1, self.size))
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        dual = family == socket.AF_INET6
-        with noted(
-            lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size)
-        ) as server:
+        token, dual = secrets.token_bytes(16), socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        server = noted(lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size))
+        with server:
             server.setblocking(False)
             poll = select.poll()
             poll.register(server, select.POLLIN)
@@ -161,22 +153,15 @@ class StarGroup(Group):
             key = self._key_of(store)
             store.set(f"{key}/address", f"{server.getsockname()[1]} {token.hex()}")
             store.add(f"{key}/there", 1)
-            while missing and not self._closed:
-                try:
-                    if not poll.poll(10_000 * _POLL):  # not longer, so that this loop sees if the group was closed
-                        raise TimeoutError
+            while (missing := set(range(1, self.size)) - set(self._peers)) and not self._closed:
+                if time.monotonic() >= deadline:
+                    raise self._lose(missing, f"did not connect within {self.timeout:g} s", self.timeout)
+                if not poll.poll(10_000 * _POLL):  # not longer, so that this loop sees if the group was closed
+                    continue
+                with ignoring(OSError):  # a connection that ends or says nothing is not of this group
                     peer = noted(lambda: server.accept()[0])
                     said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
-                except TimeoutError as error:
-                    raise_if_a_handlers(error)
-                    if time.monotonic() >= deadline:
-                        raise self._lose(missing, f"did not connect within {self.timeout:g} s", self.timeout) from None
-                except OSError as error:
-                    raise_if_a_handlers(error)
-                    continue  # not a rank of this group; it disconnected
-                else:
                     if said == token and position in missing:
-                        missing.remove(position)
                         self._adopt(position, peer)
                     else:
                         peer.close()
@@ -196,12 +181,10 @@ class StarGroup(Group):
             peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
         except PeerLostError:
             raise
-        except TimeoutError as error:
-            raise_if_a_handlers(error)
-            raise self._error({0}, f"did not connect within {self.timeout:g} s", self.timeout) from None
+        except TimeoutError:
+            raise self._lose({0}, f"did not connect within {self.timeout:g} s", self.timeout) from None
         except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
-            raise_if_a_handlers(error)
-            raise self._error({0}, f"cannot be reached at {self._host} ({error})") from error
+            raise self._lose({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)
 
     def _key_of(self, store: Any) -> str:
@@ -216,7 +199,7 @@ class StarGroup(Group):
             self.close()
 
 
-def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: Sequence[str] | None = None) -> Group:
+def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> Group:
     """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
 
     With more than `MAX_STAR` ranks on several hosts, it has two levels: the ranks of a host, and the first rank of each
@@ -226,18 +209,15 @@ def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0, *, hosts: 
         ranks: Global ranks, ascending, including that of this process; at least two.
         key: A name that is the same on all of them and is used once in a job.
         timeout: Seconds to wait for the others in one call.
-        hosts: Host of each global rank; None: taken from the launcher's environment.
 
     Raises:
         ArgumentError: The environment does not tell where the ranks meet.
     """
     size, me = dist.get_world_size(), dist.get_rank()
     rendezvous = rendezvous_of(ranks)
-    if hosts is None:
-        hosts = hosts_of_ranks() or [rendezvous.host] * size
+    hosts = hosts_of_ranks() or [rendezvous.host] * size
 
-    def connect_store(wanted: Callable[[], bool]) -> Any:
-        return rendezvous.store(size, timeout, wanted)
+    connect_store = functools.partial(rendezvous.store, size, timeout)
 
     def star(members: Sequence[int], name: str) -> StarGroup:
         # The store's host is known to be reachable; for other hosts, use the launcher's names.

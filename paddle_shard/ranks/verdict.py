@@ -9,15 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard import errors
-from paddle_shard.errors import (
-    AgreedFailure,
-    ArgumentError,
-    DataReadError,
-    DifferentDataError,
-    PaddleShardError,
-    PeerLostError,
-    UnequalEndsError,
-)
 
 FAIL, END, OK, CLOSED = range(4)
 """A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
@@ -29,7 +20,7 @@ _LONGEST = 10_000
 """Most characters of an error text that are sent to the other ranks."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
 _CUT = "\n[cut: a report holds 64 KB]"
-STEPS_TOLD = 2000
+_STEPS_TOLD = 2000
 """Most steps whose digests a rank reports if ranks differ: a report holds 64 KB."""
 
 
@@ -53,6 +44,64 @@ class Terms:
     """True if the process ends when a rank is lost while the pass is open."""
     first_step: int = 0
     """The epoch's step with which the pass begins, for messages."""
+
+    def log_wait(self, rank: int, step: int, waited: float, behind: Mapping[int, str]) -> None:
+        """Log which ranks this one waits for, long before the timeout.
+
+        Args:
+            rank: Global rank of this process.
+            step: The step that is asked for, counted from the beginning of the pass.
+            waited: Seconds so far.
+            behind: Global rank -> how far it is.
+        """
+        logging.getLogger("paddle_shard").warning(
+            f"global rank {rank} has waited {waited:.0f} s for the other ranks at step {self.first_step + step} of "
+            f"{self.name}: {_listed(behind)}. All ranks of a loader's meshes must iterate over it in the same way, so "
+            "that they end or fail at the same step. If an iterator is open on one rank only, close() it. This rank "
+            f"keeps waiting, up to timeout={self.timeout:g} s. For a loop on this rank alone, make a loader on a mesh "
+            f"of this rank, ProcessMesh([{rank}])."
+        )
+
+    def silence(self, step: int, behind: Mapping[int, str]) -> errors.PeerLostError:
+        """Return the error for ranks that did not respond before the timeout expired."""
+        return errors.PeerLostError.of(
+            f"Waited {self.timeout:g} s for the other ranks to reach step {self.first_step + step} of {self.name}: "
+            f"{_listed(behind) or 'no rank answers'}. If a step may take longer than that (evaluation, saving), use a "
+            "longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
+            behind,
+            self.timeout,
+        )
+
+    def first_difference(self, outlooks: Sequence[Outlook]) -> tuple[int, list[int]] | None:
+        """Return the first step at which the ranks have read different data, and each digest; None if there is none.
+
+        Args:
+            outlooks: The outlooks of all ranks, each after `report_read`.
+
+        Examples:
+            >>> one, two = Outlook(report="[0, [5, 7, 9]]"), Outlook(report="[0, [5, 8, 10]]")
+            >>> Terms().first_difference([one, two])
+            (1, [7, 8])
+        """
+        found: list[dict[int, int]] = []
+        for outlook in outlooks:
+            try:
+                first, digests = json.loads(outlook.report)
+            except ValueError:  # the report of a failure, which is raised instead
+                found.clear()
+                break
+            found.append({first + i: digest for i, digest in enumerate(digests)})
+        for step in sorted(set.intersection(*map(set, found))) if found else ():
+            digests = [of_rank[step] for of_rank in found]
+            if len(set(digests)) > 1:
+                return step, digests
+        if self.ends_apart is None:
+            return None
+        ends = [outlook.exhausted for outlook in outlooks]
+        if max(ends) == NEVER:
+            ends = [outlook.step for outlook in outlooks]
+        first = min(ends)
+        return (first, [int(end > first) for end in ends]) if max(ends) - first > self.ends_apart else None
 
 
 @dataclass(slots=True)
@@ -79,6 +128,11 @@ class Outlook:
         """Return seven values; `decide` takes their minima over the ranks."""
         known = self.step - self.reads_on if self.kind == OK else NEVER
         return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
+
+    def report_read(self, digests: Mapping[int, int]) -> None:
+        """Report the digests of what was read up to the end of each step, for the others to compare."""
+        told = list(digests.items())[-_STEPS_TOLD:]
+        self.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]])
 
     def told(self) -> list[Any]:
         """Return what `Outlook(*told)` makes again on another rank; a long report is cut."""
@@ -175,59 +229,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
 
 
-def _difference(name: str, where: str, digests: Mapping[int, int]) -> DifferentDataError:
-    """Return the error that says which global ranks have read different data.
-
-    Args:
-        name: Name of the loader.
-        where: The step, as the beginning of a sentence.
-        digests: Global rank -> digest of what it has read.
-    """
-    return DifferentDataError(
-        f"{where} of {name}, {' and '.join(_holders(digests).values())} have read different data. Each must read the "
-        "same stream, or draw the same "
-        "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use the "
-        "same seed on all ranks for every random generator in it: its own generators, or Paddle's "
-        "(dataset.seed_paddle = True); and, with balance=, the same costs. "
-        "The global generators of numpy and Python are already seeded. If each rank has its own data, set "
-        "is_dataset_splitted=True."
-    )
-
-
-def data_differs(outlooks: Sequence[Outlook], ends_apart: int | None) -> tuple[int, list[int]] | None:
-    """Return the first step at which the ranks have read different data, and each digest; None if there is none.
-
-    Args:
-        outlooks: The outlooks of all ranks, each with its digests as the report: [first step, [digest of each]].
-        ends_apart: By how many steps the ends of one stream may differ; None: by any number.
-
-    Examples:
-        >>> one, two = Outlook(report="[0, [5, 7, 9]]"), Outlook(report="[0, [5, 8, 10]]")
-        >>> data_differs([one, two], None)
-        (1, [7, 8])
-    """
-    found: list[dict[int, int]] = []
-    for outlook in outlooks:
-        try:
-            first, digests = json.loads(outlook.report)
-        except ValueError:  # the report of a failure, which is raised instead
-            found.clear()
-            break
-        found.append({first + i: digest for i, digest in enumerate(digests)})
-    for step in sorted(set.intersection(*map(set, found))) if found else ():
-        digests = [of_rank[step] for of_rank in found]
-        if len(set(digests)) > 1:
-            return step, digests
-    if ends_apart is None:
-        return None
-    ends = [outlook.exhausted for outlook in outlooks]
-    if max(ends) == NEVER:
-        ends = [outlook.step for outlook in outlooks]
-    first = min(ends)
-    return (first, [int(end > first) for end in ends]) if max(ends) - first > ends_apart else None
-
-
-def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms) -> PaddleShardError | None:
+def error_of(
+    verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms
+) -> errors.PaddleShardError | None:
     """Return the error for a pass that has ended; None if it has ended as it should.
 
     Args:
@@ -239,19 +243,25 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
     if not verdict.matches:
         differ = differences({rank: o.report for rank, o in ranks.items()})
-        return ArgumentError(
+        return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
             "arguments and data, and start every loop on all of them, in the same order."
         )
     if not verdict.same:
-        differing = data_differs(list(ranks.values()), terms.ends_apart)
-        if differing is None:  # so long ago that no rank keeps the digests
-            return _difference(name, f"Before step {at}", dict.fromkeys(ranks, 0))
-        first, digests = differing
-        return _difference(name, f"At step {terms.first_step + first}", dict(zip(ranks, digests, strict=True)))
+        # None: they have differed for so long that no rank keeps the digests.
+        first, digests = terms.first_difference(list(ranks.values())) or (None, [0] * len(ranks))
+        where = f"Before step {at}" if first is None else f"At step {terms.first_step + first}"
+        who = " and ".join(_holders(dict(zip(ranks, digests, strict=True))).values())
+        return errors.DifferentDataError(
+            f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
+            "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use "
+            "the same seed on all ranks for every random generator in it: its own generators, or Paddle's "
+            "(dataset.seed_paddle = True); and, with balance=, the same costs. The global generators of numpy and "
+            "Python are already seeded. If each rank has its own data, set is_dataset_splitted=True."
+        )
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]
-        failure = AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
+        failure = errors.AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
         failure.step, failure.reports = step, tuple(failed)
         return failure
     if verdict.kind == END:
@@ -260,7 +270,7 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
         went_on = [rank for rank, o in ranks.items() if o.kind != CLOSED and rank not in ended]
         if not (terms.ends_must_agree and ended and went_on):
             return None
-        unequal = UnequalEndsError(
+        unequal = errors.UnequalEndsError(
             f"tail='error', but at step {at} the data of global ranks {ended} has ended and that of {went_on} has not. "
             "Make the data of equal length, or choose tail='drop', 'pad' or 'repeat', or num_batches=."
         )
@@ -268,40 +278,10 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
         return unequal
     left = {rank: o.delivered for rank, o in ranks.items() if o.kind == CLOSED and o.step == step}
     told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())
-    return PeerLostError.of(
+    return errors.PeerLostError.of(
         f"The loop was left by {told}, while this rank asks for step {at}. Leave it at the same step on all ranks, or "
         "iterate to the end on all of them.",
         left,
-    )
-
-
-def log_wait(rank: int, terms: Terms, step: int, waited: float, behind: Mapping[int, str]) -> None:
-    """Log which ranks this one waits for, long before the timeout.
-
-    Args:
-        rank: Global rank of this process.
-        terms: Those of the pass.
-        step: The step that is asked for, counted from the beginning of the pass.
-        waited: Seconds so far.
-        behind: Global rank -> how far it is.
-    """
-    logging.getLogger("paddle_shard").warning(
-        f"global rank {rank} has waited {waited:.0f} s for the other ranks at step {terms.first_step + step} of "
-        f"{terms.name}: {_listed(behind)}. All ranks of a loader's meshes must iterate over it in the same way, so "
-        "that they end or fail at the same step. If an iterator is open on one rank only, close() it. This rank keeps "
-        f"waiting, up to timeout={terms.timeout:g} s. For a loop on this rank alone, make a loader on a mesh of this "
-        f"rank, ProcessMesh([{rank}])."
-    )
-
-
-def silence(terms: Terms, step: int, behind: Mapping[int, str]) -> PeerLostError:
-    """Return the error for ranks that did not respond before the timeout expired."""
-    return PeerLostError.of(
-        f"Waited {terms.timeout:g} s for the other ranks to reach step {terms.first_step + step} of {terms.name}: "
-        f"{_listed(behind) or 'no rank answers'}. If a step may take longer than that (evaluation, saving), use a "
-        "longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
-        behind,
-        terms.timeout,
     )
 
 
@@ -318,7 +298,7 @@ def report_of(failure: Any) -> str:
     return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr)
 
 
-def failure_of_another(failure: AgreedFailure) -> Exception:
+def failure_of_another(failure: errors.AgreedFailure) -> Exception:
     """Return the error of the rank that failed, as every other rank raises it."""
     rank, report = failure.reports[0]
     try:
@@ -327,10 +307,10 @@ def failure_of_another(failure: AgreedFailure) -> Exception:
         told = {"kind": "DataReadError", "text": report}
     text = f"global rank {rank}: {told['text']}"
     kind = getattr(errors, told["kind"], None)
-    if kind is not None and kind is not DataReadError:
+    if kind is not None and kind is not errors.DataReadError:
         found: Exception = kind(text)
         return found
-    error = DataReadError(text if kind is DataReadError else f"{told['kind']}: {text}")
+    error = errors.DataReadError(text if kind is errors.DataReadError else f"{told['kind']}: {text}")
     for name in _TOLD:
         value = told.get(name)
         setattr(error, name, tuple(value) if isinstance(value, list) else value)

@@ -1,14 +1,17 @@
-"""What has been read for a step, until the user gets it?"""
+"""What has been read for a step, until the user gets it, and how is it joined if several readers have read it?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Ids, Mask, Step
+from paddle_shard.reading.tensors import arrays_of, as_array
+from paddle_shard.tree import is_sequence, rebuild
 
 
 class Chunk(NamedTuple):
@@ -125,3 +128,118 @@ class Batch:
         if len(mine) == len(ids):
             return ids, lost
         return (ids[mine] if isinstance(ids, np.ndarray) else [ids[position] for position in mine.tolist()]), lost
+
+
+NO_STAND_IN = (
+    "tail='pad': no sample can stand in for this rank's missing rows ({}). Use tail='drop', or more samples than parts."
+)
+
+Even = Callable[[Sequence[Any], str], Sequence[Any]]
+"""Pads the rows of several arrays to the same length, if lengths may differ, given the path of their field."""
+
+
+def as_they_are(arrays: Sequence[Any], path: str) -> Sequence[Any]:
+    """Return the arrays unchanged, as their rows must be alike."""
+    return arrays
+
+
+def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, even: Even = as_they_are) -> Batch:
+    """Return the rows that all readers of a rank have read for a step, in the order of the global batch's rows.
+
+    Args:
+        step: The step.
+        chunks: What its readers returned, as arrays if there are several.
+        places: For each chunk, the places of its rows in the batch; None: there is one chunk, in order.
+        even: Pads the rows of several chunks to one length.
+
+    Raises:
+        ValueError: The chunks differ in structure or in the shape of a row; the text says where.
+        LookupError: Some rows are real, and no sample can fill the missing ones.
+    """
+    one = chunks[0] if places is None else _one_of(chunks, places, even)
+    if one.state is not None:
+        step = replace(step, sampler_state=one.state)
+    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why)
+    found.digest = one.digest or step.digest
+    if one.real is not None:
+        found.real = np.frombuffer(one.real, np.bool_)
+    if one.value is None and one.why and not found.empty:
+        raise LookupError(NO_STAND_IN.format(one.why))
+    if one.skipped:
+        found.skipped = np.zeros(len(step.ids) if found.real is None else len(found.real), np.bool_)
+        found.skipped[[row for row, _ in one.skipped]] = True
+    return found
+
+
+def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chunk:
+    """Return the chunk that one reader of all parts would have returned."""
+    order = np.argsort(np.concatenate(places), kind="stable")
+    real = np.concatenate([np.frombuffer(chunk.real or b"", np.bool_) for chunk in chunks])[order]
+    value = None
+    if not any(chunk.value is None for chunk in chunks):
+        value = take_rows([chunk.value for chunk in chunks], [len(place) for place in places], order, even)
+    return chunks[0]._replace(
+        value=value,
+        real=real.tobytes(),
+        fresh=any(chunk.fresh for chunk in chunks),
+        skipped=[
+            (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
+        ],
+        why=next((chunk.why for chunk in chunks if chunk.why), ""),
+    )
+
+
+def take_rows(
+    batches: Sequence[Any], sizes: Sequence[int], rows: Rows, even: Even = as_they_are, path: str = ""
+) -> Any:
+    """Return some rows of several batches, joined one after the other.
+
+    Args:
+        batches: Batches of the same structure. In a single one, what has no row for each sample stays as it is.
+        sizes: Number of rows of each batch.
+        rows: The rows to take, counted over all batches.
+        even: Pads the rows of several arrays to one length.
+        path: Path of this field in the batches, for messages.
+
+    Raises:
+        ValueError: The batches differ in structure or in the shape of a row; the text says where.
+    """
+    first, at = batches[0], f" at field {path}" if path else ""
+    cannot = f"what different workers collated cannot be joined{at}"
+    if isinstance(first, Mapping):
+        _check_alike([sorted(map(str, batch)) for batch in batches], "keys", at)
+        columns = {key: [batch[key] for batch in batches] for key in first}
+        return rebuild(first, {key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]") for key, c in columns.items()})
+    if hasattr(first, "shape"):
+        if [batch.shape[0] if len(batch.shape) else None for batch in batches] != list(sizes):
+            if len(batches) == 1:
+                return first
+            raise ValueError(
+                f"{cannot}: shapes {[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn "
+                "must make one row a sample; add what is the same for all samples in the training loop."
+            )
+        batches = even(batches, path)
+        _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", at)
+        return np.concatenate([as_array(batch) for batch in batches])[rows]
+    if not is_sequence(first):
+        if any(type(batch) is not type(first) or batch != first for batch in batches[1:]):
+            raise ValueError(
+                f"{cannot}: it has no row for each sample, and is not the same: "
+                f"{', '.join(dict.fromkeys(map(repr, batches)))}."
+            )
+        return first
+    if [len(batch) for batch in batches] == list(sizes) and not any(True for _ in arrays_of(batches)):
+        flat = [item for batch in batches for item in batch]
+        return [flat[row] for row in rows.tolist()]
+    _check_alike([len(batch) for batch in batches], "number of fields", at)
+    fields = enumerate(zip(*batches, strict=True))
+    return rebuild(first, [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields])
+
+
+def _check_alike(found: Sequence[Any], what: str, at: str) -> None:
+    if any(value != found[0] for value in found):
+        raise ValueError(
+            f"the rows that different workers collated do not fit together{at}: they differ in {what}: "
+            f"{', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that do not depend on their "
+            "neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= for this field."
+        )

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,7 @@ class Slots:
         """
         self.room = room
         """Size of a slot in bytes."""
-        self._there = [0] * num_slots
+        self._there, self.file = [0] * num_slots, -1
         if hasattr(os, "memfd_create"):  # missing if Python was built for a C library from before 2018
             self.file = os.memfd_create("paddle_shard")
         else:
@@ -69,10 +70,14 @@ class Slots:
         return start, self.memory[start : start + self.room]
 
     def close(self) -> None:
-        """Close the file, so that its number is free; safe to call again."""
+        """Close the file, so that its number is free; safe to call again. Dropping the slots does it, too."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self.close()
 
 
 class Channel:
@@ -122,7 +127,7 @@ class Channel:
                 raise EOFError
             kind, num_pieces, start, size = HEAD.unpack_from(self._small)
             if kind == MEMORY:
-                self._theirs = _mapped(_FILE.unpack(files[0][2])[0], size) if files else None
+                self._theirs = mapped(_FILE.unpack(files[0][2])[0], size) if files else None
                 continue
             theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs  # another thread may close this end
             if theirs is None:
@@ -195,7 +200,7 @@ def framed(message: Any, place: Callable[[int], tuple[int, memoryview]]) -> byte
     return frame
 
 
-def _mapped(file: int, size: int) -> memoryview | None:
+def mapped(file: int, size: int) -> memoryview | None:
     """Map a file in memory and close it; None if no addresses are left."""
     try:
         return memoryview(mmap.mmap(file, size))

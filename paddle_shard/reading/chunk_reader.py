@@ -1,27 +1,77 @@
-"""How does a reader read the parts of a stream that it holds?"""
+"""How does a reader read the parts of a stream that it holds, and what makes up for missing rows?"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any
 
-from paddle_shard.errors import PaddleShardError
+import numpy as np
+
+from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.reading.batch import Chunk
-from paddle_shard.reading.chunk import ChunkRequest
-from paddle_shard.reading.collating import TRIED
+from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import Reader
+from paddle_shard.reading.reader import TRIED, Reader
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.stages.steps import in_rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRequest:
+    """A reader's share of a step: some rows of each part that it holds."""
+
+    number: int
+    """Number of the pass. A reader starts over when it gets a request of another pass."""
+    opening: Opening
+    """The parts, and where the pass begins in them."""
+    step: int
+    """Step of the epoch."""
+    first_step: int
+    """First step that this reader serves in the pass."""
+    stride: int = 1
+    """Number of steps from one step that this reader serves to the next."""
+    stripe: int
+    """Rows of a micro-batch that come from one part."""
+    accumulation: int = 1
+    """Micro-batches in the step."""
+    pad: bool = False
+    """True if missing rows are filled."""
+    repeat: bool = False
+    """True if a part that has ended is opened again."""
+    whole_items: bool = False
+    """True if each sample is a whole batch, so samples are not put together."""
+    local_rows: int | None = None
+    """If a sample is a rank's own batch, its number of rows; 0: the first batch tells. None: it is no such batch."""
+    skip_errors: bool = False
+    """True if a sample on which the user's code fails becomes an invalid row."""
+    rows_are_split: bool = False
+    """True if other rows of the global batch are collated elsewhere."""
+    compared: bool = False
+    """True if the samples are compared with those that other readers of the same stream read."""
+
+    @property
+    def samples_per_part(self) -> int:
+        """Number of samples of each part."""
+        return self.stripe * self.accumulation
+
+    @property
+    def position(self) -> int:
+        """Number of samples of each part before this step."""
+        return self.opening.skip + (self.step - self.first_step) // self.stride * self.samples_per_part
+
+    @property
+    def indices(self) -> list[tuple[int, int]]:
+        """(part, position) of the first sample of each part."""
+        return [(part, self.position) for part in self.opening.parts]
+
 
 _NOTHING = object()
 
@@ -74,9 +124,11 @@ class ChunkReader(Reader):
         first_of = opening.uncut(opening.skip) if asked.stride > 1 else opening
         self._padding = Padding(self._stage, first_of, whole=whole)
         self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
-        # Readers that repeat their parts may begin a round at different steps.
-        compared = asked.compared and not (asked.repeat or _splits_after_the_cut(self._stage))
-        seen = self._digests.see if compared else opening.seen
+        # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
+        # a position does not tell how far a reader must have read.
+        after_the_cut = takewhile(lambda stage: not isinstance(stage, Stripe), self._stage.line())
+        several = any(stage.makes_several for stage in after_the_cut)
+        seen = self._digests.see if asked.compared and not (asked.repeat or several) else None
         self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if asked.repeat else 1)
 
     def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, seeded: bool) -> Chunk:
@@ -160,26 +212,19 @@ class ChunkReader(Reader):
                 return str(error)
         return ""
 
-    def _names(self, asked: ChunkRequest) -> tuple[Any, ...]:
-        return tuple(asked.indices)
-
     def _named(self, part: int, number: int, asked: ChunkRequest) -> str:
         """Return the name of a sample, for messages."""
         origin = None if asked.whole_items else self._stage.origin(asked.opening, part, number)
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
-    def _blame(self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]) -> None:
+    def _explain(self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]) -> None:
+        at["indices"] = tuple(asked.indices)
         index = getattr(error, FAILED_AT, None)
         if index is not None:  # it failed before the cut, perhaps at another reader's sample
             at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
         elif at["index"] is not None and not isinstance(error, PaddleShardError):
             part, number = at["index"]
             at["what"] = f"reading {self._named(part, number, asked)}"
-
-
-def _splits_after_the_cut(stage: Stage) -> bool:
-    """True if samples become several after the cut: a position does not tell how far a reader must have read."""
-    return any(one.makes_several for one in takewhile(lambda one: not isinstance(one, Stripe), stage.line()))
 
 
 class Padding:
@@ -236,3 +281,42 @@ def _readable(samples: Iterator[Any] | Sequence[Any]) -> Iterator[Any]:
         found = sample.sample if isinstance(sample, Stated) else sample
         if not isinstance(found, Unreadable):
             yield found
+
+
+class OwnBatches:
+    """Makes up for what is missing in a pass whose items are whole batches, whichever worker has read them.
+
+    Where a rank's own data has ended, it gets its first batch of the epoch again. If each rank has batches of its own,
+    each of them gets as many rows as the first one.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._first: Any = None
+
+    def complete(self, found: Batch, request: ChunkRequest) -> None:
+        """Complete a batch in place.
+
+        Raises:
+            BatchStructureError: It has more rows than the first.
+        """
+        if request.step == 0 and request.pad:
+            self._first = found.value
+        if found.value is None and self._first is not None:  # a stream that can be read once is not opened again
+            found.value, found.owned = self._first, False
+        if request.local_rows is None:
+            return
+        rows = 0 if found.value is None else num_rows_of(found.value)
+        wanted = self._num_rows = self._num_rows or request.local_rows or rows
+        if rows > wanted:
+            raise BatchStructureError(
+                f"a batch of {rows} rows came after batches of {wanted}: every rank's batches must have as many rows, "
+                "and only its last may have fewer."
+            )
+        found.step = replace(found.step, sampler_state={**found.step.sampler_state, "rows": wanted})
+        if rows < wanted or found.empty:
+            real = 0 if found.empty else rows
+            found.real = np.arange(wanted) < real
+        if found.value is not None and rows < wanted:
+            fills = request.pad or request.repeat
+            found.value = take_rows([found.value], [rows], np.minimum(np.arange(wanted), rows - 1)) if fills else None

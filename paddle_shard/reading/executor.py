@@ -6,23 +6,23 @@ An executor takes steps and gives back their batches, in the same order. Two of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
-from paddle_shard.reading.batch import Batch, Chunk
-from paddle_shard.reading.chunk import Even, OwnBatches, as_they_are, joined
+from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
+from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
-from paddle_shard.reading.tensors import Maker, begin_tensors
+from paddle_shard.reading.tensors import ToTensors, begin_tensors
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.samplers.randomness import restore, states
@@ -180,7 +180,11 @@ class InlineExecutor(_Reads):
 
 
 class WorkerExecutor(_Reads):
-    """Reads in worker processes, ahead of the caller."""
+    """Reads in worker processes, ahead of the caller.
+
+    Request i of a pass is read by worker i modulo their number, and answers are taken in the order of their requests.
+    So each worker's channel is a queue, nothing needs to be sorted, and two numbers tell which requests are where.
+    """
 
     _pool: WorkerPool | None = None  # for `__del__`, as a signal handler may raise in the constructor
 
@@ -201,6 +205,11 @@ class WorkerExecutor(_Reads):
         """
         super().__init__(places, even)
         self._pool, self._idle, self._num_parts = pool, idle, 1 if places is None else len(places)
+        self._num_taken = self._num_sent = 0
+        self._unsent: deque[Any] = deque()
+        """Requests that follow those that were sent."""
+        self._failures: dict[int, ReadFailure] = {}
+        """Number of a request -> why it could not be sent."""
         try:
             pool.start()
         except BaseException:
@@ -210,14 +219,16 @@ class WorkerExecutor(_Reads):
     @property
     def depth(self) -> int:
         """See `Executor`."""
-        return 1 if self._pool is None else max(1, self._pool.depth // self._num_parts)
+        pool = self._pool
+        return 1 if pool is None else max(1, pool.num_workers * pool.num_ahead // self._num_parts)
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
         self._steps.append(step)
+        for part in step.parts or (step.to_read(),):
+            self._unsent.append(part)
         if self._pool is not None:
-            for part in step.parts or (step.to_read(),):
-                self._pool.ask(part)
+            self._send(self._pool)
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
@@ -225,7 +236,7 @@ class WorkerExecutor(_Reads):
         if pool is None or not self._steps:
             raise StopIteration
         try:
-            answers = [pool.take() for _ in range(self._num_parts)]
+            answers = [self._answer(pool) for _ in range(self._num_parts)]
         except WorkersLostError as lost:
             if pool.interrupted:
                 raise StopIteration from None
@@ -234,9 +245,44 @@ class WorkerExecutor(_Reads):
             raise failure.error(self._steps[0]) from None
         return self._batch(answers)
 
+    def _answer(self, pool: WorkerPool) -> Chunk | ReadFailure:
+        """Return the answer to the next request."""
+        self._send(pool)
+        answer = self._failures.get(self._num_taken)
+        if answer is None:
+            answer = pool.receive(self._num_taken % pool.num_workers)
+        self._num_taken += 1
+        self._send(pool)
+        return answer
+
+    def _send(self, pool: WorkerPool) -> None:
+        """Send as many requests as the workers may have, in their order."""
+        # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
+        while self._unsent and (self._num_sent - self._num_taken) // pool.num_workers < pool.num_ahead:
+            request = self._unsent[0]
+            try:
+                pool.send(self._num_sent % pool.num_workers, request)
+            except BlockingIOError:  # the worker is busy with earlier messages
+                return
+            except ConnectionError:  # told when the answer is due
+                pass
+            except Exception as error:
+                raise_if_a_handlers(error)  # by a signal handler: the message may have been sent
+                indices = tuple(getattr(request, "indices", ()))
+                self._failures[self._num_sent] = ReadFailure.of(error, what="sending the request", indices=indices)
+            self._unsent.popleft()
+            self._num_sent += 1
+
     def ready(self) -> bool:
         """See `Executor`."""
-        return self._pool is None or not self._steps or self._pool.ready(self._num_parts)
+        pool, first = self._pool, self._num_taken
+        if pool is None or not self._steps:
+            return True
+        # Of each worker, only the next answer can be seen.
+        return all(
+            number in self._failures or (number < self._num_sent and pool.has_answer(number % pool.num_workers))
+            for number in range(first, first + min(self._num_parts, pool.num_workers))
+        )
 
     def interrupt(self) -> None:
         """End the connections to the workers, so that a waiting call of `take` returns."""
@@ -253,7 +299,11 @@ class WorkerExecutor(_Reads):
         """End the workers, also persistent ones if they may be in the middle of a batch."""
         pool = self._pool
         if pool is not None:
-            if ended and pool.persistent and pool.drained():
+            stays = ended and pool.persistent
+            with contextlib.suppress(WorkersLostError):
+                while stays and self._num_taken < self._num_sent + len(self._unsent):  # it cannot be taken back
+                    self._answer(pool)
+            if stays and self._num_taken == self._num_sent and not pool.interrupted:
                 self._idle.append(pool)
             else:
                 pool.shut_down()
@@ -316,17 +366,17 @@ class Tensors(Wrapper):
     has to compute after that.
     """
 
-    def __init__(self, inner: Executor, maker: Maker, *, ahead: int = 0, patient: bool = False) -> None:
+    def __init__(self, inner: Executor, to_tensors: ToTensors, *, ahead: int = 0, patient: bool = False) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor.
-            maker: Makes the tensors.
+            to_tensors: Makes the tensors of one pass.
             ahead: Batches whose copies are asked for before the one that is handed over is waited for.
             patient: True if the inner executor reads elsewhere, so that what it has not read yet is left to it.
         """
         super().__init__(inner)
-        self._maker, self._ahead, self._patient = maker, ahead, patient
+        self._to_tensors, self._ahead, self._patient = to_tensors, ahead, patient
         self._begun: deque[tuple[Batch, Callable[[], Any]] | Exception] = deque()
         """Batches whose tensors are being made, and at last what the next one has failed with."""
 
@@ -369,7 +419,7 @@ class Tensors(Wrapper):
 
     def _begin(self, batch: Batch) -> tuple[Batch, Callable[[], Any]]:
         with _making(batch):
-            return batch, begin_tensors(batch.value, partial(self._maker.begin, adopt=batch.owned))
+            return batch, begin_tensors(batch.value, self._to_tensors, batch.owned)
 
 
 @contextmanager

@@ -6,23 +6,37 @@ samples that fail, and how a failure travels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import paddle
 
+from paddle_shard.collate import collate
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Chunk
-from paddle_shard.reading.collating import TRIED, collate_rows, collate_skipping
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.tensors import arrays_of, is_tensor
 from paddle_shard.samplers.randomness import Generator, kept, restore, states
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
+from paddle_shard.tree import TEXT, leaves
+
+TRIED = 64
+"""Number of samples that are tried to find one that can be read."""
+
+RAGGED = (
+    "Give shard_dataloader pad_to={field: ('longest', value)}: rows are padded to the longest of all "
+    "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
+    ".batch(B).map(collate_fn) of a Stream, or items that are batches."
+)
+"""The ways out for a collate_fn that pads to the longest row."""
 
 
 class Reader:
@@ -66,8 +80,8 @@ class Reader:
         except BaseException as error:  # also SystemExit, which would end a worker silently
             if worker is None and raised_by_a_handler(error):
                 raise
-            self._blame(error, asked, at)
-            return ReadFailure.of(error, worker=worker, indices=self._names(asked), **at)
+            self._explain(error, asked, at)
+            return ReadFailure.of(error, worker=worker, **at)
 
     def close(self) -> None:
         """Drop what is open."""
@@ -76,12 +90,9 @@ class Reader:
         """Read and collate. `at` tells what is being done, for messages."""
         raise NotImplementedError
 
-    def _names(self, asked: Any) -> tuple[Any, ...]:
-        """Return the names of the samples that were asked for, for messages."""
+    def _explain(self, error: BaseException, asked: Any, at: dict[str, Any]) -> None:
+        """Say in `at` what was asked for (`indices`), and which sample has failed if that is not said yet."""
         raise NotImplementedError
-
-    def _blame(self, error: BaseException, asked: Any, at: dict[str, Any]) -> None:
-        """Say in `at` which sample has failed, if it does not yet."""
 
     def _seed(self, seed: int) -> None:
         for generator in self.generators:
@@ -187,48 +198,32 @@ class IdReader(Reader):
             if touched and worker is None:
                 restore(generators, before)
 
-    def _names(self, asked: Step) -> tuple[Any, ...]:
-        return tuple(map(self._name_of, asked.ids))
+    def _explain(self, error: BaseException, asked: Step, at: dict[str, Any]) -> None:
+        at["indices"] = tuple(map(self._name_of, asked.ids))
 
     def _rows(self, asked: Step, at: dict[str, Any], *, seeded: bool) -> Chunk:
-        """See `Reader`. The first batch shows whether reading draws."""
-        drew: list[bool] = []
-        watches = self.draws is None
+        """See `Reader`. The first batch, which is seeded, shows whether reading draws."""
         key = derive_seed("sample", self._how.seed, asked.epoch)
-
-        def seed(*purpose: Any) -> None:
+        ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
+        if self._read_many is None:
+            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+        seed = _seed_of(key, ids[0])
+        try:
             if seeded:
-                plain = len(purpose) == 1 and isinstance(purpose[0], int)
-                self._seed(mix(key, purpose[0]) if plain else derive_seed(key, *purpose))
-
-        def watched(function: Callable[[Any], Any], given: Any) -> Any:
-            if not watches:
-                return function(given)
-            before = states(self.generators)
-            try:
-                return function(given)
-            finally:
-                drew.append(states(self.generators) != before)
-
-        found = None
-        if self._read_many is not None:
-            try:
-                seed(asked.ids[0] if not isinstance(asked.ids, np.ndarray) else int(asked.ids[0]))
-                found = watched(lambda step: self._at_once(step, at), asked)
-            except Exception as error:
-                raise_if_a_handlers(error)
-                if not self._skips or not hasattr(self.dataset, "__getitem__"):
-                    raise
-        if found is None:
-            found = self._one_by_one(asked, at, key, seed, watched)
-        if watches:
-            self.draws = any(drew)
+                self._seed(seed)
+            found = self._at_once(asked, ids, at)
+        except Exception as error:
+            raise_if_a_handlers(error)
+            if not self._skips or not hasattr(self.dataset, "__getitem__"):
+                raise
+            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+        if self.draws is None:
+            self.draws = self._drew_since(seed)
         return found
 
-    def _at_once(self, step: Step, at: dict[str, Any]) -> Chunk:
+    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any]) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
-        ids = step.ids.tolist() if isinstance(step.ids, np.ndarray) else step.ids
         at.update(what=f"reading {len(ids)} samples at once", index=None)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         if not isinstance(samples, list):
@@ -241,23 +236,16 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         return Chunk(collate_rows(samples, self._collate_fn, rows_are_split=self._splits(step)))
 
-    def _one_by_one(
-        self,
-        step: Step,
-        at: dict[str, Any],
-        key: int,
-        seed: Callable[..., None],
-        watched: Callable[[Callable[[Any], Any], Any], Any],
-    ) -> Chunk:
+    def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
-        ids = step.ids.tolist() if isinstance(step.ids, np.ndarray) else step.ids
-        samples, failed = list[Any](), dict[int, str]()
+        samples, failed, seed = list[Any](), dict[int, str](), 0
         read, catches = self.dataset.__getitem__, Exception if self._skips else ()
         for row, index in enumerate(ids):
-            seed(index)
+            if seeded:
+                seed = _seed_of(key, index)
+                self._seed(seed)
             try:
-                # Looking costs more than reading most samples: the last one must tell whether they draw.
-                samples.append(watched(read, index) if row + 1 == len(ids) else read(index))
+                samples.append(read(index))
             except catches as error:
                 raise_if_a_handlers(error)
                 samples.append(None)
@@ -267,20 +255,28 @@ class IdReader(Reader):
                 at.update(what=f"reading sample {named!r}", index=named)
                 raise
         at.update(what=f"collating {len(samples)} samples", index=None)
-        seed("collate", step.number)
-
-        def collated(rows: list[Any]) -> tuple[Any, list[tuple[int, str]]]:
-            return self._collated(
-                rows,
-                failed,
-                whole=self._how.items_are_batches,
-                split=self._splits(step),
-                stand_in=lambda: self._readable(key),
-                name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
-            )
-
-        value, skipped = watched(collated, samples)
+        # Looking costs more than reading most samples: the last one must tell whether they draw.
+        watched, drew = self.draws is None, self.draws is None and self._drew_since(seed)
+        if seeded:
+            seed = derive_seed(key, "collate", step.number)
+            self._seed(seed)
+        value, skipped = self._collated(
+            samples,
+            failed,
+            whole=self._how.items_are_batches,
+            split=self._splits(step),
+            stand_in=lambda: self._readable(key),
+            name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
+        )
+        if watched:
+            self.draws = drew or self._drew_since(seed)
         return Chunk(value, skipped=skipped)
+
+    def _drew_since(self, seed: int) -> bool:
+        """Return whether something was drawn since the generators were seeded with this."""
+        now = states(self.generators)
+        self._seed(seed)
+        return states(self.generators) != now
 
     def _splits(self, step: Step) -> bool:
         """Return whether other rows of a step's global batch are collated elsewhere."""
@@ -291,7 +287,7 @@ class IdReader(Reader):
         if self._stand_in is None:
             with kept(self.generators):  # seeding is not drawing
                 for index in range(min(TRIED, len(self.dataset))):
-                    self._seed(mix(key, index))
+                    self._seed(_seed_of(key, index))
                     try:
                         self._stand_in = self.dataset[index]
                         return self._stand_in
@@ -301,6 +297,130 @@ class IdReader(Reader):
         return self._stand_in
 
 
+def _seed_of(key: int, index: Any) -> int:
+    """Return the seed of a sample."""
+    return mix(key, index) if isinstance(index, int) else derive_seed(key, index)
+
+
 def _itself(index: Any) -> Any:
     """Return the index: the name of a sample of most data sets. Not a lambda, which could not be sent to a worker."""
     return index
+
+
+def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None, *, rows_are_split: bool) -> Any:
+    """Return samples as rows of one batch.
+
+    Args:
+        samples: One or more.
+        collate_fn: The user's, or None to stack them with `collate`.
+        rows_are_split: True if other rows of the global batch are collated elsewhere.
+
+    Raises:
+        ValueError: The rows are split, and a row's shape depends on its neighbours.
+    """
+    if collate_fn is None:
+        return collate(samples, _stack_tensors)
+    batch = collate_fn(samples)
+    if rows_are_split:
+        _refuse_lengths_of_neighbours(samples, batch, collate_fn)
+    return batch
+
+
+def _stack_tensors(samples: Sequence[Any]) -> Any:
+    """Stack tensors as arrays: the framework's own operators are not safe in a forked worker.
+
+    Tensors on a device are stacked there. No forked worker has any.
+    """
+    if not all(is_tensor(sample) for sample in samples):
+        raise TypeError(f"cannot stack {type(samples[0]).__name__}; give the loader a collate_fn.")
+    if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
+        return paddle.stack(list(samples))
+    return np.stack([sample.numpy() for sample in samples])
+
+
+def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]) -> None:
+    """Raise if a row's shape depends on its neighbours, since other data ranks would get another length.
+
+    A collate that pads to its longest row is found by collating the smallest sample alone. Lengths that
+    agree within every rank and differ between them cannot be seen from here.
+    """
+    sizes = [
+        sum(len(leaf) if isinstance(leaf, TEXT) else math.prod(getattr(leaf, "shape", ())) for leaf in leaves(sample))
+        for sample in samples
+    ]
+    if min(sizes) == max(sizes):
+        return
+    smallest = samples[sizes.index(min(sizes))]
+    try:
+        alone = collate_fn([smallest])
+    except Exception as error:  # a collate that wants several samples: nothing can be told
+        raise_if_a_handlers(error)
+        return
+    together, single = ([tuple(array.shape[1:]) for array in arrays_of(made)] for made in (batch, alone))
+    if together != single:
+        raise ValueError(
+            f"the collate_fn pads to the longest row of what it is given: row shapes {together} for this "
+            f"slice, but {single} for its smallest sample alone. Other data ranks collate other rows, so the "
+            f"global batch would be ragged. {RAGGED}"
+        )
+
+
+def collate_skipping(
+    samples: Sequence[Any],
+    failed: dict[int, str],
+    collate: Callable[[list[Any]], Any],
+    stand_in: Callable[[], Any],
+    name_of: Callable[[int], str],
+) -> Any:
+    """Return a batch of samples; another sample replaces each one that cannot be read or collated.
+
+    Args:
+        samples: One for each row; those of rows in `failed` are not used.
+        failed: Row -> why its sample could not be read. Rows whose samples cannot be collated alone are added.
+        collate: Makes a batch of a list of samples.
+        stand_in: Returns a sample of the data set that can be read, if no sample of the batch can; or raises
+            `LookupError`.
+        name_of: Returns the name of a row's sample, for messages.
+
+    Raises:
+        ValueError: No sample can be read; or samples that can each be collated alone do not fit together, which is an
+            error of the data or of the collate function that skipping would hide.
+    """
+
+    def filled() -> list[Any]:
+        good = next((sample for row, sample in enumerate(samples) if row not in failed), None)
+        try:
+            other = stand_in() if len(failed) == len(samples) else good
+        except LookupError:
+            why = next(iter(failed.values()))
+            raise ValueError(f"{why}; and no other sample was read that its row could hold") from None
+        return [other if row in failed else sample for row, sample in enumerate(samples)]
+
+    def fails(rows: list[Any]) -> str:
+        """Return why some samples cannot be collated; empty if they can."""
+        try:
+            collate(rows)
+        except Exception as error:  # it is not kept: its frames hold the iterator, which would not end
+            raise_if_a_handlers(error)
+            return described(error)
+        return ""
+
+    rows = filled()
+    try:
+        return collate(rows)
+    except Exception as error:
+        raise_if_a_handlers(error)
+        why = described(error)
+    known = len(failed)
+    alone = {row: fails([sample]) for row, sample in enumerate(samples) if row not in failed}
+    failed.update({row: reason for row, reason in alone.items() if reason})
+    if len(failed) > known:
+        return collate(filled())
+    good = [row for row in range(len(samples)) if row not in failed]
+    # The first row that cannot be collated together with those before it.
+    odd = next((row for at, row in enumerate(good) if fails([samples[one] for one in good[: at + 1]])), None)
+    where = f"{name_of(odd)} does not fit to the samples before it" if odd is not None else "they do not fit together"
+    raise ValueError(
+        f"{why}: each sample can be collated alone, but {where}. on_error='skip' leaves out samples that raise; rows "
+        "that differ in shape or fields are an error. Mend them in the data set or in the collate_fn."
+    )

@@ -12,12 +12,11 @@ import paddle.io
 
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
-from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.chunk import Even, as_they_are
+from paddle_shard.reading.batch import Batch, Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, WorkerExecutor, Wrapper
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
-from paddle_shard.reading.tensors import Maker, arrays_of
+from paddle_shard.reading.tensors import ToTensors, arrays_of
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Stage
@@ -46,7 +45,7 @@ class Reading:
         self,
         dataloader: paddle.io.DataLoader,
         how: HowToRead,
-        maker: Callable[[], Maker],
+        to_tensors: Callable[[], ToTensors],
         ahead: int,
         worker_timeout: float,
         stream: StreamReading | None = None,
@@ -56,19 +55,25 @@ class Reading:
         Args:
             dataloader: The user's DataLoader, perhaps of a subclass.
             how: What a reader of data with an index must know.
-            maker: Returns what makes the tensors of one pass, on the loader's place.
+            to_tensors: Returns what makes the tensors of one pass, on the loader's place.
             ahead: Batches whose copies to a device are asked for ahead.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             stream: How it is read, if the data is a stream.
         """
         self._how, self._stream, self._worker_timeout = how, stream, worker_timeout
-        self._maker, self._ahead = maker, ahead
+        self._to_tensors, self._ahead = to_tensors, ahead
         # Of data with an index, one for all passes: it knows whether reading draws.
         self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how) if stream is None else None
         self._idle: list[WorkerPool] = []
         has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
         self._iterates_itself = has_iter and stream is None
-        cls = paddle.io.DataLoader if stream is not None else _reading_class(type(dataloader))
+        cls: type = type(dataloader)
+        if stream is not None:
+            cls = paddle.io.DataLoader
+        elif cls is paddle.io.DataLoader:
+            cls = _ReadsSteps
+        else:
+            cls = type(cls)(cls.__name__, (cls, _ReadsSteps), {"__module__": cls.__module__})
         self.dataloader = shallow_copy(dataloader, cls)
         """A shallow copy of the user's DataLoader, of a class that reads steps."""
         self.dataloader._iterator = None
@@ -83,7 +88,7 @@ class Reading:
             core: Reads the steps.
             elsewhere: True if another rank reads them.
         """
-        made = Tensors(core, self._maker(), ahead=self._ahead, patient=elsewhere or self.num_workers > 0)
+        made = Tensors(core, self._to_tensors(), ahead=self._ahead, patient=elsewhere or self.num_workers > 0)
         return UserIterated(made, self.dataloader, more) if self._iterates_itself else made
 
     def core(self) -> Executor:
@@ -227,12 +232,6 @@ class UserIterated(Wrapper):
         self._batches = iter(())
         self._taken.clear()
         self._inner.close(ended=ended)
-
-
-def _reading_class(cls: type) -> type:
-    if cls is paddle.io.DataLoader:
-        return _ReadsSteps
-    return type(cls)(cls.__name__, (cls, _ReadsSteps), {"__module__": cls.__module__})
 
 
 def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import paddle
@@ -14,12 +14,9 @@ from paddle_shard.tree import leaves, mapped
 _NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
 
-
-class Maker(Protocol):
-    """Makes the tensors of one pass."""
-
-    def begin(self, leaves: Sequence[Any], *, adopt: bool) -> Callable[[], Sequence[Any]]:
-        """Begin to make tensors; return a function that returns them. `adopt`: nothing else uses the arrays."""
+ToTensors = Callable[[Sequence[Any], bool], Callable[[], Sequence[Any]]]
+"""Begins to convert arrays and tensors to tensors, and returns a function that returns them. If nothing else refers to
+the arrays (True), the tensors may share their memory."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -57,12 +54,13 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-def begin_tensors(value: Any, begin: Callable[[Sequence[Any]], Callable[[], Sequence[Any]]]) -> Callable[[], Any]:
+def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any]:
     """Begin to make tensors of every array of a batch that can be one, and of every tensor.
 
     Args:
         value: The batch.
-        begin: Begins to convert arrays and tensors, all at once, and returns a function that returns them.
+        begin: Begins to convert arrays and tensors, all at once.
+        owned: True if nothing else refers to the arrays.
 
     Returns:
         A function that returns the batch with tensors in their places.
@@ -73,7 +71,7 @@ def begin_tensors(value: Any, begin: Callable[[Sequence[Any]], Callable[[], Sequ
     if type(value) is np.ndarray:
         if not _check_dtype(value, ""):
             return lambda: value
-        made = begin([value])
+        made = begin([value], owned)
         return lambda: made()[0]
     found: list[Any] = []
 
@@ -82,7 +80,7 @@ def begin_tensors(value: Any, begin: Callable[[Sequence[Any]], Callable[[], Sequ
             found.append(leaf)
 
     mapped(value, note)
-    made, converted = begin(found), set(map(id, found))
+    made, converted = begin(found, owned), set(map(id, found))
 
     def finished() -> Any:
         tensors = iter(made())

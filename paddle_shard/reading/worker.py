@@ -43,7 +43,10 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
         settings: Of all workers of its pool.
         seed: Seed of the workers' random generators.
     """
-    _leave_signals_alone()
+    # Ctrl-C is handled by the parent process. Its other handlers were inherited and are not for this process.
+    for signalled in signal.valid_signals():
+        if callable(signal.getsignal(signalled)):
+            signal.signal(signalled, signal.SIG_IGN if signalled == signal.SIGINT else signal.SIG_DFL)
     end_with_the_parent()
     channel = Channel(connection, settings.num_ahead)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
@@ -67,13 +70,6 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
             except Exception as error:  # nothing was sent
                 channel.send(ReadFailure.of(error, what="sending the batch", worker=number))
             del answer  # else it takes memory while the next one is read
-
-
-def _leave_signals_alone() -> None:
-    """Ignore Ctrl-C, which the parent process handles, and reset the other handlers inherited from the parent."""
-    for signalled in signal.valid_signals():
-        if callable(signal.getsignal(signalled)):
-            signal.signal(signalled, signal.SIG_IGN if signalled == signal.SIGINT else signal.SIG_DFL)
 
 
 def _set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | None:

@@ -105,21 +105,17 @@ class SelfSplit(Stage):
             raise_if_a_handlers(error)
             second, failure = _END, error
         if second is not _END:
-            begun[part] = digest(first), digest(second)
-            self._check(part, opening, begun)
+            mine = begun[part] = digest(first), digest(second)
+            # All parts that are opened here begin with the same two different samples.
+            if len(begun) == len(opening.parts) > 1 and len(set(begun.values())) == 1 and len(set(mine)) > 1:
+                raise SplitError(
+                    f"splits_itself=True, but the parts {str(list(opening.parts))[1:-1]} begin with the same samples: "
+                    f"the {type(self._dataset).__name__} does not split itself by paddle.io.get_worker_info(), so each "
+                    "part would be all of it. Leave splits_itself out."
+                )
         yield first
         if failure is not None:
             raise failure
         if second is not _END:
             yield second
             yield from items
-
-    def _check(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> None:
-        """Refuse a stream if all parts that are opened here begin with the same two different samples."""
-        alike = len(begun) == len(opening.parts) > 1 and len(set(begun.values())) == 1
-        if alike and len(set(begun[part])) > 1:
-            raise SplitError(
-                f"splits_itself=True, but the parts {str(list(opening.parts))[1:-1]} begin with the same samples: the "
-                f"{type(self._dataset).__name__} does not split itself by paddle.io.get_worker_info(), so each part "
-                "would be all of it. Leave splits_itself out."
-            )

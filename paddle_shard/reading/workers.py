@@ -1,4 +1,4 @@
-"""How are worker processes started, sent requests, and ended?"""
+"""How are worker processes started, spoken to, and ended?"""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import socket
 import sys
 import time
 import weakref
-from collections import deque
 from typing import Any
 
 import numpy as np
 import paddle.io
 
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.reading.batch import Chunk
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
@@ -61,11 +59,7 @@ class WorkersLostError(Exception):
 
 
 class WorkerPool:
-    """Some worker processes, each of which reads one request after another. Persistent ones serve several passes.
-
-    Request i of a pass is read by worker i modulo their number, and batches are taken in the order of their requests.
-    So each worker's channel is a queue, nothing needs to be sorted, and three numbers tell which requests are where.
-    """
+    """Some worker processes, each of which reads one request after another. Persistent ones serve several passes."""
 
     def __init__(
         self,
@@ -87,78 +81,39 @@ class WorkerPool:
                 `worker_init_fn` is told that there is a single worker, so that it leaves the data set whole.
         """
         self.persistent = bool(settings._persistent_workers)
-        self._num_workers: int = num_workers or settings.num_workers
+        self.num_workers: int = num_workers or settings.num_workers
+        self.num_ahead = int(settings.prefetch_factor)
+        """Number of requests that a worker may have at a time."""
         self._settings = WorkerSettings(
             reader=reader,
-            num_workers=self._num_workers,
+            num_workers=self.num_workers,
             init_fn=settings.worker_init_fn,
             reads_all=reads_all,
-            num_ahead=int(settings.prefetch_factor),
+            num_ahead=self.num_ahead,
         )
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
-        self._num_taken = self._num_sent = 0
-        self._unsent: deque[Any] = deque()
-        """Requests that follow those that were sent."""
-        self._failures: dict[int, ReadFailure] = {}
-        """Number of a request -> why it could not be sent."""
         self.interrupted = False
         _pools.add(self)
 
-    @property
-    def depth(self) -> int:
-        """Number of requests that keep all workers busy."""
-        return self._num_workers * self._settings.num_ahead
-
     def start(self) -> None:
-        """Start a pass; the previous pass must have ended."""
+        """Start the workers that a pass needs; the previous pass must have ended."""
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
-        self._num_taken = self._num_sent = 0
-        self._unsent.clear()
-        self._failures.clear()
         if not self._workers:
             self._start_workers()
 
-    def ask(self, request: Any) -> None:
-        """Ask the next worker for something; it is sent as soon as the worker may have one more request."""
-        self._unsent.append(request)
-        self._send()
+    def send(self, number: int, request: Any) -> None:
+        """Send a worker a request; see `Channel.send`."""
+        self._channels[number].send(request)
 
-    def take(self) -> Chunk | ReadFailure:
-        """Return the next answer, in the order in which was asked.
-
-        Raises:
-            WorkersLostError: A worker has ended or hangs.
-        """
-        self._send()
-        answer = self._failures.get(self._num_taken)
-        if answer is None:
-            answer = self._received(self._num_taken % self._num_workers)
-        self._num_taken += 1
-        self._send()
-        return answer
-
-    def ready(self, count: int) -> bool:
-        """Return whether the next `count` answers have come or will never come."""
-        first, asked = self._num_taken, self._num_sent + len(self._unsent)
-        return all(
-            number in self._failures or (number < self._num_sent and self._channels[number % self._num_workers].wait(0))
-            for number in range(first, min(first + min(count, self._num_workers), asked))
-        )
-
-    def drained(self) -> bool:
-        """Take all that was asked for, since it cannot be taken back; return whether the workers can serve a pass."""
-        try:
-            while self._num_taken < self._num_sent + len(self._unsent):
-                self.take()
-        except WorkersLostError:
-            return False
-        return not self.interrupted
+    def has_answer(self, number: int) -> bool:
+        """Return whether a worker's next answer has come, or will never come."""
+        return self._channels[number].wait(0)
 
     def interrupt(self) -> None:
-        """Make a call of `take` in another thread end."""
+        """Make a call of `receive` in another thread end."""
         self.interrupted = True
         for channel in self._channels:
             with ignoring(OSError):
@@ -196,7 +151,7 @@ class WorkerPool:
         settings = self._settings
         try:
             with garbage_left_to_the_parent(), signals_held():
-                for number in range(self._num_workers):
+                for number in range(self.num_workers):
                     with in_use:  # no other thread may fork before the new socket is noted
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                         ours.setblocking(False)
@@ -210,26 +165,12 @@ class WorkerPool:
             self.shut_down()
             raise
 
-    def _send(self) -> None:
-        """Send as many requests as the workers may have, in their order."""
-        # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
-        while self._unsent and (self._num_sent - self._num_taken) // self._num_workers < self._settings.num_ahead:
-            request = self._unsent[0]
-            try:
-                self._channels[self._num_sent % self._num_workers].send(request)
-            except BlockingIOError:  # the worker is busy with earlier messages
-                return
-            except ConnectionError:  # told when the answer is due
-                pass
-            except Exception as error:
-                raise_if_a_handlers(error)  # by a signal handler: the message may have been sent
-                indices = tuple(getattr(request, "indices", ()))
-                self._failures[self._num_sent] = ReadFailure.of(error, what="sending the request", indices=indices)
-            self._unsent.popleft()
-            self._num_sent += 1
+    def receive(self, number: int) -> Any:
+        """Return the next answer of a worker.
 
-    def _received(self, number: int) -> Any:
-        """Return the next answer of a worker."""
+        Raises:
+            WorkersLostError: A worker has ended or hangs.
+        """
 
         def failed(error: Exception) -> ReadFailure:
             return ReadFailure.of(error, what="receiving the batch", worker=number)

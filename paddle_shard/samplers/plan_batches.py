@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.shard_plan import ShardPlan, global_batch
+from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batch
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
-from paddle_shard.plan.stretches import BatchSizes
 
 
 class IndexBatches:

@@ -14,9 +14,9 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.seeding import as_ids, derive_seed
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch, Step
+from paddle_shard.plan.step import Deal, GlobalBatch, Step, as_ids
 from paddle_shard.plan.tails import Tail
 from paddle_shard.samplers.plan_batches import IndexBatches
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
@@ -142,7 +142,7 @@ class UserBatches(IndexBatches):
             if resumed.sampler is not None and "end" in resumed.sampler:
                 self._ends[epoch] = resumed.sampler["end"]
             return iter(())
-        draw = Draw(self._own(epoch), epoch, self.generators, self.seed)
+        draw = Draw(self._own(epoch), epoch, self)
         return self._seen_to_end(self._batches(draw, resumed), resumed)
 
     def _own(self, epoch: int) -> Any:
@@ -216,13 +216,12 @@ class UserBatches(IndexBatches):
         return resumed.steps + steps - -(-resumed.samples // self.nominal_size)  # perhaps in another size from here on
 
     def _batches(self, draw: Draw, resumed: LoaderState) -> Iterator[GlobalBatch]:
-        head: list[Any] = []  # the first samples of the order, to pad with
         step, saved = resumed.steps, resumed.sampler or {}
         if "now" in saved:
             draw.load(saved["now"], saved["began"])
         drawn: Iterator[Drawn] = iter(draw)
         if resumed.samples and "now" not in saved:
-            drawn = self._replay(drawn, resumed, draw, head)
+            drawn = self._replay(drawn, resumed, draw)
         elif not resumed.samples and (first := next(drawn, None)) is not None:
             drawn = chain([first], drawn)
         elif not resumed.samples:
@@ -238,32 +237,28 @@ class UserBatches(IndexBatches):
                 if following is not None:
                     self._check_size(batch, step)
                 else:
-                    if "now" in saved and resumed.samples:
-                        head = self._head(draw)
+                    # A sampler that was resumed with its own state has not drawn the first samples again.
+                    head = self._head(draw) if "now" in saved and resumed.samples else draw.head
                     padded = self._padding(batch, head, step)
                     if padded is None:
                         break
                     padding = padded
             yield self._global(draw.epoch, step, batch, padding, draw.noted(batch, state))
             found = next(drawn, None) if following is None else following
-            if len(head) < (self.nominal_size or self._unit):
-                head += batch
             step += 1
         if draw.owner is not None:
             self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
 
     def _head(self, draw: Draw) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
-        again = Draw(self._copy(), draw.epoch, self.generators, self.seed)
+        again = Draw(self._copy(), draw.epoch, self)
         again.load(draw.began, draw.began)
-        head: list[Any] = []
-        for batch, _ in again:
-            head += batch
-            if len(head) >= (self.nominal_size or self._unit):
+        for _ in again:
+            if len(again.head) >= again.head_size:
                 break
-        return head
+        return again.head
 
-    def _replay(self, drawn: Iterator[Any], resumed: LoaderState, draw: Draw, head: list[Any]) -> Iterator[Drawn]:
+    def _replay(self, drawn: Iterator[Any], resumed: LoaderState, draw: Draw) -> Iterator[Drawn]:
         """Draw up to a position without reading samples, and return the rest; cut batches again if that is allowed."""
         passed, rest, samples = 0, list[Any](), resumed.samples
         name = type(self.batch_sampler).__name__
@@ -275,8 +270,6 @@ class UserBatches(IndexBatches):
                     f"ends after {passed}: its order differs from the saved one. {_REPLAYED}"
                 )
             batch, _ = found
-            if len(head) < (self.nominal_size or self._unit):
-                head += batch
             passed += len(batch)
             rest = batch[len(batch) - (passed - samples) :] if passed > samples else []
             draw.noted(batch[: len(batch) - len(rest)], None)
@@ -307,7 +300,7 @@ class UserBatches(IndexBatches):
             raise type(error)(text) from None
 
     def _padding(self, batch: list[Any], head: list[Any], step: int) -> list[Any] | None:
-        """Return what fills a short last batch up; None if the batch is dropped."""
+        """Return what fills a short last batch up, of the first samples of the epoch; None if it is dropped."""
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
             # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
@@ -319,8 +312,7 @@ class UserBatches(IndexBatches):
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        order = head + batch
-        return [order[i % len(order)] for i in range(num_rows - len(batch))]
+        return [head[i % len(head)] for i in range(num_rows - len(batch))]
 
     def _global(
         self, epoch: int, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
@@ -354,9 +346,12 @@ _REPLAYED = (
 class Draw:
     """The batches of a sampler in one pass, drawn with private random generators, and a digest of the draws so far."""
 
-    def __init__(self, sampler: Any, epoch: int, generators: Sequence[Generator], seed: int) -> None:
+    def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
         self._sampler, self.epoch = sampler, epoch
-        self._randomness = PrivateRandomness(generators, derive_seed("sampler", seed, epoch))
+        self._randomness = PrivateRandomness(of.generators, derive_seed("sampler", of.seed, epoch))
+        self.head: list[Any] = []
+        """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
+        self.head_size = of.nominal_size or of.num_data_ranks * of.accumulation
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
@@ -388,7 +383,10 @@ class Draw:
                 after = self._state() if found is not _END else None
             if found is _END:
                 return
-            yield _indices(found, step), after
+            batch = _indices(found, step)
+            if len(self.head) < self.head_size:
+                self.head += batch
+            yield batch, after
 
     @property
     def digest(self) -> str:

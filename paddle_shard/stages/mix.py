@@ -89,20 +89,16 @@ class Mix(Stage):
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the length of each part; None if a length that decides it is not known."""
+        if self.endless:
+            return None
         ends = []
         for at, stage in enumerate(self._stages):
-            if stage.endless:
-                if self._every:
-                    return None
-                continue
-            found = stage.lengths(self._opening(opening, at))
+            found = [] if stage.endless else stage.lengths(self._opening(opening, at))
             if found is None:
                 return None
-            ends.append(self._chairman.inverse(np.full(len(found), at, np.int64), np.array(found, np.int64)))
-        if not ends:
-            return None
-        found = (np.max if self._every else np.min)(np.array(ends), axis=0).tolist()
-        return list(found)
+            if found:
+                ends.append(self._chairman.inverse(np.full(len(found), at, np.int64), np.array(found, np.int64)))
+        return list((np.max if self._every else np.min)(np.array(ends), axis=0).tolist())
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""

@@ -224,8 +224,13 @@ class Transform(Stage):
         raise NotImplementedError
 
     def begin(self, skip: int) -> tuple[int, int]:
-        """Return how many samples the stage before leaves out so that `skip` are left out here, and how many of what
-        is made then are still to be dropped.
+        """Return how to begin after `skip` samples of a part.
+
+        Args:
+            skip: Samples of this stage to leave out.
+
+        Returns:
+            How many samples the stage before leaves out, and how many of what is made then are dropped here.
         """
         return (skip, 0) if self.counted else (0, skip)
 

@@ -51,10 +51,9 @@ class Filter(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the samples that are kept."""
         key, search = opening.key(part, "filter", self.depth), Search(opening, part, "filter")
-        decides: Callable[[Any], bool] = lambda sample: bool(self._predicate(sample))  # noqa: E731
         for number, item in enumerate(items):
             opening.seed_generators(mix(key, number))
-            keep = opening.tried(decides, item)
+            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
             search.note(kept=bool(keep))
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
@@ -177,13 +176,9 @@ class Repeat(Transform):
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""
         if self._times is None:
             return None
-        total = [0] * len(opening.parts)
-        for number in range(self._times):
-            one = self.upstream.lengths(_of_round(opening, number, self._times))
-            if one is None:
-                return None
-            total = [a + b for a, b in zip(total, one, strict=True)]
-        return total
+        rounds = [self.upstream.lengths(_of_round(opening, number, self._times)) for number in range(self._times)]
+        known = [lengths for lengths in rounds if lengths is not None]
+        return [sum(of_part) for of_part in zip(*known, strict=True)] if len(known) == self._times else None
 
 
 def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterator[tuple[int, Any]]]:

@@ -157,14 +157,14 @@ def _agree(engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float
     refused = {mode: used for mode, used in groups.items() if len(used) > 1}
     text = "; ".join(f"{mode} uses {[list(r) for r in used]}" for mode, used in refused.items())
     try:
-        told = gather_of(tuple(range(engine._nranks)), text.encode(), timeout)
+        told = gather_of(tuple(range(engine._nranks)), text, timeout, "cpu_static()")
     except PeerLostError as lost:
         raise TimeoutError(
             f"rank {engine._cur_rank} waited {timeout:g} s for ranks {list(lost.ranks)} to prepare the static "
             "program too. Every rank of the job must call train() or eval(); the log of one of these "
             "ranks may say why it did not. Give cpu_static(timeout=...) more if they are only slow."
         ) from lost
-    texts = [f"  rank {rank}: {one.decode()}\n" for rank, one in enumerate(told) if one]
+    texts = [f"  rank {rank}: {one}\n" for rank, one in enumerate(told) if one]
     if texts:
         raise StaticGroupsError(
             "a static program that communicates in more than one group cannot run on CPU: its executor "

@@ -123,7 +123,7 @@ def serve() -> None:
     # A rank's workers, when it has died, are this process's children, and so are found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # the children's collections pass over what is here now, so that they do not copy its memory
     for line in sys.stdin:
         kind, *request = json.loads(line)
         answer: Any = None

@@ -183,8 +183,7 @@ def run_ranks(
     deadline, codes = time.monotonic() + timeout, dict[int, int]()
     with started as job:
         while len(found := job.exit_codes()) < len(job.pids) and time.monotonic() < deadline:
-            if any(found.values()) and not any(codes.values()):
-                # The others may be its victims, and have something to say.
+            if any(found.values()) and not any(codes.values()):  # the others may be its victims, and say more
                 deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
             codes = found
             time.sleep(_POLL)

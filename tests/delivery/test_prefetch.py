@@ -21,9 +21,9 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.delivery import begin
+from paddle_shard.delivery import begin, placing
 from paddle_shard.delivery.step_pass import Feed, StepPass
-from paddle_shard.errors import ArgumentError, DataReadError
+from paddle_shard.errors import ArgumentError, DataReadError, PeerLostError
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
 from paddle_shard.ranks.verdict import Terms
@@ -34,6 +34,7 @@ from paddle_shard.reading.prefetcher import QUICK, Prefetcher
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
 from tests.helpers import Made
+from tests.ranks.simulated_group import end
 
 ALONE = {"ends_must_agree": True, "facts": {}, "name": "test", "timeout": HANG, "on_lost": "raise"}
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -359,19 +360,21 @@ def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting():
 class One:
     """A group of one rank, which agrees by the same rules as several."""
 
-    rank, size, names, timeout = 0, 1, (0,), 0.0
+    rank, size, names, timeout, closed = 0, 1, (0,), 0.0, False
 
     def absent(self):
         return ()
 
     def minimum(self, values):
+        if self.closed:
+            raise PeerLostError("This rank has left.")
         return list(values)
 
     def gather(self, payload):
         return [payload]
 
-    def close(self, *, ended=False):
-        pass
+    def close(self):
+        self.closed = True
 
 
 MADE = []
@@ -381,7 +384,7 @@ MADE = []
 def no_coordinator_left():
     yield
     while MADE:
-        MADE.pop().close()
+        end(MADE.pop())
 
 
 def agreement_of_one(prefetch):
@@ -605,7 +608,7 @@ def test_a_thread_starts_once_the_last_reads_took_a_millisecond_on_average(secon
 @pytest.mark.parametrize("kind", ["index", "stream"])
 def test_only_the_callers_thread_places_and_announces(kind, monkeypatch):
     """Else a step could be announced before it is noted what is to be said of it."""
-    by, announce, place = [], AloneAgreement.announce_ok, begin.placed
+    by, announce, place = [], AloneAgreement.announce_ok, placing.placed
 
     def noted(agreement, *count):
         by.append(threading.current_thread())
@@ -617,6 +620,7 @@ def test_only_the_callers_thread_places_and_announces(kind, monkeypatch):
 
     monkeypatch.setattr(AloneAgreement, "announce_ok", noted)
     monkeypatch.setattr(begin, "placed", also_noted)
+    monkeypatch.setattr(placing, "placed", also_noted)
     stream = Stream.of(lambda: (np.array([number]) for number in range(256)))
     loader = sharded(stream, workers=1, prefetch=3) if kind == "stream" else sharded(Rows(256), prefetch=3)
     found = []
@@ -728,6 +732,24 @@ def test_a_loop_that_draws_gets_its_own_numbers_from_beside_samples_that_draw_no
     np.random.seed(1)
     random.seed(1)
     assert found == [draw() for _ in range(20)]
+
+
+def test_a_thread_that_waits_sees_that_the_loop_has_drawn_before_it_reads_what_draws():
+    read, numbers = [], []
+
+    def sample(index):
+        read.append(index)
+        return np.array([index, np.random.rand() if index >= 24 else 0.0])
+
+    np.random.seed(1)
+    for step, _ in enumerate(sharded(Made(sample, 64), prefetch=2, shuffle=False)):
+        if step == 3:
+            assert soon(lambda: len(read) == 24)
+        if step >= 3:
+            numbers.append(np.random.rand())
+            time.sleep(0.01)  # in which the thread would go on
+    np.random.seed(1)
+    assert numbers == [np.random.rand() for _ in numbers]
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, random.random])

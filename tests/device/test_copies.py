@@ -1,6 +1,7 @@
 """What a delivered batch costs on the device: copies, synchronisations, and what the training thread waits for."""
 
 import threading
+import time
 
 import numpy as np
 import paddle
@@ -66,7 +67,7 @@ def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
 
     found = counters()
     copies = sum(found.get(what, (0,))[0] for what in ("h2d", "h2d_async"))
-    assert 2 * STEPS <= copies <= 2 * (STEPS + 4), found  # two leaves; some steps are copied ahead
+    assert 2 * (STEPS - 2) <= copies <= 2 * (STEPS + 4), found  # two leaves; some steps are copied ahead
     assert not {"d2h", "d2h_async", "d2d", "d2d_async", "sync_device"} & set(found), found
     for what in ("sync_stream", "sync_event", "h2d"):
         assert found.get(what, (0, 0, 0))[2] == 0, f"{what} on the training thread: {found}"
@@ -74,7 +75,7 @@ def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
 
 
 @pytest.mark.parametrize("options", [{"prefetch": 0}, {}])
-def test_a_copy_that_is_not_asked_for_ahead_is_the_only_thing_that_is_waited_for(options, counters):
+def test_where_nothing_is_to_be_read_ahead_each_leaf_costs_one_copy_when_its_batch_is_asked_for(options, counters):
     batches = iter(loader_of(given(use_buffer_reader=bool(options)), **options))
     next(batches)
     counters()
@@ -84,7 +85,7 @@ def test_a_copy_that_is_not_asked_for_ahead_is_the_only_thing_that_is_waited_for
 
     found = counters()
     assert found.pop("h2d")[0] == 2 * STEPS
-    assert not found
+    assert not {"d2h", "d2h_async", "d2d", "d2d_async", "h2d_async", "sync_device"} & set(found), found
     batches.close()
 
 
@@ -101,10 +102,9 @@ def test_samples_that_are_device_tensors_are_stacked_on_the_device(monkeypatch):
 
 
 WAYS = {
+    "Paddle's own": lambda: given(),
     "plain": lambda: loader_of(given()),
-    "prefetch 0": lambda: loader_of(given(), prefetch=0),
     "prefetch 2": lambda: loader_of(given(), prefetch=2),
-    "unbuffered": lambda: loader_of(given(use_buffer_reader=False)),
     "workers": lambda: loader_of(given(num_workers=2)),
     "stream": lambda: loader_of(given(stream())),
     "padded": lambda: loader_of(given(), pad_to={0: ("longest", 0)}),
@@ -118,13 +118,14 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
     for _ in range(2):  # the second epoch meets an idle device first
         batches = iter(loader)
         next(batches)
-        for _ in range(6):
-            plugin.standin_work(compute, 20_000)
+        for _ in range(5):
+            time.sleep(0.02)  # of the host
+            plugin.standin_work(compute, 60_000)
             next(batches)
-        # 120 ms were queued: a loop that waited for its batches has no more than two steps of them left
+        # A loop that waits for all that is queued comes here with nothing left of it.
         left = threading.Event()
         waiting = threading.Thread(target=lambda done=left: (plugin.standin_wait(compute), done.set()))
         waiting.start()
         assert not left.wait(0.02), "the queue of the device is as good as empty: next() has waited for it"
         waiting.join()
-        batches.close()
+        del batches

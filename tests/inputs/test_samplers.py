@@ -5,9 +5,10 @@ import paddle.distributed as dist
 import pytest
 from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler
 
-from paddle_shard.errors import ArgumentError, SplitError
+from paddle_shard import Packed
+from paddle_shard.errors import ArgumentError, SplitError, StateError
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
-from tests.helpers import Made, local, locals_of, mesh, sharded
+from tests.helpers import ONE, Made, local, locals_of, mesh, sharded
 
 # Samplers that split already
 
@@ -100,6 +101,23 @@ def test_the_epoch_of_paddles_sampler_is_the_loaders():
 
     assert orders[0] == orders[1] != orders[2] == orders[3]
     assert (loader.epoch, sampler.epoch) == (3, 3)
+
+
+def test_packed_rows_in_the_order_of_paddles_sampler_are_those_of_the_run():
+    def loader(window):
+        rows = Packed([np.arange(8)] * 6, length=8, window=window)
+        return sharded(DataLoader(rows, batch_sampler=DistributedBatchSampler(rows, 2, num_replicas=1, rank=0)), ONE)
+
+    first = loader(4)
+    next(iter(first))
+
+    with pytest.raises(StateError, match="packed"):
+        loader(3).load_state_dict(first.state_dict())
+
+
+def test_a_sampler_of_paddle_that_leaves_no_batch_is_refused():
+    with pytest.raises(ArgumentError, match="leaves no batch: the loader's Made has 3 samples"):
+        sharded(DataLoader(Made(), batch_sampler=DistributedBatchSampler(Made(length=3), 4, 1, 0, drop_last=True)), ONE)
 
 
 # Samplers with a state

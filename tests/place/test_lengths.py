@@ -89,6 +89,18 @@ def test_a_value_for_a_field_that_is_not_there_is_refused():
         next(iter(sharded(pad_to={0: (8, 0), 1: (8, 0), "x": (8, 0)})))
 
 
+def test_a_field_is_named_by_its_own_key_and_position():
+    names = [*("x", "xy", 1, 11), "a'][0"]
+    pads = PadTo.of({name: (number + 1, 0) for number, name in enumerate(names)})
+
+    for number, name in enumerate(names):
+        for path in (f"[{name!r}]", f"[{name!r}][0]", f"[{name!r}]['y']"):
+            assert pads.pad_of(path).sizes == (number + 1,)
+    assert pads.pad_of("['y']") is pads.pad_of("") is None
+    with pytest.raises(BatchStructureError, match="pad_to names \\[1\\], but the fields"):
+        PadTo.of({1: (8, 0)}).check([True])
+
+
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"])
 def test_tensors_of_any_dtype_are_evened(dtype):
     short, long = paddle.ones([2, 3]).astype(dtype), paddle.ones([1, 5, 1])[:, :, 0].astype(dtype)

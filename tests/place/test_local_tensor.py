@@ -45,7 +45,7 @@ def fed():
 
 
 MAKERS = pytest.mark.parametrize("maker", [plain, fed])
-HOW = pytest.mark.parametrize("adopt", [False, True])
+OWNED = pytest.mark.parametrize("owned", [False, True], ids=["copied", "owned"])
 
 
 def layouts(array):
@@ -58,13 +58,13 @@ def layouts(array):
 
 
 @MAKERS
-@HOW
+@OWNED
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_dtypes_and_shapes_are_the_arrays(maker, adopt, dtype):
+def test_values_dtypes_and_shapes_are_the_arrays(maker, owned, dtype):
     arrays = [
         layout for shape in SHAPES for layout in layouts(np.random.default_rng(0).integers(0, 99, shape).astype(dtype))
     ]
-    tensors = maker().begin(arrays, adopt=adopt)()
+    tensors = maker()(arrays, owned)()
 
     assert len(tensors) == len(arrays)
     for tensor, array in zip(tensors, arrays, strict=True):
@@ -76,10 +76,10 @@ def test_values_dtypes_and_shapes_are_the_arrays(maker, adopt, dtype):
 
 
 @MAKERS
-@HOW
-def test_uint16_is_bfloat16_as_it_is_to_paddle(maker, adopt):
+@OWNED
+def test_uint16_is_bfloat16_as_it_is_to_paddle(maker, owned):
     tensor = paddle.to_tensor([1.0, -2.5], "bfloat16")
-    (made,) = maker().begin([tensor.numpy()], adopt=adopt)()
+    (made,) = maker()([tensor.numpy()], owned)()
 
     assert made.dtype == paddle.bfloat16
     assert made.cast("float32").tolist() == [1.0, -2.5]
@@ -88,7 +88,7 @@ def test_uint16_is_bfloat16_as_it_is_to_paddle(maker, adopt):
 @MAKERS
 def test_a_copy_and_its_array_can_be_written_to_apart(maker):
     array = np.arange(10)
-    (tensor,) = maker().begin([array], adopt=False)()
+    (tensor,) = maker()([array], False)()
     array[:] = -1
     assert tensor.tolist() == list(range(10))
     tensor.fill_(7)
@@ -98,7 +98,7 @@ def test_a_copy_and_its_array_can_be_written_to_apart(maker):
 @MAKERS
 def test_an_array_that_is_given_twice_becomes_two_tensors(maker):
     array = np.arange(10)
-    first, second = maker().begin([array, array], adopt=True)()
+    first, second = maker()([array, array], True)()
     first.fill_(7)
 
     assert second.tolist() == list(range(10))
@@ -106,7 +106,7 @@ def test_an_array_that_is_given_twice_becomes_two_tensors(maker):
 
 @MAKERS
 def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
-    tensors = [maker().begin([np.full(100_000, number)], adopt=True)()[0] for number in range(20)]
+    tensors = [maker()([np.full(100_000, number)], True)()[0] for number in range(20)]
     gc.collect()
     noise = [np.full(100_000, -1) for _ in range(20)]
 
@@ -117,7 +117,7 @@ def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
 @MAKERS
 def test_a_subclass_of_an_array_is_copied(maker):
     base = np.arange(6)
-    (tensor,) = maker().begin([base.view(np.recarray)], adopt=True)()
+    (tensor,) = maker()([base.view(np.recarray)], True)()
     tensor.fill_(7)
 
     assert base.tolist() == list(range(6))
@@ -131,7 +131,7 @@ def test_arrays_empty_arrays_and_tensors_keep_their_places_among_each_other(make
         for number, kind in enumerate(kinds):
             array = np.zeros((0, number)) if kind == 1 else np.full((2, 3), float(number))
             leaves.append(paddle.to_tensor(array) if kind == 2 else array)
-        made = make.begin(leaves, adopt=True)()
+        made = make(leaves, True)()
         assert [tuple(tensor.shape) for tensor in made] == [tuple(leaf.shape) for leaf in leaves]
         assert all(np.array_equal(tensor.numpy(), np.asarray(leaf)) for tensor, leaf in zip(made, leaves, strict=True))
 
@@ -253,15 +253,15 @@ assert is_fed(1)
     assert found.returncode == 0, found.stderr[-2000:]
 
 
-@HOW
-def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_does(adopt):
+@OWNED
+def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_does(owned):
     maker, moved = fed(), []
     push = maker._feed.push
     maker._feed.push = lambda tensors: moved.extend(tensors) or push(tensors)
     mine = paddle.to_tensor(np.arange(6.0).reshape(2, 3), place=paddle.CPUPlace())
     leaves = [np.arange(3), mine, np.zeros((0, 2)), mine * 2, np.float32([1])]
 
-    found = maker.begin(leaves, adopt=adopt)()
+    found = maker(leaves, owned)()
 
     assert len(moved) == 4, "all but the one without elements"
     assert [leaf.numpy().tolist() for leaf in found] == [np.asarray(leaf).tolist() for leaf in leaves]

@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.stretches import BatchSizes
+from paddle_shard.plan.shard_plan import BatchSizes
 from tests.trials import trials
 
 schedules = st.lists(

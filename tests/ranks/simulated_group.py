@@ -6,6 +6,7 @@ import time
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.group import PASSES, ProgressTable
+from tests.deadlines import HANG
 
 
 class World:
@@ -90,3 +91,13 @@ class SimulatedGroup:
     def close(self):
         if self.rank not in self.world.gave_up:
             self.world.kill(self.rank)
+
+
+def end(coordinator):
+    """End the background thread of a coordinator: its group is closed, and it takes part in one more round."""
+    coordinator.group.close()
+    with coordinator.changed:
+        coordinator._asking, coordinator._answer = True, None
+        coordinator.changed.notify_all()
+    if coordinator._thread is not None:
+        coordinator._thread.join(HANG)

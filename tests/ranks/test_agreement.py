@@ -10,7 +10,7 @@ from paddle_shard.ranks.agreement import WINDOW, Agreement, AloneAgreement, Coor
 from paddle_shard.ranks.group import PASSES, ProgressTable, TwoLevelGroup
 from paddle_shard.ranks.verdict import NEVER, OK, REPORT_LIMIT, Outlook, Terms
 from tests.deadlines import HANG
-from tests.ranks.simulated_group import SimulatedGroup, World
+from tests.ranks.simulated_group import SimulatedGroup, World, end
 from tests.ranks.trial import Script, ahead, outcome, random_script, run_job
 from tests.trials import trials
 
@@ -205,7 +205,7 @@ def no_coordinator_left():
 
 def close_all():
     while MADE:
-        MADE.pop().close()
+        end(MADE.pop())
 
 
 def end_nothing():
@@ -344,7 +344,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
         assert ended[0].wait(1.5) == (exits and stuck)
         assert "Global ranks [1] died" in caplog.text
         assert ("on_lost='exit'" in caplog.text) == exits
-        one.close()
+        end(one)
 
 
 def test_a_rank_alone_delivers_what_it_has_announced_and_fails_where_it_failed():
@@ -443,6 +443,23 @@ def test_loops_in_another_order_are_an_error_that_names_both():
         assert "loader: training on global rank 0, evaluation on global rank 1" in str(error)
 
 
+def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_that_names_both():
+    for table in (False, True):
+        ranks = pair(size=3, table=table)
+        said = [f"{'x' * 10**5} of {rank}" for rank in range(3)]
+        for _ in range(3):
+            heard = together(*(lambda c=c, s=s: c.open(Terms()).exchange(s) for c, s in zip(ranks, said, strict=True)))
+            assert heard == [said] * 3
+    first, second = pair()
+    told = together(
+        lambda: first.open(Terms(label="certificate()")).exchange("mine"),
+        lambda: iterate(second.open(Terms(label="training"))),
+    )
+    for error in told:
+        assert isinstance(error, ArgumentError)
+        assert "loader: certificate() on global rank 0, training on global rank 1" in str(error)
+
+
 def test_a_silent_rank_is_named_at_the_deadline():
     first, second, third = pair(timeout=0.5, size=3)
     silent = second.open(Terms())
@@ -493,7 +510,6 @@ def test_wrong_use_is_named(use, message):
     coordinator = pair(size=2)[0]
     with pytest.raises(ArgumentError, match=message):
         use(coordinator)
-    coordinator.close()
 
 
 def two_levels(sizes):
@@ -654,14 +670,11 @@ def test_the_parts_of_one_stream_may_end_a_step_apart():
         assert told == [(40 if exhausted else 39, "ended")] * 2
 
 
-def test_a_coordinator_that_was_closed_does_not_hold_the_process_at_its_end(monkeypatch):
-    registered = []
-    monkeypatch.setattr("atexit.register", registered.append)
-    monkeypatch.setattr("atexit.unregister", registered.remove)
+def test_a_rank_that_others_do_not_hear_any_more_is_not_held_at_its_end():
     one, two = pair()
     one.open(Terms()).close()
     two.open(Terms())  # and never comes to its end
-    assert registered == [one._take_leave, two._take_leave]
-    one.close()
-    two.close()
-    assert registered == []
+    end(one)
+    start = time.monotonic()
+    one._take_leave()
+    assert time.monotonic() - start < 0.5

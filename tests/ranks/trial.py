@@ -9,7 +9,7 @@ from paddle_shard.errors import AgreedFailure, PeerLostError, UnequalEndsError
 from paddle_shard.ranks.agreement import Coordinator
 from paddle_shard.ranks.verdict import OK, Terms
 from tests.deadlines import HANG
-from tests.ranks.simulated_group import SimulatedGroup, World
+from tests.ranks.simulated_group import SimulatedGroup, World, end
 
 FAR = 100  # steps; no script goes that far
 
@@ -188,8 +188,6 @@ def run_job(size, scripts, rng, *, timeout=HANG, barrier=False, pause=0.0, delay
         thread.join(max(0.0, deadline - time.monotonic()))
     hung = [rank.rank for rank, thread in zip(ranks, threads, strict=True) if thread.is_alive()]
     assert not hung, f"ranks {hung} hang; {[rank.results for rank in ranks]}"
-    for r in range(size):
-        world.kill(r)  # ends the background threads
     for rank in ranks:
-        rank.coordinator.close()
+        end(rank.coordinator)
     return ranks

@@ -19,9 +19,8 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch as ReadBatch
-from paddle_shard.reading.batch import Chunk
-from paddle_shard.reading.chunk import ChunkRequest, OwnBatches, joined
-from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.batch import Chunk, joined
+from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.external import IterableSource
@@ -773,6 +772,18 @@ def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(wo
     assert [one.real.tolist() for one in found] == [[True]] * 3 + [[False]] * 4
     assert [one.value.tolist() for one in found[:3]] == [[0, 0], [1, 1], [2, 2]]
     assert all(one.value is None or one.value.shape == (2,) for one in found[3:])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("start", [0, 2, 5])
+def test_the_first_whole_item_of_the_stream_makes_up_for_those_that_are_missing_wherever_a_pass_begins(workers, start):
+    found = items_served(
+        Stripe(IterableSource(range(3))), workers, 7, start=start, tail="pad", collate_fn=lambda n: np.array([n, n])
+    )
+
+    expected = [n if n < 3 else 0 for n in range(start, start + 7)]
+    assert [one.value.tolist() for one in found] == [[n, n] for n in expected]
+    assert [one.whole for one in found] == [n < 3 for n in range(start, start + 7)]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

@@ -217,17 +217,17 @@ def test_a_worker_that_dies_at_once_is_no_error_of_the_users_own_code():
 
 
 def test_a_worker_that_dies_when_another_epoch_begins_is_named(monkeypatch):
-    ask = WorkerPool.ask
+    send = WorkerPool.send
 
-    def dies_first(pool, request):
+    def dies_first(pool, number, request):
         for worker in pool._workers:  # after the loader has looked
             worker.kill()
             worker.join()
-        ask(pool, request)
+        send(pool, number, request)
 
     loader = sharded(WhoReads(24), persistent_workers=True)
     read(loader)
-    monkeypatch.setattr(WorkerPool, "ask", dies_first)
+    monkeypatch.setattr(WorkerPool, "send", dies_first)
     with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)"):
         read(loader)
     monkeypatch.undo()

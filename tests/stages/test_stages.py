@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.reading.chunk import ChunkRequest
-from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.sources.shards import ShardSource
