@@ -93,7 +93,7 @@ clean:
 
 # Paddle loads the plug-in when it is imported. Without kernels of its own, a device needs the flag.
 ON_DEVICE := CUSTOM_DEVICE_ROOT=$(CURDIR)/build/device FLAGS_use_stride_kernel=0 GLOG_minloglevel=2
-DEVICE_TESTS := tests/device
+DEVICE_TESTS := tests/device tests/loader/test_laws.py tests/loader/test_verify.py tests/inputs/test_streams.py tests/reading/test_passes.py
 build/device/libstandin.so: tests/device/standin.cc tests/device/standin_collectives.h $(READY)
 	mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g -Wall -fPIC -shared -fvisibility=hidden -pthread \
@@ -101,7 +101,7 @@ build/device/libstandin.so: tests/device/standin.cc tests/device/standin_collect
 
 .PHONY: on-device
 on-device: build/device/libstandin.so
-	$(ON_DEVICE) $(PY) -m pytest -p tests.device.on_standin $(SIDE_BY_SIDE) $(DEVICE_TESTS)
+	$(ON_DEVICE) PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -p tests.device.on_standin -n 2 --dist loadfile $(DEVICE_TESTS)
 
 # The demo needs a fraction of what all tests need.
 $(DEMO_READY): setup.py
