@@ -29,8 +29,8 @@ MAX_DRAWS = 1 << 50
 # An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source.
 
 
-def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
-    """Return the ids of samples: int64, as many as there are sources.
+def sample_ids(sources: Any, epochs: Any, indices: Any) -> Any:
+    """Return the id of a sample; or of many, if arrays are given: int64, as many as there are sources.
 
     An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is drawn again in the
     same epoch of the mixture has another id, and other random numbers.
@@ -135,6 +135,24 @@ class Mixing(Ordering):
             for segment in self.segments
         ]
         return {"mixture": {"sources": list(self.names), "shuffled": self.shuffles, "segments": segments}}
+
+    def numbers_of(self, sample: Any) -> tuple[int, int]:
+        """Return the number of the source, and the index in it, of a sample that a user names.
+
+        Args:
+            sample: (name of its source, index in the source).
+
+        Raises:
+            ArgumentError: There is no such sample.
+        """
+        fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in self.names
+        source, index = (self.names.index(sample[0]), sample[1]) if fine else (0, None)
+        if not isinstance(index, int | np.integer) or not 0 <= index < self.segments[-1].lengths[source]:
+            raise ArgumentError(
+                "sample of a mixture must be (name of a source, index in it), such as "
+                f"{(self.names[0], 0)}, got {sample!r}; the sources are {list(self.names)}."
+            )
+        return source, int(index)
 
     # The run
 
@@ -306,22 +324,9 @@ class MixtureOrder(Order):
         """Return the positions in the epoch at which a sample is delivered, in ascending order.
 
         Args:
-            sample: (name of its source, index in the source).
-
-        Raises:
-            ArgumentError: There is no such sample.
+            sample: (name of its source, index in the source); see `Mixing.numbers_of`.
         """
-        mixing = self.mixing
-        fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in mixing.names
-        most = mixing.segments[-1].lengths[mixing.names.index(sample[0])] if fine else 0
-        index = sample[1] if fine else None
-        if not isinstance(index, int | np.integer) or not 0 <= index < most:
-            raise ArgumentError(
-                "sample of a mixture must be (name of a source, index in it), such as "
-                f"{(mixing.names[0], 0)}, got {sample!r}; the sources are {list(mixing.names)}."
-            )
-        source = sample[0]
-        return sorted(self._found(mixing.names.index(source), int(index)))
+        return sorted(self._found(*self.mixing.numbers_of(sample)))
 
     def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
         """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""

@@ -137,7 +137,11 @@ class PassProgress:
 
 
 class OfEpoch(NamedTuple):
-    """What this process knows of the deliveries of an epoch."""
+    """What this process knows of the deliveries of an epoch.
+
+    It is replaced in one assignment, as the standing of a pass is. So a signal handler that saves the state finds a
+    batch as a whole or not at all.
+    """
 
     known: Account = MappingProxyType({})
     """What a saved state, or the last certificate, says."""
@@ -150,54 +154,14 @@ class OfEpoch(NamedTuple):
 
     def settled(self, *, open_too: bool = False) -> OfEpoch:
         """Return the same, with the closed passes, or all, added to `own`."""
-        done: list[tuple[PassProgress, Standing]] = []
-        kept: list[tuple[PassProgress, Standing]] = []
-        for entry in self.passes:  # asked once each: a pass may be closed by the garbage collector at any moment
-            (done if open_too or entry[0].closed else kept).append(entry)
+        # Asked once each: the garbage collector may close a pass at any moment.
+        asked = [(open_too or progress.closed, (progress, since)) for progress, since in self.passes]
+        done = [entry for is_done, entry in asked if is_done]
         if not done:
             return self
         own = added(self.own, *(progress.account(since) for progress, since in done))
         end = next((progress.at.samples for progress, _ in reversed(self.passes) if progress.at.ended), self.end)
-        return OfEpoch(self.known, own, tuple(kept), end)
-
-
-class Deliveries:
-    """What this process has delivered, with one entry for each epoch.
-
-    An entry is replaced in one assignment. A pass counts what it delivers in one assignment, too. So a signal handler
-    that saves the state finds a batch as a whole or not at all.
-    """
-
-    def __init__(self, loaded: LoaderState | None = None) -> None:
-        """Begin to count.
-
-        Args:
-            loaded: The state that the run resumes from. It says what was delivered before.
-        """
-        self._epochs: dict[int, OfEpoch] = {}
-        self._open: set[int] = set()
-        if loaded is not None:
-            end = loaded.samples if loaded.ended else None
-            self._epochs[loaded.epoch] = OfEpoch(loaded.certificate, end=end)
-
-    def count(self, progress: PassProgress) -> None:
-        """Count what a pass delivers from now on. Of closed passes only the sums are kept."""
-        for epoch in sorted(self._open):
-            self._epochs[epoch] = self._epochs[epoch].settled()
-        found = self._epochs.get(progress.epoch, OfEpoch())
-        self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
-        # This is last, since a signal handler may raise at any line, and each epoch in `_open` must have an entry.
-        self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
-
-    def of(self, epoch: int) -> OfEpoch:
-        """Return what this process knows of the deliveries of an epoch, with all passes added up."""
-        return self._epochs.get(epoch, OfEpoch()).settled(open_too=True)
-
-    def replace(self, epoch: int, known: Account) -> None:
-        """Replace what this rank has delivered by what all ranks have."""
-        found = self._epochs.get(epoch, OfEpoch())
-        passes = tuple((progress, progress.at) for progress, _ in found.passes)
-        self._epochs[epoch] = OfEpoch(known, passes=passes, end=found.end)
+        return OfEpoch(self.known, own, tuple(entry for is_done, entry in asked if not is_done), end)
 
 
 # The run
@@ -232,7 +196,7 @@ class Run:
         """The pass that was delivered from last, or came to its end."""
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks) if indexed and layout.on_mesh else None
-        self._deliveries = Deliveries()
+        self._epochs: dict[int, OfEpoch] = {}
         self._num_steps: int | None = None
         self.skips = Skips()
         """What the user leaves out."""
@@ -345,8 +309,16 @@ class Run:
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
         if not progress.counted and progress.number >= self.first_pass:
-            self._deliveries.count(progress)
+            # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
+            for epoch, found in list(self._epochs.items()):
+                self._epochs[epoch] = found.settled()
+            found = self._epochs.get(progress.epoch, OfEpoch())
+            self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
         progress.counted = True
+
+    def _of_epoch(self, epoch: int) -> OfEpoch:
+        """Return what this process knows of the deliveries of an epoch, with all passes added up."""
+        return self._epochs.get(epoch, OfEpoch()).settled(open_too=True)
 
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
@@ -382,7 +354,7 @@ class Run:
         state = self.start() if newest is None else newest.state()
         if newest is None and state.sampler is None and isinstance(batches, UserBatches):
             state = replace(state, sampler=batches.snapshot())
-        found = self._deliveries.of(state.epoch)
+        found = self._of_epoch(state.epoch)
         account = added(found.known, found.own)
         return replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
 
@@ -401,7 +373,7 @@ class Run:
             raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
         self.skips = self.skips.joined(history.skips.stretches, history.skips.samples)
         self._resumed = resumed
-        self._deliveries = Deliveries(resumed)
+        self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
         self._newest = self._latest = None
         self.first_pass = next(numbers)
         self.set_epoch(resumed.epoch, {})
@@ -530,19 +502,21 @@ class Run:
         plan = self._plan_from(self.start(epoch)) if self._latest is None else self._latest.plan
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
-        of_epochs = [self._deliveries.of(one) for one in epochs]
+        of_epochs = [self._of_epoch(one) for one in epochs]
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._place is None else {self._place: Delivered()}
-        said = [[account_to_json(one.known), account_to_json({**nothing, **one.own})] for one in of_epochs]
+        said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs]
         told = gathered(said, self._ranks, self._timeout, "certificate()")
         accounts = {
-            one: [(account_from_json(rank[at][0]), account_from_json(rank[at][1])) for rank in told]
+            one: [(account_from_json(known), account_from_json(own)) for known, own in (rank[at] for rank in told)]
             for at, one in enumerate(epochs)
         }
-        own = f"the loader's {type(self._sampler).__name__}"
-        found = certify(accounts[epoch], epoch, plan, self.skips, of_epochs[epochs.index(epoch)].end, own)
-        for one in epochs:
-            self._deliveries.replace(one, merged(accounts[one])[0])
+        end, drawn_by = of_epochs[epochs.index(epoch)].end, f"the loader's {type(self._sampler).__name__}"
+        found = certify(accounts[epoch], epoch, plan, self.skips, end, drawn_by)
+        for one in epochs:  # what all ranks have delivered replaces what this one has
+            of_one = self._epochs.get(one, OfEpoch())
+            passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
+            self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)
         return found
 
 
