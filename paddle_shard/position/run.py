@@ -27,6 +27,7 @@ from paddle_shard.plan.certificate import (
     added,
     certify,
     merged,
+    minus,
     plus,
     total_of,
 )
@@ -118,9 +119,9 @@ class PassProgress:
         at, found = self.at, dict[Any, Delivered]()
         stretches = ((since.samples, at.samples),)
         if at.samples > since.samples and self._place is not None:
-            found[self._place] = Delivered(stretches, (), plus(at.mine, since.mine, -1))
+            found[self._place] = Delivered(stretches, (), minus(at.mine, since.mine))
         if at.samples > since.samples and at.drawn != Total():
-            found[DRAWN] = Delivered(stretches, (), plus(at.drawn, since.drawn, -1))
+            found[DRAWN] = Delivered(stretches, (), minus(at.drawn, since.drawn))
         return found
 
     def state(self) -> LoaderState:
