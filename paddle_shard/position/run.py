@@ -406,7 +406,7 @@ class Run:
         mixing = self._mixing(None if batches is None else batches.plan_of(0), "set_weights()")
         assert batches is not None
         try:
-            said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights).parts), "drawn": batches.drawn}
+            said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights)), "drawn": batches.drawn}
         except ArgumentError as error:
             said = {"error": f"{type(error).__name__}: {error}"}
         found = gathered(said, self._ranks, self._timeout, "set_weights()")
