@@ -107,16 +107,14 @@ class Mixing(Ordering):
                 f"epoch must be in range({MAX_DRAWS // length}) for a mixture with {length} samples in an epoch, "
                 f"got {epoch}."
             )
-        # What was asked for last is kept, in one value each: threads may ask for different orders.
-        kept_seed, many = self._kept.get("many", (None, None))
-        if many is None or kept_seed != seed:
-            many = Permutations(len(self.names), partial(self.key, seed))
-            self._kept["many"] = seed, many
-        order: MixtureOrder | None
-        asked, order = self._kept.get("order", (None, None))
-        if order is None or asked != (seed, epoch, length):
-            order = MixtureOrder(self, seed, many, self.first_position(epoch, length), length)
-            self._kept["order"] = (seed, epoch, length), order
+        # The order that was asked for last is kept. It is read once: threads may ask for different orders.
+        kept, first = self._kept.get("order"), self.first_position(epoch, length)
+        if kept is not None and (kept.seed, kept.first, kept.length) == (seed, first, length):
+            return kept
+        # Epochs of a source continue in the next epoch of the mixture, so their permutations are handed on.
+        handed_on = kept.many if kept is not None and kept.seed == seed else None
+        many = handed_on or Permutations(len(self.names), partial(self.key, seed))
+        order = self._kept["order"] = MixtureOrder(self, seed, many, first, length)
         return order
 
     def key(self, seed: int, source: int, epoch: int) -> bytes:
@@ -183,8 +181,8 @@ class Mixing(Ordering):
         return Draws(self.segments)
 
     @cached_property
-    def _kept(self) -> dict[str, Any]:
-        return {}
+    def _kept(self) -> dict[str, MixtureOrder]:
+        return {}  # a dict, since the value is frozen
 
 
 class Draws:
@@ -206,7 +204,6 @@ class Draws:
         """How often each source was drawn before each segment, as far as it was asked for."""
         self._layers = [(zero, zero, np.array(segments[0].lengths, np.int64))]
         """For each source, the first draw, its epoch, and the length of the epochs from there on; newer ones follow."""
-        self._lengths = np.maximum(self._layers[0][2], 1)  # no division by that of a source that is not there
         for number, segment in enumerate(segments[1:], 1):
             start, epoch, before = self._layers[-1]
             lengths = np.array(segment.lengths, np.int64)
@@ -266,10 +263,6 @@ class Draws:
 
     def epochs(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
         """Return, for some draws, the epoch of the source, its length, and the place in it."""
-        if len(self._layers) == 1:  # each source begins at its first draw
-            length = self._lengths.take(sources)
-            rounds = draws // length
-            return rounds, length, draws - rounds * length
         start, epoch, length = (values[sources] for values in self._layers[-1])
         for layer in self._layers[-2::-1]:
             earlier = draws < start
@@ -277,7 +270,7 @@ class Draws:
                 break
             for values, older in zip((start, epoch, length), layer, strict=True):
                 values[earlier] = older[sources[earlier]]
-        rounds, places = np.divmod(draws - start, np.maximum(length, 1))
+        rounds, places = np.divmod(draws - start, np.maximum(length, 1))  # a source that is not there has length 0
         return epoch + rounds, length, places
 
     def begin(self, source: int, epoch: int) -> tuple[int, int]:
@@ -302,15 +295,14 @@ class MixtureOrder(Order):
             length: Samples of the epoch.
         """
         super().__init__(length)
-        self.mixing, self.first = mixing, first
-        self._seed, self._orders = seed, many if mixing.shuffles else None
+        self.mixing, self.seed, self.many, self.first = mixing, seed, many, first
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
         flat = positions.reshape(-1)
         sources, draws = self.mixing.draws.at(flat + self.first)
         epochs, lengths, places = self.mixing.draws.epochs(sources, draws)
-        indices = places if self._orders is None else self._orders(sources, epochs, lengths, places)
+        indices = self.many(sources, epochs, lengths, places) if self.mixing.shuffles else places
         found: Indices = sample_ids(sources, epochs, indices).reshape(positions.shape)
         return found
 
@@ -345,8 +337,8 @@ class MixtureOrder(Order):
             if index >= length:  # the source has grown since
                 continue
             place = index
-            if self._orders is not None:
-                order = Permutation(length, mixing.key(self._seed, source, epoch))
+            if mixing.shuffles:
+                order = Permutation(length, mixing.key(self.seed, source, epoch))
                 place = int(order.inverse(np.array([index], np.int64))[0])
             if begin <= begun + place < end:
                 draws.append(begun + place)
