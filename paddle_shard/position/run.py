@@ -13,7 +13,7 @@ import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError
+from paddle_shard.errors import ArgumentError, PeerLostError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -21,6 +21,7 @@ from paddle_shard.plan.certificate import (
     Account,
     Certificate,
     Delivered,
+    Owner,
     Total,
     account_from_json,
     account_to_json,
@@ -41,6 +42,7 @@ from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.samplers import PlanBatches, UserBatches
+from paddle_shard.samplers.user_batches import samplers
 from paddle_shard.say_once import say_once
 
 # What the passes have delivered
@@ -63,10 +65,8 @@ class Standing(NamedTuple):
     """True if no batch of the epoch is left."""
     sampler: Any = None
     """State of the user's own sampler."""
-    mine: Total = Total()
-    """What this process delivered in the pass."""
-    drawn: Total = Total()
-    """What the user's sampler drew for it."""
+    totals: Mapping[Owner, Total] = MappingProxyType({})
+    """What this process delivered in the pass, and what the user's sampler drew for it."""
 
 
 class PassProgress:
@@ -89,11 +89,9 @@ class PassProgress:
             num_steps: Steps of the whole epoch; None if they are only known at its end.
             plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
-        self.start, self.plan = start, plan
-        self.epoch = start.epoch
-        self._segments, self._place = segments, place
+        self.start, self.plan, self.epoch = start, plan, start.epoch
+        self._segments, self._place, self._num_steps = segments, place, num_steps
         self.number = next(numbers)
-        self.num_steps = num_steps
         self.counted = self.closed = False
         """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
         self.at = Standing(start.samples, start.steps, start.ended, start.sampler)
@@ -109,20 +107,22 @@ class PassProgress:
         """
         at, (passed, positions) = self.at, batch.passed
         steps, positions = at.steps + passed + 1, positions + batch.num_real
-        ended = steps == self.num_steps if batch.last is None else batch.last
-        mine = at.mine if self._place is None else plus(at.mine, total_of(ids, len(ids) + lost))
-        of_all = plus(at.drawn, total_of(batch.drawn, positions)) if drawn and len(batch.drawn) else at.drawn
-        self.at = Standing(at.samples + positions, steps, ended, batch.sampler_state, mine, of_all)
+        ended = steps == self._num_steps if batch.last is None else batch.last
+        totals = dict(at.totals)
+        if self._place is not None:
+            totals[self._place] = plus(totals.get(self._place, Total()), total_of(ids, len(ids) + lost))
+        if drawn and len(batch.drawn):
+            totals[DRAWN] = plus(totals.get(DRAWN, Total()), total_of(batch.drawn, positions))
+        self.at = Standing(at.samples + positions, steps, ended, batch.sampler_state, totals)
 
     def account(self, since: Standing) -> Account:
         """Return what was delivered since an earlier standing of the pass."""
-        at, found = self.at, dict[Any, Delivered]()
+        at = self.at  # read once: another thread may deliver
+        if at.samples == since.samples:
+            return {}
         stretches = ((since.samples, at.samples),)
-        if at.samples > since.samples and self._place is not None:
-            found[self._place] = Delivered(stretches, (), minus(at.mine, since.mine))
-        if at.samples > since.samples and at.drawn != Total():
-            found[DRAWN] = Delivered(stretches, (), minus(at.drawn, since.drawn))
-        return found
+        before = {owner: since.totals.get(owner, Total()) for owner in at.totals}
+        return {owner: Delivered(stretches, (), minus(total, before[owner])) for owner, total in at.totals.items()}
 
     def state(self) -> LoaderState:
         """Return the position as a state, without what the whole run knows."""
@@ -224,8 +224,7 @@ class Run:
     def set_epoch(self, epoch: int, others: Mapping[str, Any]) -> None:
         """Choose the epoch of the passes that begin from now on; the user's sampler is told."""
         epoch = check_count("epoch", epoch, 0)
-        owners: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
-        told = [sampler for sampler in owners if hasattr(sampler, "set_epoch")]
+        told = [sampler for sampler in samplers(self._sampler) if hasattr(sampler, "set_epoch")]
         if others and not told:
             raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
         for sampler in told:
@@ -280,8 +279,11 @@ class Run:
                 "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to continue it."
             )
         source, plan = self._source, self._plan_from(start)
-        num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
-        if source.stream is not None:
+        if plan is not None:
+            num_steps: int | None = plan.num_steps
+        elif source.stream is None:
+            num_steps = self.num_steps_or_none()
+        else:
             left = source.stream.steps_left(start)
             num_steps = None if left is None else start.steps + left
         if plan is not None:
@@ -324,24 +326,18 @@ class Run:
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
         plan = self.plan
-        return self.num_steps() - (0 if plan is None else num_steps_left_out(plan, self.epoch, self.skips))
-
-    def num_steps(self) -> int:
-        """Return the steps of a whole epoch, counted once; those of the present one if epochs differ."""
-        if self.plan is not None:
-            return self.plan.num_steps
-        if self._num_steps is None:
+        if plan is not None:
+            return plan.num_steps - num_steps_left_out(plan, self.epoch, self.skips)
+        if self._num_steps is None:  # counted once, as a sampler may have to be drawn to its end
             self._num_steps = len(self._source.batches)
         return self._num_steps
 
     def num_steps_or_none(self) -> int | None:
-        """Return the steps of a whole epoch if they are known without drawing a sampler to its end."""
-        if self._num_steps is None and not self._source.batches.knows_length:
-            return None
-        try:
-            return self.num_steps()
-        except ArgumentTypeError:
-            return None
+        """Return the steps of the whole present epoch if they are known without drawing a sampler to its end."""
+        plan = self.plan
+        if plan is not None:
+            return plan.num_steps
+        return self.num_batches() if self._num_steps is not None or self._source.batches.knows_length else None
 
     @property
     def history(self) -> History:
