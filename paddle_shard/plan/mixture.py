@@ -212,13 +212,9 @@ class Draws:
                 continue
             drawn = self._base(number) - start
             begun = np.where(before > 0, -(-drawn // np.maximum(before, 1)), 0)  # epochs, also one that is not over
-            self._layers.append(
-                (
-                    np.where(changed, start + begun * before, start),
-                    np.where(changed, epoch + begun, epoch),
-                    np.where(changed, lengths, before),
-                )
-            )
+            grown = start + begun * before, epoch + begun, lengths
+            layer = [np.where(changed, new, old) for new, old in zip(grown, (start, epoch, before), strict=True)]
+            self._layers.append((layer[0], layer[1], layer[2]))
 
     def _base(self, number: int) -> Indices:
         """Return how often each source was drawn before a segment."""

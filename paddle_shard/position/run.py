@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from paddle_shard.plan.certificate import (
 )
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, positions_of
+from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, places_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, grown
 from paddle_shard.plan.step import Ids, Step
@@ -450,11 +451,7 @@ class Run:
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
-        positions = positions_of(plan, epoch, sample)
-        places = [self._delivered_at(plan, epoch, position) for position in positions]
-        if isinstance(plan.ordering, Mixing):
-            return [place for place in places if place is not None]
-        return places[0]
+        return places_of(plan, epoch, sample, partial(self._delivered_at, plan, epoch))
 
     def _delivered_at(self, plan: ShardPlan, epoch: int, position: int) -> Where | None:
         """Return where the sample at a position is delivered; None if the tail drops it, or the user leaves it out."""
