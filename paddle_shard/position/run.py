@@ -206,7 +206,7 @@ class Run:
     @property
     def plan(self) -> ShardPlan | None:
         """The order of the present epoch, unless the user's own sampler decides it."""
-        return None if self._planned is None else self._planned.plan_of(self.epoch)
+        return self._plan_from(LoaderState(epoch=self.epoch))
 
     # The epoch
 
@@ -379,7 +379,7 @@ class Run:
     # What is delivered
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
-        return None if self._planned is None else self._planned.plan_of(start.epoch, start)
+        return None if self._planned is None else self._planned.plan_of(start)
 
     def _mixing(self, plan: ShardPlan | None, what: str) -> Mixing:
         """Return the order of a mixture; refuse other data sets."""
@@ -400,7 +400,7 @@ class Run:
             ArgumentError: The weights do not fit the sources, or are not the same on all ranks; on all ranks.
         """
         batches = self._planned
-        mixing = self._mixing(None if batches is None else batches.plan_of(0), "set_weights()")
+        mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         assert batches is not None
         try:
             said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights)), "drawn": batches.drawn}

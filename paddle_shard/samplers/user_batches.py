@@ -123,7 +123,7 @@ class UserBatches(IndexBatches):
                 f"len(): the batch_sampler {self._name} does not tell how many batches it has with "
                 f"tail={self.tail!r}, and cannot be copied to count them."
             ) from error
-        return sum(1 for _ in other.epoch(0))
+        return sum(1 for _ in other.batches(LoaderState()))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it is known here."""
@@ -133,21 +133,20 @@ class UserBatches(IndexBatches):
             names["sampler"] = type(inner).__name__
         return {**names, **self.lengths, "tail": str(self.tail), "seed": self.seed}
 
-    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
-        """Iterate over the global batches of an epoch.
+    def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
+        """Iterate over the global batches of an epoch from a position on.
 
         Raises:
             BatchSizeError: A batch that is not the last cannot be cut evenly.
             ArgumentError: The tail is "error" and the last batch is short.
             StateError: The sampler does not reach the saved position.
         """
-        resumed = resumed or LoaderState(epoch=epoch)
-        if resumed.ended:
-            if resumed.sampler is not None and "end" in resumed.sampler:
-                self._ends[epoch] = resumed.sampler["end"]
+        if start.ended:
+            if start.sampler is not None and "end" in start.sampler:
+                self._ends[start.epoch] = start.sampler["end"]
             return iter(())
         # The pass has its own sampler from here on, before its first batch: later changes do not affect it.
-        return self._to_end(Draw(self._own(epoch), epoch, self), resumed)
+        return self._to_end(Draw(self._own(start.epoch), start.epoch, self), start)
 
     def _own(self, epoch: int) -> Any:
         """Return the sampler for a pass."""
@@ -179,16 +178,16 @@ class UserBatches(IndexBatches):
             sampler.drop_last = False
         return sampler
 
-    def _to_end(self, draw: Draw, resumed: LoaderState) -> Iterator[GlobalBatch]:
+    def _to_end(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
 
         If the length does not tell the end, the end is seen when the next batch is asked for.
         """
         steps = self._told()
-        if steps is not None and resumed.samples and self.consecutive and self.nominal_size:
+        if steps is not None and start.samples and self.consecutive and self.nominal_size:
             # Perhaps in another size from here on.
-            steps += resumed.steps - -(-resumed.samples // self.nominal_size)
-        batches = self._batches(draw, resumed)
+            steps += start.steps - -(-start.samples // self.nominal_size)
+        batches = self._batches(draw, start)
         for found, last in seen_ahead(batches, lambda one: steps is not None and one.step.number + 1 >= steps):
             if not last:
                 yield found
@@ -198,20 +197,20 @@ class UserBatches(IndexBatches):
                 state = {**(state or {}), "end": self._ends[draw.epoch]}
             yield found._replace(step=replace(found.step, last=True, sampler_state=state))
 
-    def _batches(self, draw: Draw, resumed: LoaderState) -> Iterator[GlobalBatch]:
+    def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
-        saved, drawn = resumed.sampler or {}, iter(draw)
+        saved, drawn = start.sampler or {}, iter(draw)
         own_state = "now" in saved
         if own_state:
             draw.load(saved["now"], saved["began"])
-        elif resumed.samples:
-            drawn = self._replay(drawn, resumed, draw)
-        number, least = resumed.steps, self.nominal_size or 0
+        elif start.samples:
+            drawn = self._replay(drawn, start, draw)
+        number, least = start.steps, self.nominal_size or 0
         for (batch, state), last in seen_ahead(drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least):
             padding: list[Any] | None = []
             if last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
-                head = self._head(draw) if own_state and resumed.samples else draw.head
+                head = self._head(draw) if own_state and start.samples else draw.head
                 padding = self._padding(batch, head, number)
             else:
                 self._check_size(batch, number)
@@ -219,7 +218,7 @@ class UserBatches(IndexBatches):
                 break
             yield self._global(draw.epoch, number, batch, padding, draw.noted(batch, state))
             number += 1
-        if not resumed.samples and not draw.head:
+        if not start.samples and not draw.head:
             raise ArgumentError(
                 f"the batch_sampler {self._name} has yielded no batch in epoch {draw.epoch}. "
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
@@ -236,9 +235,9 @@ class UserBatches(IndexBatches):
                 break
         return again.head
 
-    def _replay(self, drawn: Iterator[Any], resumed: LoaderState, draw: Draw) -> Iterator[Drawn]:
+    def _replay(self, drawn: Iterator[Any], start: LoaderState, draw: Draw) -> Iterator[Drawn]:
         """Draw up to a position without reading samples, and return the rest; cut batches again if that is allowed."""
-        passed, rest, samples, name = 0, list[Any](), resumed.samples, self._name
+        passed, rest, samples, name = 0, list[Any](), start.samples, self._name
         while passed < samples:
             found = next(drawn, None)
             if found is None:
@@ -255,7 +254,7 @@ class UserBatches(IndexBatches):
                 f"state is at sample {samples}, inside a batch of the batch_sampler {name}: give it the batch size "
                 "that it had."
             )
-        if (resumed.sampler or {}).get("drawn", draw.digest) != draw.digest:
+        if (start.sampler or {}).get("drawn", draw.digest) != draw.digest:
             raise StateError(
                 f"state is at sample {samples} of epoch {draw.epoch}, but the first {samples} samples that the "
                 f"batch_sampler {name} draws now are not those that were delivered. {_REPLAYED}"
