@@ -216,7 +216,7 @@ class ShardPlan:
         last_rows = ending.num_rows(stretches.rest, self.batch_size, unit) if stretches.rest else 0
         found["_last_rows"], found["num_steps"] = last_rows, stretches.num_full + (last_rows > 0)
         found["num_served"] = min(positions, stretches.step(stretches.num_full)[0] + last_rows)
-        for name, value in found.items():
+        for name, value in found.items():  # what is derived is kept, as it is asked for at each step
             object.__setattr__(self, name, value)
         if self.ending.refuses and stretches.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)

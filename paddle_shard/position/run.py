@@ -14,7 +14,7 @@ import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.errors import ArgumentError, PeerLostError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -217,6 +217,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """The epoch that the next pass will serve."""
+        # A user may set the epoch of the sampler instead: it counts if it is not the one that was seen last.
         now = self._samplers_epoch()
         if now is not None and (self._shared or now != self._seen):
             self._epoch = self._seen = now
@@ -245,7 +246,7 @@ class Run:
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
-        self._count(progress)
+        self._count(progress)  # also where nothing was delivered: the pass has seen the end
         progress.at = progress.at._replace(ended=True)
         if isinstance(self._source.batches, UserBatches):
             self._source.batches.finished(progress.epoch)
@@ -404,7 +405,7 @@ class Run:
         assert batches is not None
         try:
             said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights)), "drawn": batches.drawn}
-        except ArgumentError as error:
+        except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank
             said = {"error": f"{type(error).__name__}: {error}"}
         found = gathered(said, self._ranks, self._timeout, "set_weights()")
         for rank, one in zip(self._ranks, found, strict=True):
@@ -417,6 +418,7 @@ class Run:
                 )
         at = max(int(one["drawn"]) for one in found)
         batches.set_weights(at, tuple(found[0]["parts"]))
+        # The passes that are asked about their order (`where`, `certificate`); their batches ask for the plan anew.
         for progress in {self._newest, self._latest} - {None}:
             assert progress is not None
             progress.plan = self._plan_from(progress.start)

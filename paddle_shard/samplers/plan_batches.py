@@ -88,11 +88,12 @@ class PlanBatches(IndexBatches):
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
         changed, plan, epoch = self._changed, self.plan_of(start), start.epoch
         for step in range(start.steps, 0 if start.ended else plan.num_steps):
-            if changed is not self._changed:  # the weights of a mixture
+            if changed is not self._changed:  # the weights of a mixture were switched since the last step
                 changed, plan = self._changed, self.plan_of(start)
             found = global_batch(plan, epoch, step)
             if isinstance(plan.ordering, Mixing):
                 end = plan.first_position(step=step) + found.step.num_real
+                # The largest, since passes may read the same epoch, or an earlier one, at once.
                 self.drawn = max(self.drawn, plan.ordering.first_position(epoch, plan.num_samples) + end)
             yield found
 

@@ -359,11 +359,11 @@ class Draw:
                 "load_state_dict. Give the loader the sampler that it had."
             )
         with self._randomness():
-            self.owner.load_state_dict(copy.deepcopy(now))
+            self.owner.load_state_dict(copy.deepcopy(now))  # which the sampler may keep and change
         self.began = began
 
     def __iter__(self) -> Iterator[Drawn]:
-        with self._randomness():
+        with self._randomness():  # some samplers draw the whole order here, others in each `next`
             source = iter(self._sampler)
         for step in count():
             with self._randomness():
