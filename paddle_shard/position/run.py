@@ -52,24 +52,6 @@ numbers = count()
 """Numbers the passes, and the events between them, in the order in which they occur."""
 
 
-class Standing(NamedTuple):
-    """How far a pass has come, counted in what it has delivered.
-
-    It is one value, so that a signal handler that saves the state finds a batch as a whole or not at all.
-    """
-
-    samples: int
-    """Samples of the epoch, also those from before the pass."""
-    steps: int
-    """Batches of the epoch, too."""
-    ended: bool
-    """True if no batch of the epoch is left."""
-    sampler: Any = None
-    """State of the user's own sampler."""
-    totals: Mapping[Owner, Total] = MappingProxyType({})
-    """What this process delivered in the pass, and what the user's sampler drew for it."""
-
-
 class PassProgress:
     """The position of one pass, and what it has delivered."""
 
@@ -91,11 +73,13 @@ class PassProgress:
             plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
         self.start, self.plan, self.epoch = start, plan, start.epoch
-        self._segments, self._place, self._num_steps = segments, place, num_steps
+        self._place, self._num_steps = place, num_steps
         self.number = next(numbers)
         self.counted = self.closed = False
         """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
-        self.at = Standing(start.samples, start.steps, start.ended, start.sampler)
+        self.at = replace(start, segments=segments, certificate={})
+        """The position, and what was delivered in this pass. It is one value, so that a signal handler that saves the
+        state finds a batch as a whole or not at all."""
 
     def deliver(self, batch: Step, ids: Ids, lost: int, *, drawn: bool) -> None:
         """Count one more delivered batch, and those directly before it that were left out.
@@ -108,48 +92,47 @@ class PassProgress:
         """
         at, (passed, positions) = self.at, batch.passed
         steps, positions = at.steps + passed + 1, positions + batch.num_real
-        ended = steps == self._num_steps if batch.last is None else batch.last
-        totals = dict(at.totals)
+        samples, ended = at.samples + positions, steps == self._num_steps if batch.last is None else batch.last
+        totals: dict[Owner, Total] = {}
         if self._place is not None:
-            totals[self._place] = plus(totals.get(self._place, Total()), total_of(ids, len(ids) + lost))
+            totals[self._place] = total_of(ids, len(ids) + lost)
         if drawn and len(batch.drawn):
-            totals[DRAWN] = plus(totals.get(DRAWN, Total()), total_of(batch.drawn, positions))
-        self.at = Standing(at.samples + positions, steps, ended, batch.sampler_state, totals)
+            totals[DRAWN] = total_of(batch.drawn, positions)
+        account, once = dict(at.certificate), ((self.start.samples, samples),)
+        for owner, total in totals.items():
+            account[owner] = Delivered(once, (), plus(account.get(owner, Delivered()).total, total))
+        self.at = replace(
+            at, samples=samples, steps=steps, ended=ended, sampler=batch.sampler_state, certificate=account
+        )
 
-    def account(self, since: Standing) -> Account:
-        """Return what was delivered since an earlier standing of the pass."""
+    def account(self, since: LoaderState) -> Account:
+        """Return what was delivered since an earlier position of the pass."""
         at = self.at  # read once: another thread may deliver
         if at.samples == since.samples:
             return {}
-        stretches = ((since.samples, at.samples),)
-        before = {owner: since.totals.get(owner, Total()) for owner in at.totals}
-        return {owner: Delivered(stretches, (), minus(total, before[owner])) for owner, total in at.totals.items()}
+        once, before = ((since.samples, at.samples),), since.certificate
+        return {
+            owner: Delivered(once, (), minus(found.total, before.get(owner, Delivered()).total))
+            for owner, found in at.certificate.items()
+        }
 
     def state(self) -> LoaderState:
         """Return the position as a state, without what the whole run knows."""
         at = self.at
-        return LoaderState(
-            epoch=self.epoch,
-            samples=at.samples,
-            steps=at.steps,
-            ended=at.ended,
-            segments=tuple(one for one in self._segments if one[0] < at.samples) or self._segments[:1],
-            sampler=at.sampler,
-        )
+        return replace(at, segments=tuple(one for one in at.segments if one[0] < at.samples) or at.segments[:1])
 
 
 class OfEpoch(NamedTuple):
     """What this process knows of the deliveries of an epoch.
 
-    It is replaced in one assignment, as the standing of a pass is. So a signal handler that saves the state finds a
-    batch as a whole or not at all.
+    It is replaced in one assignment, as the position of a pass is.
     """
 
     known: Account = MappingProxyType({})
     """What a saved state, or the last certificate, says."""
     own: Account = MappingProxyType({})
     """What the closed passes have delivered since then."""
-    passes: tuple[tuple[PassProgress, Standing], ...] = ()
+    passes: tuple[tuple[PassProgress, LoaderState], ...] = ()
     """The other passes, and where each was at the last certificate, or when it was added."""
     end: int | None = None
     """The position at which the user's sampler has ended; None if no pass has seen it."""
@@ -247,7 +230,7 @@ class Run:
                 "smaller batch, or tail='pad' or 'fill'."
             )
         self._count(progress)  # also where nothing was delivered: the pass has seen the end
-        progress.at = progress.at._replace(ended=True)
+        progress.at = replace(progress.at, ended=True)
         if isinstance(self._source.batches, UserBatches):
             self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
