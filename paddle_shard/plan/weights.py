@@ -116,11 +116,11 @@ def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | 
         >>> num_positions_to_read([Segment(0, (7, 3), (70, 60))], every=False)
         100
     """
-    found = [_position_to_read(segments, source) for source in range(len(segments[0].parts))]
-    drawn = [at for at, *parts in zip(found, *(segment.parts for segment in segments), strict=True) if any(parts)]
-    if every:
-        return None if None in drawn else max(at for at in drawn if at is not None)
-    return min((at for at in drawn if at is not None), default=None)
+    drawn = [source for source, parts in enumerate(zip(*(one.parts for one in segments), strict=True)) if any(parts)]
+    found = [_position_to_read(segments, source) for source in drawn]
+    if every and None in found:
+        return None
+    return (max if every else min)((position for position in found if position is not None), default=None)
 
 
 def _position_to_read(segments: Sequence[Segment], source: int) -> int | None:

@@ -92,7 +92,8 @@ class PassProgress:
         """
         at, (passed, positions) = self.at, batch.passed
         steps, positions = at.steps + passed + 1, positions + batch.num_real
-        samples, ended = at.samples + positions, steps == self._num_steps if batch.last is None else batch.last
+        samples = at.samples + positions
+        ended = steps == self._num_steps if batch.last is None else batch.last
         totals: dict[Owner, Total] = {}
         if self._place is not None:
             totals[self._place] = total_of(ids, len(ids) + lost)
