@@ -291,13 +291,14 @@ class Run:
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
-        if not progress.counted:
-            self._count(progress)
+        self._count(progress)
         progress.deliver(batch, ids, lost, drawn=not self._source.split)
 
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
-        if not progress.counted and progress.number >= self.first_pass:
+        if progress.counted:
+            return
+        if progress.number >= self.first_pass:
             # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
             for epoch, found in list(self._epochs.items()):
                 self._epochs[epoch] = found.settled()

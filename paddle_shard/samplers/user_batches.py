@@ -368,9 +368,9 @@ class Draw:
         for step in count():
             with self._randomness():
                 found = next(source, _END)
-                after = self._state() if found is not _END else None
-            if found is _END:
-                return
+                if found is _END:
+                    return
+                after = self._state()
             batch = _indices(found, step)
             if len(self.head) < self.head_size:
                 self.head += batch
