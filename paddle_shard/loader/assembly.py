@@ -6,6 +6,7 @@ import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import paddle.distributed as dist
@@ -60,7 +61,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     options = replace(options, dataloader=options.dataloader if stream is None else stream, is_dataset_splitted=split)
     dataloader = options.dataloader
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
-    prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
+    prefetch, if_worth_it, on_device = checked_prefetch(options, stream=stream is not None)
     # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
     members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
     members = members if num_ranks() > 1 else (me,)
@@ -86,7 +87,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         placer=placer,
         own_layout=own,
         rows=LoaderRows(source, layouts, own),
-        reading=_reading(options, source, own, pad_to),
+        reading=_reading(options, source, own, pad_to, on_device),
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
@@ -99,7 +100,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     )
 
 
-def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None) -> Reading:
+def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None, on_device: int) -> Reading:
     """Return how steps are read, here or in workers."""
     how = HowToRead(
         generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
@@ -112,9 +113,9 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
-    to_tensors = TensorMaker(options.dataloader.places[0])
+    to_tensors = partial(TensorMaker, options.dataloader.places[0], queued=on_device > 0)
     # Workers have less time than the other ranks, so that these are told what it is.
-    return Reading(options.dataloader, how, to_tensors, 0.9 * options.timeout, read)
+    return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read)
 
 
 def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> dict[str, Any]:
