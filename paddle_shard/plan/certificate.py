@@ -181,7 +181,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
     found: dict[Owner, Delivered] = {owner: account[owner] for owner in (ALL, DRAWN) if owner in account}
     for count in sorted({owner[1] for owner in account if owner not in found}):
         slices = {rank: delivered for (rank, of), delivered in account.items() if of == count and rank >= 0}
-        most = max(slices.values())
+        most = max(slices.values())  # any of them, if all data ranks have delivered the same positions
         missing = [rank for rank in range(count) if rank not in slices or slices[rank][:2] != most[:2]]
         if missing:
             found |= {(rank, count): delivered for rank, delivered in slices.items()}

@@ -218,6 +218,7 @@ class Draws:
 
     def _base(self, number: int) -> Indices:
         """Return how often each source was drawn before a segment."""
+        # Not computed at the start: it costs the sequence up to the segment, which a run may never reach.
         while len(self._bases) <= number:
             at = len(self._bases) - 1
             length = self._segments[at + 1].first - self._segments[at].first
@@ -325,7 +326,7 @@ class MixtureOrder(Order):
         both = np.full(2, source, np.int64)
         first, last = run.epochs(both, np.array([begin, end - 1], np.int64))[0].tolist()
         step = 1
-        if rounds is not None:
+        if rounds is not None:  # an id tells the epoch modulo 512 only
             first, step = first + (rounds - first) % ROUNDS, ROUNDS
         draws = []
         for epoch in range(first, last + 1, step):

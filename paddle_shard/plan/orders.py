@@ -61,7 +61,7 @@ class PaddleOrder(Order):
 
     def inverse(self, samples: Indices) -> Indices:
         """Return the position of each sample."""
-        if self._inverse is None:
+        if self._inverse is None:  # only `where` asks for it
             self._inverse = np.argsort(self._table)
         return self._inverse[samples]
 

@@ -271,7 +271,7 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     """
     before, now = int(saved["num_samples"]), plan.num_samples
     then = history.length(before, epoch)
-    first_new = epoch + (samples > 0)
+    first_new = epoch + (samples > 0)  # an epoch that was begun keeps its length
     lengths = history.lengths or ((0, before),)
     if then != now:
         lengths = (*(entry for entry in lengths if entry[0] < first_new), (first_new, now))
