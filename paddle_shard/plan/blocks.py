@@ -234,14 +234,8 @@ class BlockOrder(Order):
         first, mixing = self._mixing(part, window)
         places = first + mixing(np.arange(number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64))
         slots = self._slot(places)
-        low, high = int(slots.min()), int(slots.max())
-        if high - low < len(places):
-            # [slot - low]: block in that slot
-            blocks = self._blocks(np.arange(low, high + 1, dtype=np.int64))[slots - low]
-        else:  # the slots span more blocks than there are places
-            found, at = np.unique(slots, return_inverse=True)
-            blocks = self._blocks(found)[at]
-        return blocks * self._size + places - self._start(slots)
+        found, at = np.unique(slots, return_inverse=True)  # a block has many places here: each is computed once
+        return self._blocks(found)[at] * self._size + places - self._start(slots)
 
 
 _block_order = lru_cache(maxsize=4)(BlockOrder)  # with the tables that were computed last

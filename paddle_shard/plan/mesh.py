@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from paddle_shard.errors import ArgumentError, AxisError
 
 Axes = str | int | Sequence[str | int] | None
@@ -96,11 +98,7 @@ class MeshLayout:
             raise ArgumentError(
                 f"global_rank {global_rank} is not on the mesh; its process_ids are {list(self.process_ids)}."
             )
-        rest, coordinate = self.process_ids.index(global_rank), []
-        for size in reversed(self.shape):
-            rest, at = divmod(rest, size)
-            coordinate.append(at)
-        return tuple(reversed(coordinate))
+        return tuple(map(int, np.unravel_index(self.process_ids.index(global_rank), self.shape)))
 
     def num_data_ranks(self, data_axes: Axes) -> int:
         """Return the product of the sizes of the data axes; 1 if there are none.

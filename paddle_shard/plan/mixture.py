@@ -29,8 +29,8 @@ MAX_DRAWS = 1 << 50
 # An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source.
 
 
-def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
-    """Return the ids of samples: int64, as many as there are sources.
+def sample_ids(sources: Any, epochs: Any, indices: Any) -> Any:
+    """Return the id of a sample; or of many, if arrays are given: int64, as many as there are sources.
 
     An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is drawn again in the
     same epoch of the mixture has another id, and other random numbers.
@@ -107,16 +107,14 @@ class Mixing(Ordering):
                 f"epoch must be in range({MAX_DRAWS // length}) for a mixture with {length} samples in an epoch, "
                 f"got {epoch}."
             )
-        # What was asked for last is kept, in one value each: threads may ask for different orders.
-        kept_seed, many = self._kept.get("many", (None, None))
-        if many is None or kept_seed != seed:
-            many = Permutations(len(self.names), partial(self.key, seed))
-            self._kept["many"] = seed, many
-        order: MixtureOrder | None
-        asked, order = self._kept.get("order", (None, None))
-        if order is None or asked != (seed, epoch, length):
-            order = MixtureOrder(self, seed, many, self.first_position(epoch, length), length)
-            self._kept["order"] = (seed, epoch, length), order
+        # The order that was asked for last is kept. It is read once: threads may ask for different orders.
+        kept, first = self._kept.get("order"), self.first_position(epoch, length)
+        if kept is not None and (kept.seed, kept.first, kept.length) == (seed, first, length):
+            return kept
+        # Epochs of a source continue in the next epoch of the mixture, so their permutations are handed on.
+        handed_on = kept.many if kept is not None and kept.seed == seed else None
+        many = handed_on or Permutations(len(self.names), partial(self.key, seed))
+        order = self._kept["order"] = MixtureOrder(self, seed, many, first, length)
         return order
 
     def key(self, seed: int, source: int, epoch: int) -> bytes:
@@ -135,6 +133,24 @@ class Mixing(Ordering):
             for segment in self.segments
         ]
         return {"mixture": {"sources": list(self.names), "shuffled": self.shuffles, "segments": segments}}
+
+    def numbers_of(self, sample: Any) -> tuple[int, int]:
+        """Return the number of the source, and the index in it, of a sample that a user names.
+
+        Args:
+            sample: (name of its source, index in the source).
+
+        Raises:
+            ArgumentError: There is no such sample.
+        """
+        fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in self.names
+        source, index = (self.names.index(sample[0]), sample[1]) if fine else (0, None)
+        if not isinstance(index, int | np.integer) or not 0 <= index < self.segments[-1].lengths[source]:
+            raise ArgumentError(
+                "sample of a mixture must be (name of a source, index in it), such as "
+                f"{(self.names[0], 0)}, got {sample!r}; the sources are {list(self.names)}."
+            )
+        return source, int(index)
 
     # The run
 
@@ -165,8 +181,8 @@ class Mixing(Ordering):
         return Draws(self.segments)
 
     @cached_property
-    def _kept(self) -> dict[str, Any]:
-        return {}
+    def _kept(self) -> dict[str, MixtureOrder]:
+        return {}  # a dict, since the value is frozen
 
 
 class Draws:
@@ -188,7 +204,6 @@ class Draws:
         """How often each source was drawn before each segment, as far as it was asked for."""
         self._layers = [(zero, zero, np.array(segments[0].lengths, np.int64))]
         """For each source, the first draw, its epoch, and the length of the epochs from there on; newer ones follow."""
-        self._lengths = np.maximum(self._layers[0][2], 1)  # no division by that of a source that is not there
         for number, segment in enumerate(segments[1:], 1):
             start, epoch, before = self._layers[-1]
             lengths = np.array(segment.lengths, np.int64)
@@ -197,16 +212,13 @@ class Draws:
                 continue
             drawn = self._base(number) - start
             begun = np.where(before > 0, -(-drawn // np.maximum(before, 1)), 0)  # epochs, also one that is not over
-            self._layers.append(
-                (
-                    np.where(changed, start + begun * before, start),
-                    np.where(changed, epoch + begun, epoch),
-                    np.where(changed, lengths, before),
-                )
-            )
+            grown = start + begun * before, epoch + begun, lengths
+            layer = [np.where(changed, new, old) for new, old in zip(grown, (start, epoch, before), strict=True)]
+            self._layers.append((layer[0], layer[1], layer[2]))
 
     def _base(self, number: int) -> Indices:
         """Return how often each source was drawn before a segment."""
+        # Not computed at the start: it costs the sequence up to the segment, which a run may never reach.
         while len(self._bases) <= number:
             at = len(self._bases) - 1
             length = self._segments[at + 1].first - self._segments[at].first
@@ -248,10 +260,6 @@ class Draws:
 
     def epochs(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
         """Return, for some draws, the epoch of the source, its length, and the place in it."""
-        if len(self._layers) == 1:  # each source begins at its first draw
-            length = self._lengths.take(sources)
-            rounds = draws // length
-            return rounds, length, draws - rounds * length
         start, epoch, length = (values[sources] for values in self._layers[-1])
         for layer in self._layers[-2::-1]:
             earlier = draws < start
@@ -259,7 +267,7 @@ class Draws:
                 break
             for values, older in zip((start, epoch, length), layer, strict=True):
                 values[earlier] = older[sources[earlier]]
-        rounds, places = np.divmod(draws - start, np.maximum(length, 1))
+        rounds, places = np.divmod(draws - start, np.maximum(length, 1))  # a source that is not there has length 0
         return epoch + rounds, length, places
 
     def begin(self, source: int, epoch: int) -> tuple[int, int]:
@@ -284,15 +292,14 @@ class MixtureOrder(Order):
             length: Samples of the epoch.
         """
         super().__init__(length)
-        self.mixing, self.first = mixing, first
-        self._seed, self._orders = seed, many if mixing.shuffles else None
+        self.mixing, self.seed, self.many, self.first = mixing, seed, many, first
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
         flat = positions.reshape(-1)
         sources, draws = self.mixing.draws.at(flat + self.first)
         epochs, lengths, places = self.mixing.draws.epochs(sources, draws)
-        indices = places if self._orders is None else self._orders(sources, epochs, lengths, places)
+        indices = self.many(sources, epochs, lengths, places) if self.mixing.shuffles else places
         found: Indices = sample_ids(sources, epochs, indices).reshape(positions.shape)
         return found
 
@@ -306,22 +313,9 @@ class MixtureOrder(Order):
         """Return the positions in the epoch at which a sample is delivered, in ascending order.
 
         Args:
-            sample: (name of its source, index in the source).
-
-        Raises:
-            ArgumentError: There is no such sample.
+            sample: (name of its source, index in the source); see `Mixing.numbers_of`.
         """
-        mixing = self.mixing
-        fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in mixing.names
-        most = mixing.segments[-1].lengths[mixing.names.index(sample[0])] if fine else 0
-        index = sample[1] if fine else None
-        if not isinstance(index, int | np.integer) or not 0 <= index < most:
-            raise ArgumentError(
-                "sample of a mixture must be (name of a source, index in it), such as "
-                f"{(mixing.names[0], 0)}, got {sample!r}; the sources are {list(mixing.names)}."
-            )
-        source = sample[0]
-        return sorted(self._found(mixing.names.index(source), int(index)))
+        return sorted(self._found(*self.mixing.numbers_of(sample)))
 
     def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
         """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""
@@ -332,7 +326,7 @@ class MixtureOrder(Order):
         both = np.full(2, source, np.int64)
         first, last = run.epochs(both, np.array([begin, end - 1], np.int64))[0].tolist()
         step = 1
-        if rounds is not None:
+        if rounds is not None:  # an id tells the epoch modulo 512 only
             first, step = first + (rounds - first) % ROUNDS, ROUNDS
         draws = []
         for epoch in range(first, last + 1, step):
@@ -340,8 +334,8 @@ class MixtureOrder(Order):
             if index >= length:  # the source has grown since
                 continue
             place = index
-            if self._orders is not None:
-                order = Permutation(length, mixing.key(self._seed, source, epoch))
+            if mixing.shuffles:
+                order = Permutation(length, mixing.key(self.seed, source, epoch))
                 place = int(order.inverse(np.array([index], np.int64))[0])
             if begin <= begun + place < end:
                 draws.append(begun + place)

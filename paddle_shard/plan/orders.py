@@ -61,9 +61,8 @@ class PaddleOrder(Order):
 
     def inverse(self, samples: Indices) -> Indices:
         """Return the position of each sample."""
-        if self._inverse is None:
-            self._inverse = np.empty_like(self._table)
-            self._inverse[self._table] = np.arange(len(self._table))
+        if self._inverse is None:  # only `where` asks for it
+            self._inverse = np.argsort(self._table)
         return self._inverse[samples]
 
 

@@ -46,22 +46,21 @@ def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, micro_size: i
             f"num_rows and micro_size must be multiples of num_data_ranks = {num_data_ranks}, "
             f"got {num_rows} and {micro_size}."
         )
-    whole = num_rows - num_rows % micro_size if micro_size else 0
-    # [micro-batch, data rank, row within]
-    micro = np.arange(whole, dtype=np.int64).reshape(-1, num_data_ranks, max(1, micro_size // num_data_ranks))
-    last = np.arange(whole, num_rows, dtype=np.int64).reshape(num_data_ranks, -1)
-    return np.concatenate([micro[:, data_rank].reshape(-1), last[data_rank]])
+    rows: Rows = np.arange(num_rows, dtype=np.int64)
+    data_ranks, _ = place_of_rows(rows, num_rows, num_data_ranks, max(1, micro_size))
+    own: Rows = rows[data_ranks == data_rank]
+    return own
 
 
-def place_of_row(row: int, num_rows: int, num_data_ranks: int, micro_size: int) -> tuple[int, int]:
-    """Return (data rank, row in its slice) for a row of a global batch: the inverse of `slice_rows`.
+def place_of_rows(rows: Rows, num_rows: int, num_data_ranks: int, micro_size: int) -> tuple[Rows, Rows]:
+    """Return (data rank, row in its slice) for some rows of a global batch.
 
     Examples:
-        >>> place_of_row(6, 8, 2, 4)
-        (1, 2)
+        >>> [values.tolist() for values in place_of_rows(np.arange(6), 6, 2, 4)]
+        [[0, 0, 1, 1, 0, 1], [0, 1, 0, 1, 2, 2]]
     """
-    micro, within = divmod(row, micro_size)
-    part = min(micro_size, num_rows - micro * micro_size) // num_data_ranks
+    micro, within = np.divmod(rows, micro_size)
+    part = np.minimum(micro_size, num_rows - micro * micro_size) // num_data_ranks  # the last micro-batch may be short
     return within // part, micro * (micro_size // num_data_ranks) + within % part
 
 

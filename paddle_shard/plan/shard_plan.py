@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mixture import Mixing, MixtureOrder
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
-from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_row, slice_rows
+from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_rows, slice_rows
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.step import GlobalBatch, Step
@@ -215,7 +216,7 @@ class ShardPlan:
         last_rows = ending.num_rows(stretches.rest, self.batch_size, unit) if stretches.rest else 0
         found["_last_rows"], found["num_steps"] = last_rows, stretches.num_full + (last_rows > 0)
         found["num_served"] = min(positions, stretches.step(stretches.num_full)[0] + last_rows)
-        for name, value in found.items():
+        for name, value in found.items():  # what is derived is kept, as it is asked for at each step
             object.__setattr__(self, name, value)
         if self.ending.refuses and stretches.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
@@ -351,11 +352,12 @@ class ShardPlan:
             epoch: The epoch.
             sample: Its index in the data set; of a mixture, (name of the source, index in it).
         """
-        places = []
-        for position in positions_of(self, epoch, sample):
+
+        def place(position: int) -> Where | None:
             step, row = self._stretches.step_and_row(position)
-            places.append(place_of(self, step, row) if step < self.num_steps else None)
-        return [place for place in places if place is not None] if isinstance(self.ordering, Mixing) else places[0]
+            return place_of(self, step, row) if step < self.num_steps else None
+
+        return places_of(self, epoch, sample, place)
 
     def step_of(self, *, position: int) -> int:
         """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
@@ -404,10 +406,18 @@ def positions_of(plan: ShardPlan, epoch: int, sample: Any) -> list[int]:
     return [int(order.inverse(np.array([sample], np.int64))[0])]
 
 
+def places_of(
+    plan: ShardPlan, epoch: int, sample: Any, place: Callable[[int], Where | None]
+) -> Where | list[Where] | None:
+    """Return where a sample is delivered, given the function that tells it for a position; see `ShardPlan.where`."""
+    found = [place(position) for position in positions_of(plan, epoch, sample)]
+    return [one for one in found if one is not None] if isinstance(plan.ordering, Mixing) else found[0]
+
+
 def place_of(plan: ShardPlan, step: int, row: int) -> Where:
     """Return the data rank that delivers a row of the global batch at a step, and the row in its slice."""
     _, num_rows, micro_size = plan._extent(step)
     if num_rows % plan.num_data_ranks or micro_size % plan.num_data_ranks:
         return Where(step=step, data_rank=None, row=None)
-    data_rank, local = place_of_row(row, num_rows, plan.num_data_ranks, micro_size)
-    return Where(step=step, data_rank=data_rank, row=local)
+    data_rank, local = place_of_rows(np.array(row), num_rows, plan.num_data_ranks, micro_size)
+    return Where(step=step, data_rank=int(data_rank), row=int(local))

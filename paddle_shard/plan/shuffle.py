@@ -209,11 +209,6 @@ class Permutations(threading.local):
         """
         slots = self._slots(sources, epochs, lengths)
         small = lengths <= TABLE_MAX
-        if small.all():
-            drawn: Indices = self._tables[self._table_at[slots] + places].astype(np.int64)
-            return drawn
-        if not small.any():
-            return self._walk(slots, lengths, places)
         found, large = np.empty(len(places), np.int64), ~small
         found[small] = self._tables[self._table_at[slots[small]] + places[small]]
         found[large] = self._walk(slots[large], lengths[large], places[large])

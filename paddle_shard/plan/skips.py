@@ -60,7 +60,7 @@ class Skips:
         if not self.samples:
             return found
         array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
-        if array.dtype.kind in "iu":
+        if array.dtype.kind in "iu":  # a sampler of the user's own may draw texts, too
             found |= np.isin(without_epoch(array), self._numbers)
         else:
             found |= np.array([one in self._known for one in ids], bool)

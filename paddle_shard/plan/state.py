@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
 from paddle_shard.plan.mixture import Mixing, first_sample
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Skips, counted
 from paddle_shard.plan.weights import Segment
@@ -176,13 +177,15 @@ class LoaderState:
 
     def _check_segments(self) -> None:
         """Refuse a state whose counts contradict each other."""
-        segments, samples, steps = self.segments, self.samples, 0
-        ends = [*(first for first, _ in segments[1:]), samples][: len(segments)]
-        for (first, size), end in zip(segments, ends, strict=True):
-            if first > end:
-                raise StateError(f"state is damaged: segments is {segments!r}, for {samples} samples.")
-            steps += -(-(end - first) // size)
-        if segments and (segments[0][0] != 0 or steps != self.steps):
+        segments, samples = self.segments, self.samples
+        if not segments:  # batches may be of any size
+            return
+        firsts = [*(first for first, _ in segments), samples]
+        if firsts != sorted(firsts):
+            raise StateError(f"state is damaged: segments is {segments!r}, for {samples} samples.")
+        stretches = Stretches(segments, samples)
+        steps = stretches.num_full + (stretches.rest > 0)
+        if firsts[0] != 0 or steps != self.steps:
             raise StateError(
                 f"state is damaged: {samples} samples in batches of {segments!r} make {steps} steps, not {self.steps}."
             )
@@ -195,26 +198,22 @@ class LoaderState:
         return (*kept, (self.samples, batch_size))
 
 
-def _kind(kind: type) -> Callable[[Any], Any]:
-    """Return a function that returns its argument; a TypeError if it is of another kind."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError(value)
-        return value
-
-    return read
+def _checked(kind: type, value: Any) -> Any:
+    """Return the value; a TypeError if it is of another kind."""
+    if not isinstance(value, kind):
+        raise TypeError(value)
+    return value
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "epoch": counted,
     "samples": counted,
     "steps": counted,
-    "ended": _kind(bool),
+    "ended": partial(_checked, bool),
     "segments": lambda rows: tuple((counted(first), counted(size, 1)) for first, size in rows),
-    "sampler": _kind(object),
+    "sampler": partial(_checked, object),
     "certificate": account_from_json,
-    "fingerprint": _kind(Mapping),
+    "fingerprint": partial(_checked, Mapping),
     "history": History.from_json,
 }
 """Reads each field of a saved state; what raises a TypeError or a ValueError is damaged."""
@@ -231,10 +230,9 @@ def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override:
     Raises:
         StateError: Rows that an epoch has delivered hold other documents now.
     """
-    saved = state["fingerprint"]
-    if saved.get("packed") == now.get("packed"):
+    then, here = state["fingerprint"].get("packed") or {}, now.get("packed") or {}
+    if then == here:
         return override
-    then, here = saved.get("packed") or {}, now.get("packed") or {}
     if "mixture" in now and "mixture" in override:
         changed = [name for name in then if name in here and then[name] != here[name]]
         if changed:
@@ -273,13 +271,14 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     """
     before, now = int(saved["num_samples"]), plan.num_samples
     then = history.length(before, epoch)
-    first_new = epoch + (samples > 0)
+    first_new = epoch + (samples > 0)  # an epoch that was begun keeps its length
     lengths = history.lengths or ((0, before),)
     if then != now:
-        kept = tuple(entry for entry in lengths if entry[0] < first_new)
-        lengths = (*kept, (first_new, now))
-    lengths = lengths if len(lengths) > 1 or lengths[0][1] != now else ()
-    if not isinstance(plan.ordering, Mixing):
+        lengths = (*(entry for entry in lengths if entry[0] < first_new), (first_new, now))
+    if lengths == ((0, now),):
+        lengths = ()
+    mixing = plan.ordering
+    if not isinstance(mixing, Mixing):
         if samples and now < then:
             raise StateError(
                 f"override=['num_samples']: the data had {then} samples and has {now} now, in the middle of epoch "
@@ -288,30 +287,25 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
         return replace(history, lengths=lengths)
     mixture = saved["mixture"]
     old = mixture["sources"]
-    if list(plan.ordering.names[: len(old)]) != old:
+    if list(mixing.names[: len(old)]) != old:
         raise StateError(
-            f"override=['mixture']: the state's sources are {old}, this mixture's {list(plan.ordering.names)}. Name "
+            f"override=['mixture']: the state's sources are {old}, this mixture's {list(mixing.names)}. Name "
             "the old ones first, in their order, and new ones after them. A source that is gone is given as None, with "
             "the weight 0."
         )
-    lengths_now = plan.ordering.segments[-1].lengths
-    for name, was, has in zip(old, mixture["segments"][-1]["lengths"], lengths_now, strict=False):
+    for name, was, has in zip(old, mixture["segments"][-1]["lengths"], mixing.segments[-1].lengths, strict=False):
         if 0 < has < was:
             raise StateError(
                 f"override=['mixture']: the source {name!r} had {was} samples and has {has} now. Only data that has "
                 "grown can be continued; a source that is gone is given as None, with the weight 0, and may come back "
                 "under another name."
             )
-    more = (0,) * (len(plan.ordering.names) - len(old))
+    more = (0,) * (len(mixing.names) - len(old))
     segments = history.segments or tuple(
         Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
     )
     at = history.first_sample(before, epoch) + samples
-    past = [
-        Segment(segment.first, segment.parts + more, segment.lengths + more)
-        for segment in segments
-        if segment.first < at
-    ]
-    begun = [segment for segment in plan.ordering.segments if segment.first <= at][-1:]
-    later = [segment for segment in plan.ordering.segments if segment.first > at]
-    return replace(history, lengths=lengths, segments=(*past, *(one._replace(first=at) for one in begun), *later))
+    past = [Segment(first, parts + more, sizes + more) for first, parts, sizes in segments if first < at]
+    begun = mixing.segments[mixing.draws.segment_at(at)]._replace(first=at)
+    later = [segment for segment in mixing.segments if segment.first > at]
+    return replace(history, lengths=lengths, segments=(*past, begun, *later))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
@@ -27,29 +26,8 @@ CHUNK = 1 << 14
 """Positions of a sequence that are computed at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """Integer weights of named sources: `parts[i]` of `period` samples come from source i."""
-
-    names: tuple[str, ...]
-    """Names of the sources, in their order."""
-    parts: tuple[int, ...]
-    """One int >= 0 per source; their greatest common divisor is 1. A source of weight 0 is not drawn."""
-    error: float = 0.0
-    """The largest difference between the share of a source and what the user asked for; 0 if all are exact."""
-
-    @property
-    def period(self) -> int:
-        """The sum of the parts: after so many samples, every share is exact."""
-        return sum(self.parts)
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of each source, by its name."""
-        return {name: part / self.period for name, part in zip(self.names, self.parts, strict=True)}
-
-
-def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> Weights:
-    """Return integer weights for the weights that a user has given.
+def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return an integer weight of each source, for the weights that a user has given. The greatest common divisor is 1.
 
     A float is taken as the simplest fraction that is equal to it: 0.7 is 7/10. If the exact shares need a period of
     more than 2^20, they are rounded to a period of 2^20, each by less than 2^-20. A source with a smaller share is
@@ -65,7 +43,7 @@ def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> Weigh
 
     Examples:
         >>> integer_weights(("web", "code"), {"web": 0.7, "code": 0.3})
-        Weights(names=('web', 'code'), parts=(7, 3), error=0.0)
+        (7, 3)
     """
     if not isinstance(weights, Mapping):
         raise ArgumentTypeError(
@@ -84,12 +62,9 @@ def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> Weigh
         raise ArgumentError(f"weights: at least one must be above 0, got {dict(weights)}.")
     shares = [fraction / total for fraction in fractions]
     period = math.lcm(*(share.denominator for share in shares))
-    if period <= MAX_PERIOD:
-        return Weights(names=names, parts=tuple(int(share * period) for share in shares))
-    parts = _rounded(shares)
-    error = max(abs(Fraction(part, MAX_PERIOD) - share) for part, share in zip(parts, shares, strict=True))
+    parts = [int(share * period) for share in shares] if period <= MAX_PERIOD else _rounded(shares)
     divisor = math.gcd(*parts)
-    return Weights(names=names, parts=tuple(part // divisor for part in parts), error=float(error))
+    return tuple(part // divisor for part in parts)
 
 
 def _fraction(name: str, weight: Any) -> Fraction:
@@ -101,9 +76,7 @@ def _fraction(name: str, weight: Any) -> Fraction:
         return Fraction(weight)
     exact = Fraction(float(weight))
     simple = exact.limit_denominator(MAX_PERIOD)
-    if float(simple) == float(weight):
-        return simple
-    return exact
+    return simple if float(simple) == float(weight) else exact
 
 
 def _rounded(shares: list[Fraction]) -> list[int]:
@@ -111,12 +84,10 @@ def _rounded(shares: list[Fraction]) -> list[int]:
     ideal = [share * MAX_PERIOD for share in shares]
     parts = [max(math.floor(part), int(part > 0)) for part in ideal]
     left = MAX_PERIOD - sum(parts)
-    order = sorted(range(len(parts)), key=lambda at: (parts[at] - ideal[at], at))  # the largest remainder first
-    for at in order[:left] if left >= 0 else []:
+    for at in heapq.nsmallest(left, range(len(parts)), key=lambda at: parts[at] - ideal[at]):  # largest remainder first
         parts[at] += 1
-    while left < 0:  # the smallest sources were raised to 1
+    for _ in range(-left):  # the smallest sources were raised to 1
         parts[parts.index(max(parts))] -= 1
-        left += 1
     return parts
 
 
@@ -145,11 +116,11 @@ def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | 
         >>> num_positions_to_read([Segment(0, (7, 3), (70, 60))], every=False)
         100
     """
-    found = [_position_to_read(segments, source) for source in range(len(segments[0].parts))]
-    drawn = [at for at, *parts in zip(found, *(segment.parts for segment in segments), strict=True) if any(parts)]
-    if every:
-        return None if None in drawn else max(at for at in drawn if at is not None)
-    return min((at for at in drawn if at is not None), default=None)
+    drawn = [source for source, parts in enumerate(zip(*(one.parts for one in segments), strict=True)) if any(parts)]
+    found = [_position_to_read(segments, source) for source in drawn]
+    if every and None in found:
+        return None
+    return (max if every else min)((position for position in found if position is not None), default=None)
 
 
 def _position_to_read(segments: Sequence[Segment], source: int) -> int | None:

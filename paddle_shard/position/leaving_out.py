@@ -48,35 +48,27 @@ def stretches_of(
         ArgumentTypeError: A step is not an int.
         ArgumentError: A step was delivered, does not exist, or its positions are not known.
     """
-    batch_size = 1 if source.item_is_batch else source.batch_size
-    sampler = source.custom_sampler
-    if isinstance(source.batches, UserBatches) and not (
-        source.batches.consecutive or isinstance(sampler, BucketBatchSampler)
-    ):
-        batch_size = None  # nobody knows whether each of its batches has as many samples
-    if not isinstance(steps, Iterable):
-        raise ArgumentTypeError(f"skip: steps must be a list or range of ints, got {steps!r}.")
-    for step in steps:
-        if isinstance(step, bool) or not isinstance(step, int | np.integer):
-            raise ArgumentTypeError(f"skip: a step must be an int, got {step!r}.")
+    sampler, batches = source.custom_sampler, source.batches
+    # Nobody knows whether each batch of another sampler has as many samples.
+    even = not isinstance(batches, UserBatches) or batches.consecutive or isinstance(sampler, BucketBatchSampler)
+    batch_size = 1 if source.item_is_batch else source.batch_size if even else None
+    for step in _listed("steps", steps, "list or range of ints"):
+        step = _number("a step must be an int", step)
         if not start.steps <= step or (end is not None and step >= end):
             past = f"; the run is at step {start.steps}" if start.steps else ""
             last = "the last" if end is None else end - 1
             raise ArgumentError(f"skip: epoch {epoch} has steps {start.steps} to {last} left{past}, got {step}.")
         if plan is not None:
-            yield (
-                epoch,
-                plan.first_position(step=int(step)),
-                min(plan.first_position(step=int(step) + 1), plan.num_positions),
-            )
-        elif batch_size is None:
+            first, stop = plan.first_position(step=step), plan.first_position(step=step + 1)
+            yield epoch, first, min(stop, plan.num_positions)
+        elif batch_size is not None:
+            first = start.samples + (step - start.steps) * batch_size
+            yield epoch, first, first + batch_size
+        else:
             raise ArgumentError(
                 f"skip(steps=): the {type(sampler).__name__} may make batches of different sizes, so it is not "
                 "known which samples they hold. Give their ids: skip(samples=)."
             )
-        else:
-            first = start.samples + (int(step) - start.steps) * batch_size
-            yield epoch, first, first + batch_size
 
 
 def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int | str]:
@@ -90,23 +82,30 @@ def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int |
         ArgumentError: There is no such sample.
         ArgumentTypeError: It is not an int or a text.
     """
-    if not isinstance(samples, Iterable) or isinstance(samples, str):
-        raise ArgumentTypeError(f"skip: samples must be a list of samples, got {samples!r}.")
-    for sample in samples:
+    for sample in _listed("samples", samples, "list of samples"):
         if plan is not None and isinstance(plan.ordering, Mixing):
-            mixing = plan.ordering
-            plan.where(epoch=0, sample=sample)  # checks it
-            zero = np.zeros(1, np.int64)
-            yield int(sample_ids(zero + mixing.names.index(sample[0]), zero, zero + int(sample[1]))[0])
+            source, index = plan.ordering.numbers_of(sample)
+            yield int(sample_ids(source, 0, index))
         elif isinstance(sample, str) and plan is None:
             yield sample
-        elif isinstance(sample, bool) or not isinstance(sample, int | np.integer):
-            raise ArgumentTypeError(f"skip: a sample must be an index in the data set, got {sample!r}.")
-        elif sample < 0 or (plan is not None and sample >= plan.num_samples):
-            most = "" if plan is None else f" below {plan.num_samples}"
-            raise ArgumentError(f"skip: a sample must be an index in the data set, 0 or more{most}, got {sample}.")
         else:
-            yield int(sample)
+            number = _number("a sample must be an index in the data set", sample)
+            if number < 0 or (plan is not None and number >= plan.num_samples):
+                most = "" if plan is None else f" below {plan.num_samples}"
+                raise ArgumentError(f"skip: a sample must be an index in the data set, 0 or more{most}, got {sample}.")
+            yield number
+
+
+def _listed(name: str, values: Any, kind: str) -> Iterable[Any]:
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise ArgumentTypeError(f"skip: {name} must be a {kind}, got {values!r}.")
+    return values
+
+
+def _number(rule: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ArgumentTypeError(f"skip: {rule}, got {value!r}.")
+    return int(value)
 
 
 def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,18 +22,20 @@ from paddle_shard.plan.certificate import (
     Account,
     Certificate,
     Delivered,
+    Owner,
     Total,
     account_from_json,
     account_to_json,
     added,
     certify,
     merged,
+    minus,
     plus,
     total_of,
 )
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, positions_of
+from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, places_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, grown
 from paddle_shard.plan.step import Ids, Step
@@ -40,32 +43,13 @@ from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.samplers import PlanBatches, UserBatches
+from paddle_shard.samplers.user_batches import samplers
 from paddle_shard.say_once import say_once
 
 # What the passes have delivered
 
 numbers = count()
 """Numbers the passes, and the events between them, in the order in which they occur."""
-
-
-class Standing(NamedTuple):
-    """How far a pass has come, counted in what it has delivered.
-
-    It is one value, so that a signal handler that saves the state finds a batch as a whole or not at all.
-    """
-
-    samples: int
-    """Samples of the epoch, also those from before the pass."""
-    steps: int
-    """Batches of the epoch, too."""
-    ended: bool
-    """True if no batch of the epoch is left."""
-    sampler: Any = None
-    """State of the user's own sampler."""
-    mine: Total = Total()
-    """What this process delivered in the pass."""
-    drawn: Total = Total()
-    """What the user's sampler drew for it."""
 
 
 class PassProgress:
@@ -88,14 +72,14 @@ class PassProgress:
             num_steps: Steps of the whole epoch; None if they are only known at its end.
             plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
-        self.start, self.plan = start, plan
-        self.epoch = start.epoch
-        self._segments, self._place = segments, place
+        self.start, self.plan, self.epoch = start, plan, start.epoch
+        self._place, self._num_steps = place, num_steps
         self.number = next(numbers)
-        self.num_steps = num_steps
         self.counted = self.closed = False
         """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
-        self.at = Standing(start.samples, start.steps, start.ended, start.sampler)
+        self.at = replace(start, segments=segments, certificate={})
+        """The position, and what was delivered in this pass. It is one value, so that a signal handler that saves the
+        state finds a batch as a whole or not at all."""
 
     def deliver(self, batch: Step, ids: Ids, lost: int, *, drawn: bool) -> None:
         """Count one more delivered batch, and those directly before it that were left out.
@@ -108,96 +92,62 @@ class PassProgress:
         """
         at, (passed, positions) = self.at, batch.passed
         steps, positions = at.steps + passed + 1, positions + batch.num_real
-        ended = steps == self.num_steps if batch.last is None else batch.last
-        mine = at.mine if self._place is None else plus(at.mine, total_of(ids, len(ids) + lost))
-        of_all = plus(at.drawn, total_of(batch.drawn, positions)) if drawn and len(batch.drawn) else at.drawn
-        self.at = Standing(at.samples + positions, steps, ended, batch.sampler_state, mine, of_all)
+        samples = at.samples + positions
+        ended = steps == self._num_steps if batch.last is None else batch.last
+        totals: dict[Owner, Total] = {}
+        if self._place is not None:
+            totals[self._place] = total_of(ids, len(ids) + lost)
+        if drawn and len(batch.drawn):
+            totals[DRAWN] = total_of(batch.drawn, positions)
+        account, once = dict(at.certificate), ((self.start.samples, samples),)
+        for owner, total in totals.items():
+            account[owner] = Delivered(once, (), plus(account.get(owner, Delivered()).total, total))
+        self.at = replace(
+            at, samples=samples, steps=steps, ended=ended, sampler=batch.sampler_state, certificate=account
+        )
 
-    def account(self, since: Standing) -> Account:
-        """Return what was delivered since an earlier standing of the pass."""
-        at, found = self.at, dict[Any, Delivered]()
-        stretches = ((since.samples, at.samples),)
-        if at.samples > since.samples and self._place is not None:
-            found[self._place] = Delivered(stretches, (), plus(at.mine, since.mine, -1))
-        if at.samples > since.samples and at.drawn != Total():
-            found[DRAWN] = Delivered(stretches, (), plus(at.drawn, since.drawn, -1))
-        return found
+    def account(self, since: LoaderState) -> Account:
+        """Return what was delivered since an earlier position of the pass."""
+        at = self.at  # read once: another thread may deliver
+        if at.samples == since.samples:
+            return {}
+        once, before = ((since.samples, at.samples),), since.certificate
+        return {
+            owner: Delivered(once, (), minus(found.total, before.get(owner, Delivered()).total))
+            for owner, found in at.certificate.items()
+        }
 
     def state(self) -> LoaderState:
         """Return the position as a state, without what the whole run knows."""
         at = self.at
-        return LoaderState(
-            epoch=self.epoch,
-            samples=at.samples,
-            steps=at.steps,
-            ended=at.ended,
-            segments=tuple(one for one in self._segments if one[0] < at.samples) or self._segments[:1],
-            sampler=at.sampler,
-        )
+        return replace(at, segments=tuple(one for one in at.segments if one[0] < at.samples) or at.segments[:1])
 
 
 class OfEpoch(NamedTuple):
-    """What this process knows of the deliveries of an epoch."""
+    """What this process knows of the deliveries of an epoch.
+
+    It is replaced in one assignment, as the position of a pass is.
+    """
 
     known: Account = MappingProxyType({})
     """What a saved state, or the last certificate, says."""
     own: Account = MappingProxyType({})
     """What the closed passes have delivered since then."""
-    passes: tuple[tuple[PassProgress, Standing], ...] = ()
+    passes: tuple[tuple[PassProgress, LoaderState], ...] = ()
     """The other passes, and where each was at the last certificate, or when it was added."""
     end: int | None = None
     """The position at which the user's sampler has ended; None if no pass has seen it."""
 
     def settled(self, *, open_too: bool = False) -> OfEpoch:
         """Return the same, with the closed passes, or all, added to `own`."""
-        done: list[tuple[PassProgress, Standing]] = []
-        kept: list[tuple[PassProgress, Standing]] = []
-        for entry in self.passes:  # asked once each: a pass may be closed by the garbage collector at any moment
-            (done if open_too or entry[0].closed else kept).append(entry)
+        # Asked once each: the garbage collector may close a pass at any moment.
+        asked = [(open_too or progress.closed, (progress, since)) for progress, since in self.passes]
+        done = [entry for is_done, entry in asked if is_done]
         if not done:
             return self
         own = added(self.own, *(progress.account(since) for progress, since in done))
         end = next((progress.at.samples for progress, _ in reversed(self.passes) if progress.at.ended), self.end)
-        return OfEpoch(self.known, own, tuple(kept), end)
-
-
-class Deliveries:
-    """What this process has delivered, with one entry for each epoch.
-
-    An entry is replaced in one assignment. A pass counts what it delivers in one assignment, too. So a signal handler
-    that saves the state finds a batch as a whole or not at all.
-    """
-
-    def __init__(self, loaded: LoaderState | None = None) -> None:
-        """Begin to count.
-
-        Args:
-            loaded: The state that the run resumes from. It says what was delivered before.
-        """
-        self._epochs: dict[int, OfEpoch] = {}
-        self._open: set[int] = set()
-        if loaded is not None:
-            end = loaded.samples if loaded.ended else None
-            self._epochs[loaded.epoch] = OfEpoch(loaded.certificate, end=end)
-
-    def count(self, progress: PassProgress) -> None:
-        """Count what a pass delivers from now on. Of closed passes only the sums are kept."""
-        for epoch in sorted(self._open):
-            self._epochs[epoch] = self._epochs[epoch].settled()
-        found = self._epochs.get(progress.epoch, OfEpoch())
-        self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
-        # This is last, since a signal handler may raise at any line, and each epoch in `_open` must have an entry.
-        self._open = {epoch for epoch in self._open if self._epochs[epoch].passes} | {progress.epoch}
-
-    def of(self, epoch: int) -> OfEpoch:
-        """Return what this process knows of the deliveries of an epoch, with all passes added up."""
-        return self._epochs.get(epoch, OfEpoch()).settled(open_too=True)
-
-    def replace(self, epoch: int, known: Account) -> None:
-        """Replace what this rank has delivered by what all ranks have."""
-        found = self._epochs.get(epoch, OfEpoch())
-        passes = tuple((progress, progress.at) for progress, _ in found.passes)
-        self._epochs[epoch] = OfEpoch(known, passes=passes, end=found.end)
+        return OfEpoch(self.known, own, tuple(entry for is_done, entry in asked if not is_done), end)
 
 
 # The run
@@ -232,7 +182,7 @@ class Run:
         """The pass that was delivered from last, or came to its end."""
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks) if indexed and layout.on_mesh else None
-        self._deliveries = Deliveries()
+        self._epochs: dict[int, OfEpoch] = {}
         self._num_steps: int | None = None
         self.skips = Skips()
         """What the user leaves out."""
@@ -240,7 +190,7 @@ class Run:
     @property
     def plan(self) -> ShardPlan | None:
         """The order of the present epoch, unless the user's own sampler decides it."""
-        return None if self._planned is None else self._planned.plan_of(self.epoch)
+        return self._plan_from(LoaderState(epoch=self.epoch))
 
     # The epoch
 
@@ -251,6 +201,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """The epoch that the next pass will serve."""
+        # A user may set the epoch of the sampler instead: it counts if it is not the one that was seen last.
         now = self._samplers_epoch()
         if now is not None and (self._shared or now != self._seen):
             self._epoch = self._seen = now
@@ -259,8 +210,7 @@ class Run:
     def set_epoch(self, epoch: int, others: Mapping[str, Any]) -> None:
         """Choose the epoch of the passes that begin from now on; the user's sampler is told."""
         epoch = check_count("epoch", epoch, 0)
-        owners: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
-        told = [sampler for sampler in owners if hasattr(sampler, "set_epoch")]
+        told = [sampler for sampler in samplers(self._sampler) if hasattr(sampler, "set_epoch")]
         if others and not told:
             raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
         for sampler in told:
@@ -280,8 +230,8 @@ class Run:
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
-        self._count(progress)
-        progress.at = progress.at._replace(ended=True)
+        self._count(progress)  # also where nothing was delivered: the pass has seen the end
+        progress.at = replace(progress.at, ended=True)
         if isinstance(self._source.batches, UserBatches):
             self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
@@ -315,8 +265,11 @@ class Run:
                 "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to continue it."
             )
         source, plan = self._source, self._plan_from(start)
-        num_steps = self.num_steps_or_none() if plan is None else plan.num_steps
-        if source.stream is not None:
+        if plan is not None:
+            num_steps: int | None = plan.num_steps
+        elif source.stream is None:
+            num_steps = self.num_steps_or_none()
+        else:
             left = source.stream.steps_left(start)
             num_steps = None if left is None else start.steps + left
         if plan is not None:
@@ -338,37 +291,40 @@ class Run:
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
-        if not progress.counted:
-            self._count(progress)
+        self._count(progress)
         progress.deliver(batch, ids, lost, drawn=not self._source.split)
 
     def _count(self, progress: PassProgress) -> None:
         """Let what a pass delivers from here on count, if it is one of this run."""
-        if not progress.counted and progress.number >= self.first_pass:
-            self._deliveries.count(progress)
+        if progress.counted:
+            return
+        if progress.number >= self.first_pass:
+            # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
+            for epoch, found in list(self._epochs.items()):
+                self._epochs[epoch] = found.settled()
+            found = self._epochs.get(progress.epoch, OfEpoch())
+            self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
         progress.counted = True
+
+    def _of_epoch(self, epoch: int) -> OfEpoch:
+        """Return what this process knows of the deliveries of an epoch, with all passes added up."""
+        return self._epochs.get(epoch, OfEpoch()).settled(open_too=True)
 
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
         plan = self.plan
-        return self.num_steps() - (0 if plan is None else num_steps_left_out(plan, self.epoch, self.skips))
-
-    def num_steps(self) -> int:
-        """Return the steps of a whole epoch, counted once; those of the present one if epochs differ."""
-        if self.plan is not None:
-            return self.plan.num_steps
-        if self._num_steps is None:
+        if plan is not None:
+            return plan.num_steps - num_steps_left_out(plan, self.epoch, self.skips)
+        if self._num_steps is None:  # counted once, as a sampler may have to be drawn to its end
             self._num_steps = len(self._source.batches)
         return self._num_steps
 
     def num_steps_or_none(self) -> int | None:
-        """Return the steps of a whole epoch if they are known without drawing a sampler to its end."""
-        if self._num_steps is None and not self._source.batches.knows_length:
-            return None
-        try:
-            return self.num_steps()
-        except ArgumentTypeError:
-            return None
+        """Return the steps of the whole present epoch if they are known without drawing a sampler to its end."""
+        plan = self.plan
+        if plan is not None:
+            return plan.num_steps
+        return self.num_batches() if self._num_steps is not None or self._source.batches.knows_length else None
 
     @property
     def history(self) -> History:
@@ -382,7 +338,7 @@ class Run:
         state = self.start() if newest is None else newest.state()
         if newest is None and state.sampler is None and isinstance(batches, UserBatches):
             state = replace(state, sampler=batches.snapshot())
-        found = self._deliveries.of(state.epoch)
+        found = self._of_epoch(state.epoch)
         account = added(found.known, found.own)
         return replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
 
@@ -401,7 +357,7 @@ class Run:
             raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
         self.skips = self.skips.joined(history.skips.stretches, history.skips.samples)
         self._resumed = resumed
-        self._deliveries = Deliveries(resumed)
+        self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
         self._newest = self._latest = None
         self.first_pass = next(numbers)
         self.set_epoch(resumed.epoch, {})
@@ -409,7 +365,7 @@ class Run:
     # What is delivered
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
-        return None if self._planned is None else self._planned.plan_of(start.epoch, start)
+        return None if self._planned is None else self._planned.plan_of(start)
 
     def _mixing(self, plan: ShardPlan | None, what: str) -> Mixing:
         """Return the order of a mixture; refuse other data sets."""
@@ -430,11 +386,11 @@ class Run:
             ArgumentError: The weights do not fit the sources, or are not the same on all ranks; on all ranks.
         """
         batches = self._planned
-        mixing = self._mixing(None if batches is None else batches.plan_of(0), "set_weights()")
+        mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         assert batches is not None
         try:
-            said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights).parts), "drawn": batches.drawn}
-        except ArgumentError as error:
+            said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights)), "drawn": batches.drawn}
+        except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank
             said = {"error": f"{type(error).__name__}: {error}"}
         found = gathered(said, self._ranks, self._timeout, "set_weights()")
         for rank, one in zip(self._ranks, found, strict=True):
@@ -447,6 +403,7 @@ class Run:
                 )
         at = max(int(one["drawn"]) for one in found)
         batches.set_weights(at, tuple(found[0]["parts"]))
+        # The passes that are asked about their order (`where`, `certificate`); their batches ask for the plan anew.
         for progress in {self._newest, self._latest} - {None}:
             assert progress is not None
             progress.plan = self._plan_from(progress.start)
@@ -481,11 +438,7 @@ class Run:
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
-        positions = positions_of(plan, epoch, sample)
-        places = [self._delivered_at(plan, epoch, position) for position in positions]
-        if isinstance(plan.ordering, Mixing):
-            return [place for place in places if place is not None]
-        return places[0]
+        return places_of(plan, epoch, sample, partial(self._delivered_at, plan, epoch))
 
     def _delivered_at(self, plan: ShardPlan, epoch: int, position: int) -> Where | None:
         """Return where the sample at a position is delivered; None if the tail drops it, or the user leaves it out."""
@@ -530,19 +483,21 @@ class Run:
         plan = self._plan_from(self.start(epoch)) if self._latest is None else self._latest.plan
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
-        of_epochs = [self._deliveries.of(one) for one in epochs]
+        of_epochs = [self._of_epoch(one) for one in epochs]
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._place is None else {self._place: Delivered()}
-        said = [[account_to_json(one.known), account_to_json({**nothing, **one.own})] for one in of_epochs]
+        said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs]
         told = gathered(said, self._ranks, self._timeout, "certificate()")
         accounts = {
-            one: [(account_from_json(rank[at][0]), account_from_json(rank[at][1])) for rank in told]
+            one: [(account_from_json(known), account_from_json(own)) for known, own in (rank[at] for rank in told)]
             for at, one in enumerate(epochs)
         }
-        own = f"the loader's {type(self._sampler).__name__}"
-        found = certify(accounts[epoch], epoch, plan, self.skips, of_epochs[epochs.index(epoch)].end, own)
-        for one in epochs:
-            self._deliveries.replace(one, merged(accounts[one])[0])
+        end, drawn_by = of_epochs[epochs.index(epoch)].end, f"the loader's {type(self._sampler).__name__}"
+        found = certify(accounts[epoch], epoch, plan, self.skips, end, drawn_by)
+        for one in epochs:  # what all ranks have delivered replaces what this one has
+            of_one = self._epochs.get(one, OfEpoch())
+            passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
+            self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)
         return found
 
 

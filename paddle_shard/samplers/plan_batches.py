@@ -19,19 +19,18 @@ class IndexBatches:
     deal: Deal | None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
 
-    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
+    def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch, independently of any other iteration.
 
         Args:
-            epoch: The epoch.
-            resumed: A position in this epoch to begin at.
+            start: The epoch, and the position in it to begin at.
         """
         raise NotImplementedError
 
     def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, *, compared: bool = False) -> Iterator[Step]:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
-        batches = self.epoch(start.epoch, start)
-        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=self.deal, compared=compared)
+        batches, deal = self.batches(start), self.deal
+        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=deal, compared=compared)
 
 
 class PlanBatches(IndexBatches):
@@ -64,39 +63,37 @@ class PlanBatches(IndexBatches):
     def __len__(self) -> int:
         return self.plan.num_steps
 
-    def plan_of(self, epoch: int, resumed: LoaderState | None = None) -> ShardPlan:
+    def plan_of(self, start: LoaderState) -> ShardPlan:
         """Return the plan of an epoch, with all changes of the run.
 
         Args:
-            epoch: The epoch.
-            resumed: The position in the epoch at which a pass begins, perhaps with another batch size.
+            start: The epoch, and the position in it at which a pass begins, perhaps with another batch size.
         """
         history, plan = self._changed
-        length = history.length(self.plan.num_samples, epoch)
+        length = history.length(self.plan.num_samples, start.epoch)
         if length != plan.num_samples:
             plan = replace(plan, num_samples=length)
-        resumed = LoaderState(epoch=epoch) if resumed is None else resumed
-        if self._sizes is None or resumed.ended:
-            segments = resumed.continued(plan.batch_size)
+        if self._sizes is None or start.ended:
+            segments = start.continued(plan.batch_size)
         else:
-            origin = history.first_sample(self.plan.num_samples, epoch)
-            (_, size), *later = self._sizes.segments(origin=origin, at=resumed.samples, end=plan.num_positions)
-            segments = *resumed.continued(size), *later
+            origin = history.first_sample(self.plan.num_samples, start.epoch)
+            (_, size), *later = self._sizes.segments(origin=origin, at=start.samples, end=plan.num_positions)
+            segments = *start.continued(size), *later
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
             return plan
-        ended = resumed.ended and segments[-1][0] == resumed.samples
+        ended = start.ended and segments[-1][0] == start.samples
         return replace(plan, batch_size=segments[-1][1], segments=segments, ended=ended)
 
-    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
+    def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
-        resumed = LoaderState(epoch=epoch) if resumed is None else resumed
-        changed, plan = self._changed, self.plan_of(epoch, resumed)
-        for step in range(resumed.steps, 0 if resumed.ended else plan.num_steps):
-            if changed is not self._changed:  # the weights of a mixture
-                changed, plan = self._changed, self.plan_of(epoch, resumed)
+        changed, plan, epoch = self._changed, self.plan_of(start), start.epoch
+        for step in range(start.steps, 0 if start.ended else plan.num_steps):
+            if changed is not self._changed:  # the weights of a mixture were switched since the last step
+                changed, plan = self._changed, self.plan_of(start)
             found = global_batch(plan, epoch, step)
             if isinstance(plan.ordering, Mixing):
                 end = plan.first_position(step=step) + found.step.num_real
+                # The largest, since passes may read the same epoch, or an earlier one, at once.
                 self.drawn = max(self.drawn, plan.ordering.first_position(epoch, plan.num_samples) + end)
             yield found
 
@@ -112,7 +109,7 @@ class PlanBatches(IndexBatches):
             history: The changes of the run until then.
         """
         self._changed = history, history.plan(self.plan)
-        plan = self.plan_of(state.epoch)
+        plan = self.plan_of(LoaderState(epoch=state.epoch))
         if isinstance(plan.ordering, Mixing):
             self.drawn = plan.ordering.first_position(state.epoch, plan.num_samples) + state.samples
 

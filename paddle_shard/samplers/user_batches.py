@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from paddle_shard.plan.tails import Tail
 from paddle_shard.samplers.plan_batches import IndexBatches
 from paddle_shard.samplers.randomness import Generator, PrivateRandomness
 
+Value = TypeVar("Value")
 Drawn = tuple[list[Any], Any]
 """A batch, and the sampler's own state after drawing it."""
 
@@ -68,15 +69,26 @@ class UserBatches(IndexBatches):
     _begun: list[int] = field(default_factory=list, compare=False)
     """Epochs of the passes that were begun on a sampler that can serve only one."""
 
+    def _told(self) -> int | None:
+        """Return the steps of an epoch as far as lengths tell; they may be estimates. None: they must be counted."""
+        if self.num_steps is not None:
+            return self.num_steps
+        if self.tail.drops and not getattr(self.batch_sampler, "drop_last", False):
+            return None  # whether the last batch is short, and dropped, shows only at the end
+        try:
+            return len(self.batch_sampler)  # type: ignore[arg-type]
+        except Exception as error:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
+            raise_if_a_handlers(error)
+            return None
+
     @property
     def knows_length(self) -> bool:
         """True if the length is known without counting."""
-        return self.num_steps is not None or (self._says_length and hasattr(self.batch_sampler, "__len__"))
+        return self._told() is not None
 
     @property
-    def _says_length(self) -> bool:
-        """True if the sampler's own length is the number of batches here: the tail does not drop its last batch."""
-        return not self.tail.drops or bool(getattr(self.batch_sampler, "drop_last", False))
+    def _name(self) -> str:
+        return type(self.batch_sampler).__name__
 
     def _copy(self) -> Any:
         return copy.deepcopy(self.batch_sampler, {id(self.dataset): self.dataset})
@@ -96,66 +108,57 @@ class UserBatches(IndexBatches):
             owner.load_state_dict(self._ends.pop(epoch))
 
     def __len__(self) -> int:
-        if self.num_steps is not None:
-            return self.num_steps
+        told = self._told()
+        if told is not None:
+            return told
         if not isinstance(self.batch_sampler, Sized):
             raise ArgumentTypeError(
-                f"len(): the batch_sampler {type(self.batch_sampler).__name__} has no __len__. "
-                "Give it one, or count the steps yourself."
+                f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
             )
-        if self._says_length:
-            try:
-                return len(self.batch_sampler)
-            except Exception as error:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
-                raise_if_a_handlers(error)
-                reason: Exception | None = error
-        else:  # whether the last batch is short shows only at the end
-            reason = None
         try:
             other = replace(self, batch_sampler=self._copy(), _ends={}, _begun=[])
         except Exception as error:  # such as a generator, which cannot be copied
             raise_if_a_handlers(error)
             raise ArgumentTypeError(
-                f"len(): the batch_sampler {type(self.batch_sampler).__name__} does not tell how many batches "
-                f"it has with tail={self.tail!r}, and cannot be copied to count them."
-            ) from reason
-        return sum(1 for _ in other.epoch(0))
+                f"len(): the batch_sampler {self._name} does not tell how many batches it has with "
+                f"tail={self.tail!r}, and cannot be copied to count them."
+            ) from error
+        return sum(1 for _ in other.batches(LoaderState()))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it is known here."""
-        names = {"batch_sampler": type(self.batch_sampler).__name__}
+        names = {"batch_sampler": self._name}
         inner = getattr(self.batch_sampler, "sampler", None)
         if inner is not None:
             names["sampler"] = type(inner).__name__
         return {**names, **self.lengths, "tail": str(self.tail), "seed": self.seed}
 
-    def epoch(self, epoch: int, resumed: LoaderState | None = None) -> Iterator[GlobalBatch]:
-        """Iterate over the global batches of an epoch.
+    def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
+        """Iterate over the global batches of an epoch from a position on.
 
         Raises:
             BatchSizeError: A batch that is not the last cannot be cut evenly.
             ArgumentError: The tail is "error" and the last batch is short.
             StateError: The sampler does not reach the saved position.
         """
-        resumed = resumed or LoaderState(epoch=epoch)
-        if resumed.ended:
-            if resumed.sampler is not None and "end" in resumed.sampler:
-                self._ends[epoch] = resumed.sampler["end"]
+        if start.ended:
+            if start.sampler is not None and "end" in start.sampler:
+                self._ends[start.epoch] = start.sampler["end"]
             return iter(())
-        draw = Draw(self._own(epoch), epoch, self)
-        return self._seen_to_end(self._batches(draw, resumed), resumed)
+        # The pass has its own sampler from here on, before its first batch: later changes do not affect it.
+        return self._to_end(Draw(self._own(start.epoch), start.epoch, self), start)
 
     def _own(self, epoch: int) -> Any:
-        """Return the sampler for a pass. It is made at once, so later changes do not affect the pass."""
+        """Return the sampler for a pass."""
         sampler: Any = self.batch_sampler
-        name, once = type(sampler).__name__, next((s for s in samplers(sampler) if isinstance(s, Iterator)), None)
         only_once = None
+        once = next((s for s in samplers(sampler) if isinstance(s, Iterator)), None)
         if owner_of(sampler) is not None:
             try:
                 sampler = self._copy()
             except Exception as error:
                 raise_if_a_handlers(error)
-                only_once = f"the batch_sampler {name} holds its position, and cannot be copied ({error})"
+                only_once = f"the batch_sampler {self._name} holds its position, and cannot be copied ({error})"
         elif once is not None:
             only_once = f"the {type(once).__name__} of the batch_sampler can be iterated only once"
         elif hasattr(sampler, "set_epoch"):
@@ -175,77 +178,51 @@ class UserBatches(IndexBatches):
             sampler.drop_last = False
         return sampler
 
-    def _seen_to_end(self, batches: Iterator[GlobalBatch], resumed: LoaderState) -> Iterator[GlobalBatch]:
-        """Mark the last batch, by drawing one batch ahead when the length says that a batch may be the last.
+    def _to_end(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
+        """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
 
-        Drawing ahead pays off only there: a sampler that follows the loss must draw as late as it can. If the length
-        does not tell the end, the end is seen when the next batch is asked for.
+        If the length does not tell the end, the end is seen when the next batch is asked for.
         """
-        expected, step = self._steps_of_length(resumed), resumed.steps
-        found = next(batches, None)
-        while found is not None:
-            step += 1
-            if expected is None or step < expected:
+        steps = self._told()
+        if steps is not None and start.samples and self.consecutive and self.nominal_size:
+            # Perhaps in another size from here on.
+            steps += start.steps - -(-start.samples // self.nominal_size)
+        batches = self._batches(draw, start)
+        for found, last in seen_ahead(batches, lambda one: steps is not None and one.step.number + 1 >= steps):
+            if not last:
                 yield found
-                found = next(batches, None)
                 continue
-            failure = following = None
-            try:
-                following = next(batches, None)
-            except PaddleShardError as error:  # raised at its own step
-                failure = error
-            last = following is None and failure is None
             state = found.step.sampler_state
-            if last and resumed.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
-                state = {**(state or {}), "end": self._ends[resumed.epoch]}
-            yield found._replace(step=replace(found.step, last=last, sampler_state=state))
-            if failure is not None:
-                raise failure
-            found = following
+            if draw.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
+                state = {**(state or {}), "end": self._ends[draw.epoch]}
+            yield found._replace(step=replace(found.step, last=True, sampler_state=state))
 
-    def _steps_of_length(self, resumed: LoaderState) -> int | None:
-        """Return the least number of steps of an epoch, as far as lengths tell; they may be estimates."""
-        try:
-            # Not len(self), which may draw an epoch to count it.
-            steps = self.num_steps or (len(self.batch_sampler) if self.knows_length else None)  # type: ignore[arg-type]
-        except Exception as error:  # the user's __len__ raises
-            raise_if_a_handlers(error)
-            return None
-        if steps is None or not (resumed.samples and self.consecutive and self.nominal_size):
-            return steps
-        return resumed.steps + steps - -(-resumed.samples // self.nominal_size)  # perhaps in another size from here on
-
-    def _batches(self, draw: Draw, resumed: LoaderState) -> Iterator[GlobalBatch]:
-        step, saved = resumed.steps, resumed.sampler or {}
-        if "now" in saved:
+    def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
+        """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
+        saved, drawn = start.sampler or {}, iter(draw)
+        own_state = "now" in saved
+        if own_state:
             draw.load(saved["now"], saved["began"])
-        drawn: Iterator[Drawn] = iter(draw)
-        if resumed.samples and "now" not in saved:
-            drawn = self._replay(drawn, resumed, draw)
-        elif not resumed.samples and (first := next(drawn, None)) is not None:
-            drawn = chain([first], drawn)
-        elif not resumed.samples:
+        elif start.samples:
+            drawn = self._replay(drawn, start, draw)
+        number, least = start.steps, self.nominal_size or 0
+        for (batch, state), last in seen_ahead(drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least):
+            padding: list[Any] | None = []
+            if last:
+                # A sampler that was resumed with its own state has not drawn the first samples again.
+                head = self._head(draw) if own_state and start.samples else draw.head
+                padding = self._padding(batch, head, number)
+            else:
+                self._check_size(batch, number)
+            if padding is None:
+                break
+            yield self._global(draw.epoch, number, batch, padding, draw.noted(batch, state))
+            number += 1
+        if not start.samples and not draw.head:
             raise ArgumentError(
-                f"the batch_sampler {type(self.batch_sampler).__name__} has yielded no batch in epoch {draw.epoch}. "
+                f"the batch_sampler {self._name} has yielded no batch in epoch {draw.epoch}. "
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
-        found = next(drawn, None)
-        while found is not None:
-            (batch, state), following, padding = found, None, list[Any]()
-            if len(batch) % self._unit or len(batch) < (self.nominal_size or 0):
-                following = next(drawn, None)
-                if following is not None:
-                    self._check_size(batch, step)
-                else:
-                    # A sampler that was resumed with its own state has not drawn the first samples again.
-                    head = self._head(draw) if "now" in saved and resumed.samples else draw.head
-                    padded = self._padding(batch, head, step)
-                    if padded is None:
-                        break
-                    padding = padded
-            yield self._global(draw.epoch, step, batch, padding, draw.noted(batch, state))
-            found = next(drawn, None) if following is None else following
-            step += 1
         if draw.owner is not None:
             self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
 
@@ -258,10 +235,9 @@ class UserBatches(IndexBatches):
                 break
         return again.head
 
-    def _replay(self, drawn: Iterator[Any], resumed: LoaderState, draw: Draw) -> Iterator[Drawn]:
+    def _replay(self, drawn: Iterator[Any], start: LoaderState, draw: Draw) -> Iterator[Drawn]:
         """Draw up to a position without reading samples, and return the rest; cut batches again if that is allowed."""
-        passed, rest, samples = 0, list[Any](), resumed.samples
-        name = type(self.batch_sampler).__name__
+        passed, rest, samples, name = 0, list[Any](), start.samples, self._name
         while passed < samples:
             found = next(drawn, None)
             if found is None:
@@ -278,7 +254,7 @@ class UserBatches(IndexBatches):
                 f"state is at sample {samples}, inside a batch of the batch_sampler {name}: give it the batch size "
                 "that it had."
             )
-        if (resumed.sampler or {}).get("drawn", draw.digest) != draw.digest:
+        if (start.sampler or {}).get("drawn", draw.digest) != draw.digest:
             raise StateError(
                 f"state is at sample {samples} of epoch {draw.epoch}, but the first {samples} samples that the "
                 f"batch_sampler {name} draws now are not those that were delivered. {_REPLAYED}"
@@ -296,8 +272,7 @@ class UserBatches(IndexBatches):
         try:
             check_batch_size(len(batch), self.num_data_ranks, self.accumulation)
         except ValueError as error:
-            text = f"step {step} of the batch_sampler {type(self.batch_sampler).__name__}: {error}"
-            raise type(error)(text) from None
+            raise type(error)(f"step {step} of the batch_sampler {self._name}: {error}") from None
 
     def _padding(self, batch: list[Any], head: list[Any], step: int) -> list[Any] | None:
         """Return what fills a short last batch up, of the first samples of the epoch; None if it is dropped."""
@@ -318,20 +293,33 @@ class UserBatches(IndexBatches):
         self, epoch: int, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
     ) -> GlobalBatch:
         indices, num_real = batch + padding, len(batch)
-        step = Step(
-            epoch=epoch,
-            number=number,
-            num_rows=len(indices),
-            micro_size=len(indices) // self.accumulation,
-            num_real=num_real,
-            last=False,
-            **noted,
-        )
+        size, micro_size = len(indices), len(indices) // self.accumulation
+        step = Step(epoch=epoch, number=number, num_rows=size, micro_size=micro_size, num_real=num_real, last=False)
         return GlobalBatch(
-            step,
+            replace(step, **noted),
             lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
             (lambda rows: rows < num_real) if padding else None,
         )
+
+
+def seen_ahead(values: Iterator[Value], may_be_last: Callable[[Value], Any]) -> Iterator[tuple[Value, bool]]:
+    """Yield each value, and whether it is the last one; False, too, where `may_be_last` does not ask for it.
+
+    The next value is drawn ahead only where it is asked for: a sampler that follows the loss must draw as late as it
+    can. An error of this library that comes instead of the next value is raised at its own step.
+    """
+    found = next(values, None)
+    while found is not None:
+        ahead, following, failure = bool(may_be_last(found)), None, None
+        if ahead:
+            try:
+                following = next(values, None)
+            except PaddleShardError as error:
+                failure = error
+        yield found, ahead and following is None and failure is None
+        if failure is not None:
+            raise failure
+        found = following if ahead else next(values, None)
 
 
 _REPLAYED = (
@@ -371,18 +359,18 @@ class Draw:
                 "load_state_dict. Give the loader the sampler that it had."
             )
         with self._randomness():
-            self.owner.load_state_dict(copy.deepcopy(now))
+            self.owner.load_state_dict(copy.deepcopy(now))  # which the sampler may keep and change
         self.began = began
 
     def __iter__(self) -> Iterator[Drawn]:
-        with self._randomness():
+        with self._randomness():  # some samplers draw the whole order here, others in each `next`
             source = iter(self._sampler)
         for step in count():
             with self._randomness():
                 found = next(source, _END)
-                after = self._state() if found is not _END else None
-            if found is _END:
-                return
+                if found is _END:
+                    return
+                after = self._state()
             batch = _indices(found, step)
             if len(self.head) < self.head_size:
                 self.head += batch

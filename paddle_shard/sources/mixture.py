@@ -13,7 +13,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
-from paddle_shard.plan.weights import Segment, Weights, integer_weights, num_positions_to_read
+from paddle_shard.plan.weights import Segment, integer_weights, num_positions_to_read
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.packed import Packed
 
@@ -81,13 +81,11 @@ class Mixture:
         if stop not in STOPS:
             raise ArgumentError(f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}.")
         _check_rows(self.sources)
-        self.schedule: tuple[tuple[int, Weights], ...] = _schedule(names, lengths, weights)
-        """(first sample of the run, integer weights) of each stretch."""
-        for at, name in enumerate(names):
-            if not lengths[at] and any(found.parts[at] for _, found in self.schedule):
-                raise ArgumentError(f"Mixture: source {name!r} is None; it needs the weight 0.")
-        self.segments = tuple(Segment(first, found.parts, lengths) for first, found in self.schedule)
+        self.segments = tuple(Segment(first, parts, lengths) for first, parts in _schedule(names, lengths, weights))
         """The stretches of the run with the same weights."""
+        for at, name in enumerate(names):
+            if not lengths[at] and any(segment.parts[at] for segment in self.segments):
+                raise ArgumentError(f"Mixture: source {name!r} is None; it needs the weight 0.")
         found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
         if found is None:
             raise ArgumentError(
@@ -104,8 +102,9 @@ class Mixture:
         return self._num_samples
 
     def __repr__(self) -> str:
-        shares = ", ".join(f"{name} {share:.4g}" for name, share in self.schedule[0][1].shares().items())
-        switches = f", {len(self.schedule)} schedules of weights" if len(self.schedule) > 1 else ""
+        parts = self.segments[0].parts
+        shares = ", ".join(f"{name} {part / sum(parts):.4g}" for name, part in zip(self._names, parts, strict=True))
+        switches = f", {len(self.segments)} schedules of weights" if len(self.segments) > 1 else ""
         return f"Mixture({shares}{switches}; {self._num_samples} samples in an epoch)"
 
     def __getitem__(self, index: int) -> Any:
@@ -199,7 +198,10 @@ def _length(name: str, source: Any) -> int:
     return length
 
 
-def _schedule(names: tuple[str, ...], lengths: tuple[int, ...], weights: Any) -> tuple[tuple[int, Weights], ...]:
+def _schedule(
+    names: tuple[str, ...], lengths: tuple[int, ...], weights: Any
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return (first sample of the run, integer weights) of each stretch."""
     if weights is None:
         weights = dict(zip(names, lengths, strict=True))
     if isinstance(weights, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.weights import Weights, chairman
+from paddle_shard.plan.weights import chairman
 from paddle_shard.stages.cut import FAILED_AT
 from paddle_shard.stages.stage import Opening, Stage
 from paddle_shard.stages.steps import in_rounds
@@ -28,18 +28,17 @@ class Mix(Stage):
     where it would open the first stream again; with stop="all", where it would open the last one again.
     """
 
-    def __init__(self, stages: Mapping[str, Stage], weights: Weights, stop: str) -> None:
+    def __init__(self, stages: Mapping[str, Stage], weights: Sequence[int], stop: str) -> None:
         """Set up the stage.
 
         Args:
             stages: The streams, by name; each can open a part, or is cut.
-            weights: Their weights.
+            weights: The integer weight of each.
             stop: "first" or "all".
         """
-        drawn = [at for at, part in enumerate(weights.parts) if part]
-        self._names = [weights.names[at] for at in drawn]
+        self._names = [name for name, part in zip(stages, weights, strict=True) if part]
         self._stages = [stages[name] for name in self._names]
-        self._parts = tuple(weights.parts[at] for at in drawn)
+        self._parts = tuple(part for part in weights if part)
         self._chairman = chairman(self._parts)
         self._every = stop == "all"
         # No end comes: of any source, or with "first" of every one.

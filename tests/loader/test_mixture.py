@@ -423,6 +423,15 @@ def test_what_is_for_mixtures_is_refused_for_other_data():
             sharded(DataLoader(Mixture(sources()), batch_size=4), ONE, shuffle=shuffle)
 
 
+def test_weights_of_a_wrong_type_are_told_to_the_other_ranks_too(monkeypatch):
+    told = []
+    monkeypatch.setattr("paddle_shard.position.run.gathered", lambda said, *others: told.append(said) or [said])
+
+    with pytest.raises(ArgumentError, match=r"on global rank 0: ArgumentTypeError: weights: the weight of 'web' must"):
+        make().set_weights({"web": "1", "code": 1, "chat": 1})
+    assert len(told) == 1, "the other ranks do not wait for this one"
+
+
 def test_all_orders_of_one_process_are_public(tmp_path):
     assert "Mixture" in paddle_shard.__all__
     assert dist.get_world_size() == 1

@@ -260,7 +260,7 @@ def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(n, blocks, st
                 shuffle=blocks,
                 accumulation=accumulation,
             )
-        ).plan_of(1, state)
+        ).plan_of(state)
         upto = plan.num_steps if number == len(stretches) - 1 else min(plan.num_steps, state.steps + steps)
         for step in range(state.steps, upto):
             first = plan.first_position(step=step)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import find_tail
 from paddle_shard.samplers import UserBatches
 from paddle_shard.samplers.randomness import NumpyGenerator, PrivateRandomness, PythonGenerator
@@ -31,7 +32,7 @@ def served(*batches, ranks=2, tail="pad", nominal=None):
     source = UserBatches(
         batch_sampler=Batches(*batches), num_data_ranks=ranks, tail=find_tail(tail), nominal_size=nominal
     )
-    found = [ids_and_padding(batch) for batch in source.epoch(0)]
+    found = [ids_and_padding(batch) for batch in source.batches(LoaderState())]
     assert len(source) == len(found)
     return found
 
@@ -64,7 +65,7 @@ def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(sizes, ranks
     sampler = Batches(*batches, drop_last=True)
     source = UserBatches(batch_sampler=sampler, num_data_ranks=ranks, tail=find_tail("drop"), nominal_size=nominal)
 
-    assert [ids_and_padding(batch)[0] for batch in source.epoch(0)] == batches
+    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == batches
     assert len(source) == len(batches)
 
 
@@ -72,7 +73,7 @@ def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was
     sampler = Batches([1, 2], [3], drop_last=True)
 
     with pytest.raises(BatchSizeError, match="step 1 of the batch_sampler Batches: .* batch of 1 cannot"):
-        list(UserBatches(batch_sampler=sampler, num_data_ranks=2, tail=find_tail("drop")).epoch(0))
+        list(UserBatches(batch_sampler=sampler, num_data_ranks=2, tail=find_tail("drop")).batches(LoaderState()))
 
 
 def test_fill_goes_up_to_the_nominal_size_and_round_the_order():
@@ -116,7 +117,7 @@ def test_a_sampler_without_a_length_still_serves():
 
     with pytest.raises(ArgumentTypeError, match="has no __len__"):
         len(source)
-    assert [ids_and_padding(batch)[0] for batch in source.epoch(0)] == [[0, 1], [2, 3]]
+    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == [[0, 1], [2, 3]]
 
 
 class Draws:
@@ -133,7 +134,7 @@ def test_drawing_is_the_same_whatever_the_generator_was_and_leaves_it_alone():
         before = np.random.get_state()[1].tolist()
         source = UserBatches(batch_sampler=Draws(), num_data_ranks=2, tail=find_tail("pad"), generators=BOTH, seed=seed)
         found = []
-        for batch in source.epoch(epoch):
+        for batch in source.batches(LoaderState(epoch=epoch)):
             found.append(ids_and_padding(batch)[0])
             if interleave:
                 np.random.rand(3)
