@@ -91,19 +91,19 @@ class LoaderOptions:
                 f"(500_000, 512)], got {sizes!r}. One size for the whole run is the DataLoader's own batch_size."
             )
 
-    def refuse(self, name: str, why: str) -> None:
-        """Refuse an option that this data cannot have, if it is given.
+    def refuse(self, **reasons: str) -> None:
+        """Refuse options that this data cannot have.
 
         Args:
-            name: Of the option.
-            why: A sentence for the error.
+            reasons: For each of the options by name, a sentence for the error.
 
         Raises:
-            ArgumentError: It is given.
+            ArgumentError: One of them is given.
         """
-        value = getattr(self, name)
-        if value is not None:
-            raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
+        for name, why in reasons.items():
+            value = getattr(self, name)
+            if value is not None:
+                raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
 
     def compared(self) -> dict[str, Any]:
         """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""

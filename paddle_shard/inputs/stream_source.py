@@ -230,9 +230,11 @@ def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> in
 def _check_arguments(options: LoaderOptions, stage: Stage) -> None:
     if options.shuffle is not False:
         permute = "Permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
-        options.refuse("shuffle", f"a stream has no index to be shuffled by. {permute}")
-    options.refuse("batch_size", f"the loader has a stream, {DECIDES}")
-    options.refuse("balance", f"the data is a stream, whose samples have no number, and {DEALS}")
+        options.refuse(shuffle=f"a stream has no index to be shuffled by. {permute}")
+    options.refuse(
+        batch_size=f"the loader has a stream, {DECIDES}",
+        balance=f"the data is a stream, whose samples have no number, and {DEALS}",
+    )
     if options.num_batches is not None:
         check_count("num_batches", options.num_batches)
     elif stage.endless:
