@@ -121,8 +121,6 @@ class PassSetup:
     """Compares what the ranks have read; None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
-    verify: int
-    """Every how many steps they compare it; 0: the first batch of a pass."""
     prefetch: int
     """Batches that a thread keeps ready; 0: there is no thread."""
     if_worth_it: bool
@@ -133,8 +131,9 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
     value, first = batch.value, batch.is_first
     compares = setup.batch_check is not None and len(setup.agreeing_ranks) > 1
+    every: Any = setup.options.verify
     # A row that holds another sample than its own tells nothing.
-    if compares and batch.skipped is None and (first or (setup.verify > 0 and batch.step.number % setup.verify == 0)):
+    if compares and batch.skipped is None and (first or (every != "first" and batch.step.number % every == 0)):
         batch.summary = _summary(setup, batch)
     batch.rows = setup.rows.of(batch, setup.placer)
     batch.value, batch.layout, batch.row_shapes, batch.num_bytes = setup.placer.place(value, batch.rows)

@@ -15,7 +15,7 @@ from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators_of
-from paddle_shard.inputs.options import LoaderOptions, checked_prefetch
+from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
@@ -24,7 +24,7 @@ from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
-from paddle_shard.ranks.batch_check import BatchCheck, checked_verify
+from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
@@ -72,12 +72,11 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         )
     replicas = replicas_of(options, source, layouts, agreeing)
     batch_check: BatchCheck | None = None
-    verify = checked_verify(options.verify)
     # A sampler that says which part it reads was held against the mesh, and in auto-DP mode Paddle has split the data.
     known_to_differ = hasattr(source.custom_sampler, "nranks") or auto_dp
-    if verify is not None and not source.split:
+    if options.verify is not None and not source.split:
         batch_check = BatchCheck(None, getattr(dataloader.dataset, "sample_name", None))
-    elif verify is not None and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
+    elif options.verify is not None and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
         batch_check = BatchCheck((own.layout, own.data_axes))
     return PassSetup(
         options=options,
@@ -90,10 +89,9 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
-        facts=_facts(options, source, layouts),
+        facts=_facts(options, source, layouts, pad_to),
         batch_check=batch_check,
         replicas=replicas,
-        verify=verify or 0,
         prefetch=prefetch,
         if_worth_it=if_worth_it,
     )
@@ -117,13 +115,18 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     return Reading(options.dataloader, how, to_tensors, 0.9 * options.timeout, read)
 
 
-def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> dict[str, Any]:
+def _facts(
+    options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout], pad_to: PadTo | None
+) -> dict[str, Any]:
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
     facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
-    facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
+    facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split}
+    facts |= {name: getattr(options, name) for name in COMPARED}
+    if pad_to is not None:
+        facts["pad_to"] = pad_to.fact()
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
     if not source.split:  # else each data rank has an order of its own

@@ -15,13 +15,7 @@ from paddle_shard.delivery.begin import begin, unequal_ends
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
-from paddle_shard.errors import (
-    ArgumentError,
-    BatchStructureError,
-    DataReadError,
-    PaddleShardError,
-    UnequalEndsError,
-)
+from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.plan.shard_plan import ShardPlan

@@ -126,6 +126,11 @@ class PadTo:
             fields[key] = Pad(f"[{key!r}]", lengths, value)
         return cls(fields)
 
+    def fact(self) -> dict[str, Any]:
+        """Return what the ranks compare: the same for all ways to write it."""
+        fields = sorted(self.fields.items(), key=str)
+        return {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
+
     def check(self, fields: Sequence[Any]) -> None:
         """Refuse fields that the batch does not have.
 
