@@ -22,8 +22,8 @@ ON_ERROR = ("raise", "skip")
 REPLICAS = ("each", "leader", "auto")
 
 COMPARED = ("seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas")
-"""Options that must be the same on all ranks, as they are. Of most others, `loader/assembly.py` compares what is made of
-them. `prefetch` and `on_lost` may differ."""
+"""Options that must be the same on all ranks, as they are. Of most others, `loader/assembly.py` compares what is made
+of them. `prefetch` and `on_lost` may differ."""
 
 # Why some data refuses an option, behind what the data is.
 DEALS = "balance= deals the rows of global batches to data ranks by the costs of their samples."

@@ -155,17 +155,14 @@ def _held(
     num_workers = options.dataloader.num_workers
     if num_workers > len(parts):
         say_once(
-            "num_workers=%d: this rank holds %d parts of the stream, each of which is read by one worker; the other "
-            "workers are not started. More parts (in_parts()) or fewer workers use them all.",
-            num_workers,
-            len(parts),
+            f"num_workers={num_workers}: this rank holds {len(parts)} parts of the stream, each of which is read by "
+            "one worker; the other workers are not started. More parts (in_parts()) or fewer workers use them all."
         )
     # Rows that are not the samples cannot be joined one by one.
     if num_workers > 1 and (any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)):
         say_once(
-            "num_workers=%d: fields of dense_tensor_idx, and those placed 'as read', need not have a row for each "
-            "sample, so that each batch of the stream is read and collated by one worker.",
-            num_workers,
+            f"num_workers={num_workers}: fields of dense_tensor_idx, and those placed 'as read', need not have a row "
+            "for each sample, so that each batch of the stream is read and collated by one worker."
         )
         num_workers = 1
     return parts, min(num_workers, len(parts))
@@ -184,9 +181,8 @@ def _check_off_mesh(own: FieldLayout, split: bool) -> None:
             "split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
         )
     say_once(
-        "global rank %d is on none of the meshes: to make the same steps, it reads all parts of the stream. A rank "
-        "that counts its steps otherwise needs no loader.",
-        own.global_rank,
+        f"global rank {own.global_rank} is on none of the meshes: to make the same steps, it reads all parts of the "
+        "stream. A rank that counts its steps otherwise needs no loader."
     )
 
 
@@ -194,12 +190,10 @@ def _say_how_often_it_is_read(own: FieldLayout, ranks: int, workers: int) -> Non
     """Log, once and on one rank, how often every sample is read, if that is more than once."""
     if own.global_rank == 0 and ranks * workers > 1:
         say_once(
-            "this stream has nothing that it could be cut at before it is read, so each of %d data ranks x %d workers "
-            "reads all of it and keeps its own samples: %d times the reads. Files (Stream.csv, .lines, .webdataset), "
-            "or a data set that splits itself (Stream.of(..., splits_itself=True)) read it less often.",
-            ranks,
-            workers,
-            ranks * workers,
+            f"this stream has nothing that it could be cut at before it is read, so each of {ranks} data ranks x "
+            f"{workers} workers reads all of it and keeps its own samples: {ranks * workers} times the reads. Files "
+            "(Stream.csv, .lines, .webdataset), or a data set that splits itself "
+            "(Stream.of(..., splits_itself=True)) read it less often."
         )
 
 

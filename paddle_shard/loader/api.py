@@ -220,7 +220,7 @@ def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[s
             loader = shard_dataloader(*args, **{**given, name: value})
             given = {**given, name: value}
         except PaddleShardError as error:
-            say_once("patch_paddle(%s=%r) is left out for a loader that cannot have it: %s", name, value, error)
+            say_once(f"patch_paddle({name}={value!r}) is left out for a loader that cannot have it: {error}")
     return loader
 
 

@@ -52,7 +52,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         pad_to=pad_to,
     )
     layouts = placer.layouts
-    check_ranks(layouts)
+    members = _members(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
     split = bool(options.is_dataset_splitted)
@@ -61,9 +61,6 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     dataloader = options.dataloader
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
-    # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
-    members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
-    members = members if num_ranks() > 1 else (me,)
     agreeing = members if me in members else (me,)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(
@@ -147,8 +144,8 @@ def _shown(layouts: Sequence[FieldLayout]) -> str:
     return " and ".join(dict.fromkeys(found))
 
 
-def check_ranks(layouts: Sequence[FieldLayout]) -> None:
-    """Check that the job has the ranks that the meshes name; warn where a single process stands for all.
+def _members(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
+    """Return the ranks that keep in step: those of the meshes, and no others; this one, if it is alone, with a warning.
 
     Raises:
         ArgumentError: It has others only; nobody would read their rows.
@@ -165,10 +162,10 @@ def check_ranks(layouts: Sequence[FieldLayout]) -> None:
     if count == 1 and data_ranks > 1:
         here = next((layout.data_rank for layout in layouts if layout.on_mesh), None)
         part = "no rows" if here is None else f"1/{data_ranks} of the rows, those of data rank {here}"
+        shown = wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}"
         logging.getLogger("paddle_shard").warning(
-            "the mesh has the ranks %s, but this is the only process of its job, and reads %s. Fine for a look at a "
-            "program; to train, start all ranks: python -m paddle.distributed.launch --nproc_per_node %d script.py",
-            wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}",
-            part,
-            wanted[-1] + 1,
+            f"the mesh has the ranks {shown}, but this is the only process of its job, and reads {part}. Fine for a "
+            "look at a program; to train, start all ranks: python -m paddle.distributed.launch --nproc_per_node "
+            f"{wanted[-1] + 1} script.py"
         )
+    return tuple(wanted) if count > 1 else (dist.get_rank(),)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle.profiler import RecordEvent
 
@@ -91,16 +90,9 @@ class ShardIterator:
                 found = next(self._pass)
             if not found.placed:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-            valid, local = found.valid(), setup.source.split or bool(found.step.parts)
+            local = setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
-            self._clock.leave(
-                entered,
-                rows=len(valid),
-                samples=int(np.count_nonzero(valid)),
-                num_bytes=found.num_bytes,
-                skipped=found.num_skipped(),
-                load=found.step.load,
-            )
+            self._clock.leave(entered, found)
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
             setup.run.delivered(self._progress, found.step, ids, lost)
@@ -157,13 +149,8 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     rows = counts.samples + counts.padding + counts.skipped
     if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
         say_once(
-            "tail='pad': %d of the %d rows that rank %d was given in this epoch are padding, because the stream's %d "
-            "parts end at different times. %s",
-            counts.padding,
-            rows,
-            rank,
-            plan.num_parts,
-            _remedy(stream),
+            f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
+            f"because the stream's {plan.num_parts} parts end at different times. {_remedy(stream)}"
         )
     stage = stream.stage
     if plan.ending.drops and rank == 0 and stage.source.num_shards is not None and not stream.knows_length:
@@ -173,14 +160,11 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
         # Of the bytes, what lies behind the end of the shortest part.
         share = 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None
         if share is None or share > 0.01:
+            much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
             say_once(
-                "tail='drop': the epoch had %d batches, %d rows, and ended with the shortest of the stream's %d parts; "
-                "the rest of the others was dropped: %s. %s",
-                counts.batches,
-                counts.batches * plan.batch_size,
-                plan.num_parts,
-                "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes",
-                _remedy(stream),
+                f"tail='drop': the epoch had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "
+                f"ended with the shortest of the stream's {plan.num_parts} parts; the rest of the others was dropped: "
+                f"{much}. {_remedy(stream)}"
             )
 
 

@@ -54,10 +54,10 @@ class Unplaced:
         if len(kinds) > 1 or (pad is None and len(set(known)) > 1):
             why = "" if len(kinds) > 1 else "; pad_to does not name it, so its rows must be of one shape"
             raise _differ(self.path, rows, why)
-        mesh, of_data_rank = self.layout.layout, dict[int, dict[int, Row]]()
+        of_data_rank = dict[tuple[int, int], dict[int, Row]]()
         for rank, row in rows.items():
-            if rank in mesh.process_ids:
-                of_data_rank.setdefault(mesh.data_rank(rank, self.layout.data_axes), {})[rank] = row
+            if (place := self.layout.slice_of(rank)) is not None:
+                of_data_rank.setdefault(place, {})[rank] = row
         for replicas in of_data_rank.values():
             if len(set(replicas.values())) > 1:
                 raise _differ(self.path, replicas, ", which share a data rank and should have read the same rows")
@@ -71,7 +71,7 @@ class Unplaced:
                     "collate_fn, or give a larger size."
                 )
             shape[0] = size
-        return self.layout.distributed(_padded(self.local, shape, pad.value if pad else 0), self.path)
+        return self.layout.distributed(padded(self.local, shape, pad.value if pad else 0), self.path)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class PadTo:
         if pad is None or len({(array.dtype, len(array.shape)) for array in arrays}) > 1:
             return arrays
         row = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
-        return [_padded(array, row, pad.value) for array in arrays]
+        return [padded(array, row, pad.value) for array in arrays]
 
 
 def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
@@ -180,7 +180,7 @@ def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
     return mapped(batch, lambda leaf, _: leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf)
 
 
-def _padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
+def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
     """Return rows of a tensor or array that are filled up to one shape."""
     if list(tensor.shape[1:]) == list(row):
         return tensor
