@@ -18,7 +18,7 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
+from paddle_shard.plan.parts import PartsPlan, choose_num_parts
 from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalLoader, ExternalSource
@@ -95,8 +95,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     if size is None:
         if num_parts is not None:
             raise ArgumentError(f"in_parts({num_parts}): its items are whole global batches, which have no parts.")
-        if not split:
-            tail = TAILS["drop"]  # all ranks read the same batches, so they end together
+        tail = tail if split else TAILS["drop"]  # all ranks read the same batches, so they end together
         plan = PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches)
         if not foreign:  # repeat it before it is cut for the workers, if all ranks read the same
             stage = Stripe(stage if num_batches is None or split else Repeat(stage))
@@ -229,9 +228,7 @@ def _check_arguments(options: LoaderOptions, stage: Stage) -> None:
         batch_size=f"the loader has a stream, {DECIDES}",
         balance=f"the data is a stream, whose samples have no number, and {DEALS}",
     )
-    if options.num_batches is not None:
-        check_count("num_batches", options.num_batches)
-    elif stage.endless:
+    if options.num_batches is None and stage.endless:
         raise ArgumentError(
             "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
             "many batches an epoch has."

@@ -18,6 +18,7 @@ from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadErro
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
@@ -152,10 +153,9 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
             f"because the stream's {plan.num_parts} parts end at different times. {_remedy(stream)}"
         )
-    stage = stream.stage
-    if plan.ending.drops and rank == 0 and stage.source.num_shards is not None and not stream.knows_length:
-        parts, source = tuple(range(plan.num_parts)), stage.source
-        opening = Opening(parts=parts, num_parts=len(parts), seed=setup.options.seed, epoch=epoch)
+    source = stream.stage.source
+    if plan.ending.drops and rank == 0 and source.num_shards is not None and not stream.knows_length:
+        opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         # Of the bytes, what lies behind the end of the shortest part.
         share = 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None
