@@ -72,6 +72,7 @@ def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
     iterates: Any = type(dataloader).__iter__
     if iterates is paddle.io.DataLoader.__iter__ or not hasattr(iterates, "__code__"):
         return False
+    # One that calls Paddle's (`super().__iter__()`) has this name in its code.
     return "__iter__" not in iterates.__code__.co_names
 
 

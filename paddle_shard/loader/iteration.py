@@ -104,14 +104,12 @@ class ShardIterator:
             setup.run.finished(self._progress)
             say_if_uneven(setup, self.epoch)
             raise
-        except UnequalEndsError as error:
+        except BaseException as error:
             self.close()
-            raise unequal_ends(setup, error) from None
-        except BatchStructureError as error:
-            self.close()
-            raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, UnequalEndsError):
+                raise unequal_ends(setup, error) from None
+            if isinstance(error, BatchStructureError):
+                raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
             raise
 
     @property

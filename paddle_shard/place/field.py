@@ -29,7 +29,7 @@ class Balanced:
     """The tensor dim, at least 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, since cached properties are kept in `__dict__`
 class FieldLayout:
     """A mesh and how a field is split over it, as one process sees it."""
 

@@ -236,10 +236,9 @@ class _Placing:
         self.num_bytes += value.size * value.element_size()
         has_row_each = shape[:1] == [len(rows.read)]
         by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
-        own_rows = False
-        if layout.data_axes and not by_rows:
+        own_rows = len(layout.data_axes) > 0 and not by_rows
+        if own_rows:
             _check_own_rows(shape, layout, path, rows, dense=dense)
-            own_rows = layout.num_data_ranks > 1
         if by_rows and layout.on_mesh:
             value = _take_rows(value, rows.positions(layout))
         pad = None if self._pad_to is None else self._pad_to.pad_of(path)
@@ -247,7 +246,9 @@ class _Placing:
             (self.local if dense else self.padded).add(pad.path)
         waits = self._pad_to is not None and not dense and len(shape) > 0
         if waits or self._pad_to is None:
-            kind = f"{kind_of(dtype)}, {shape[0]} rows of " if own_rows and not dense else kind_of(dtype)
+            kind = kind_of(dtype)
+            if own_rows and layout.num_data_ranks > 1 and not dense:  # of these, all data ranks must have as many
+                kind += f", {shape[0]} rows of "
             self.row_shapes[path] = [kind, *shape[1:]]
         if dense:
             return value
