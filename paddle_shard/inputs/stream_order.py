@@ -45,10 +45,6 @@ class StreamOrder:
     """True if each item is a whole batch. Then each step is read by one of the readers, in turns."""
     split_over: int | None = None
     """Number of data ranks, if each has a stream of its own. Such a run is bound to this number."""
-    skip_errors: bool = False
-    """True if a sample on which the user's code fails becomes an invalid row."""
-    rows_are_split: bool = False
-    """True if a row may not depend on its neighbours, since other rows of its batch are collated elsewhere."""
 
     @property
     def chunks(self) -> list[tuple[int, ...]]:
@@ -100,8 +96,6 @@ class StreamOrder:
             accumulation=plan.accumulation,
             pad=plan.ending.pads and not plan.repeats,
             repeat=plan.repeats,
-            skip_errors=self.skip_errors,
-            rows_are_split=self.rows_are_split,
             compared=compared,
         )
         if not self.whole_items:

@@ -123,8 +123,6 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         num_workers=num_workers,
         whole_items=size is None,
         split_over=own.num_data_ranks if split else None,
-        skip_errors=options.on_error == "skip" and size is not None,
-        rows_are_split=(own.num_data_ranks > 1 or num_workers > 1) and options.pad_to is None,
     )
     if order.knows_length and len(order) == 0:  # this also refuses lengths that the tail forbids
         raise ArgumentError(

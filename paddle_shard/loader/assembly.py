@@ -96,12 +96,13 @@ def setup_of(options: LoaderOptions) -> PassSetup:
 
 def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None) -> Reading:
     """Return how steps are read, here or in workers."""
+    sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
         generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
         seed=options.seed,
-        skip_errors=options.on_error == "skip",
+        skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
-        several=own.num_data_ranks > 1 and pad_to is None,
+        several=pad_to is None and (own.num_data_ranks > 1 or sharing > 1),
         split=source.split,
     )
     stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
