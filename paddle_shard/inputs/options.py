@@ -17,10 +17,8 @@ from paddle_shard.place.local_tensor import is_cpu
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.say_once import say_once
 
-ON_LOST = ("raise", "exit")
-ON_ERROR = ("raise", "skip")
-REPLICAS = ("each", "leader", "auto")
-
+CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader", "auto")}
+"""Options that are one of a few words."""
 COMPARED = ("seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas")
 """Options that must be the same on all ranks, as they are. Of most others, `loader/assembly.py` compares what is made
 of them. `prefetch` and `on_lost` may differ."""
@@ -75,7 +73,7 @@ class LoaderOptions:
         verify = self.verify
         if verify not in (None, "first") and (not isinstance(verify, numbers.Integral) or verify is True or verify < 1):
             raise ArgumentError(f"verify must be 'first', an int >= 1 (every so many steps), or None, got {verify!r}.")
-        for name, known in (("on_lost", ON_LOST), ("on_error", ON_ERROR), ("replicas", REPLICAS)):
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
         items = self.dense_tensor_idx

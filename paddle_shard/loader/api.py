@@ -174,7 +174,7 @@ def shard_dataloader(
         meshes=meshes,
         input_keys=input_keys,
         shard_dims=shard_dims,
-        is_dataset_splitted=is_dataset_splitted,
+        is_dataset_splitted=bool(is_dataset_splitted),
         dense_tensor_idx=dense_tensor_idx,
         shuffle=shuffle,
         seed=seed,

@@ -55,10 +55,9 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     members = _members(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
-    split = bool(options.is_dataset_splitted)
-    stream = as_stream_loader(options.dataloader, split=split)
-    options = replace(options, dataloader=options.dataloader if stream is None else stream, is_dataset_splitted=split)
-    dataloader = options.dataloader
+    stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
+    dataloader = options.dataloader if stream is None else stream
+    options = replace(options, dataloader=dataloader)
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     agreeing = members if me in members else (me,)
@@ -86,7 +85,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
-        facts=_facts(options, source, layouts, pad_to),
+        facts=_facts(options, source, placer),
         batch_check=batch_check,
         replicas=replicas,
         prefetch=prefetch,
@@ -113,18 +112,16 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     return Reading(options.dataloader, how, to_tensors, 0.9 * options.timeout, read)
 
 
-def _facts(
-    options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout], pad_to: PadTo | None
-) -> dict[str, Any]:
+def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
-    facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
+    facts |= {"meshes": _shown(placer.layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split}
     facts |= {name: getattr(options, name) for name in COMPARED}
-    if pad_to is not None:
-        facts["pad_to"] = pad_to.fact()
+    if placer.pad_to is not None:
+        facts["pad_to"] = placer.pad_to.fact()
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
     if not source.split:  # else each data rank has an order of its own
