@@ -90,11 +90,8 @@ class PadTo:
         """
         if pad_to is None:
             return None
-        if (
-            not isinstance(pad_to, Mapping)
-            or not pad_to
-            or any(not isinstance(one, tuple) or len(one) != 2 for one in pad_to.values())
-        ):
+        given = list(pad_to.values()) if isinstance(pad_to, Mapping) else []
+        if not given or not all(isinstance(one, tuple) and len(one) == 2 for one in given):
             raise ArgumentError(
                 "pad_to must say of each field whose rows differ in length, by key or position, to which length they "
                 "are padded and with which number, such as {'input_ids': ('longest', 0), 'labels': ('longest', -100)}, "
@@ -104,14 +101,9 @@ class PadTo:
         for key, (length, value) in pad_to.items():
             sizes = [length] if isinstance(length, int | np.integer) else length
             sizes = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
-            fine = sizes == LONGEST or (
-                isinstance(sizes, list | tuple)
-                and len(sizes) > 0
-                and all(
-                    isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in sizes
-                )
-            )
-            if not fine:
+            found = list(sizes) if isinstance(sizes, list | tuple) else []
+            ints = all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in found)
+            if sizes != LONGEST and not (found and ints and min(found) > 0):
                 raise ArgumentError(
                     f"pad_to: rows of field {key!r} are padded to 'longest', or to the lengths that they may have, "
                     f"such as [128, 256, 512]; got {length!r}."
@@ -122,8 +114,7 @@ class PadTo:
                 number = None
             if number is None:
                 raise ArgumentError(f"pad_to: the number behind the rows of field {key!r} must be one, got {value!r}.")
-            lengths = () if sizes == LONGEST else tuple(sorted({int(size) for size in sizes}))
-            fields[key] = Pad(f"[{key!r}]", lengths, value)
+            fields[key] = Pad(f"[{key!r}]", tuple(sorted({int(size) for size in found})), value)
         return cls(fields)
 
     def fact(self) -> dict[str, Any]:
