@@ -158,6 +158,8 @@ def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: i
                 f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
                 f"got {wanted!r}."
             )
+        if not isinstance(axis, str | int):  # several axes on one dim have an entry each
+            raise AxisError(f"placements names the axis {axis!r}. Name each axis alone, such as {{'dp': 0, 'sep': 0}}.")
         (number,) = layout.axis_indices(axis)
         if number in split:  # by its name and by its index
             raise AxisError(f"placements names an axis twice: {dict(given)}. Name each axis once.")
