@@ -14,7 +14,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-oldest test-pythons test-adapters test-trainers faults bench soak lint clean
+.PHONY: help demo demos test quick test-device test-oldest test-pythons test-adapters test-trainers faults bench bench-device soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -35,6 +35,11 @@ test: $(READY)
 ## quick: the tests that start no processes, laws with a quarter of the examples, in about a minute
 quick: $(READY)
 	PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
+
+## test-device: delivery to a device, on one that stands in for a GPU (tests/device); needs g++, else it says so
+test-device: $(READY)
+	@if command -v $(CXX) >/dev/null; then $(MAKE) --no-print-directory on-device; \
+	else echo "tests/device skipped: no C++ compiler ($(CXX)); Debian's g++ is enough"; fi
 
 ## test-oldest: all tests on Paddle 3.0.0
 test-oldest: $(OLDEST)/.ready
@@ -68,6 +73,10 @@ bench: $(READY)
 	$(PY) benchmarks/agreement.py
 	$(PY) benchmarks/loader.py
 
+## bench-device: does delivery overlap what a device computes? On the device of tests/device, beside Paddle's loader
+bench-device: $(READY) build/device/libstandin.so
+	$(ON_DEVICE) $(PY) benchmarks/device.py
+
 ## soak: 100,000 steps on two ranks: memory, files, threads and shared memory must not grow (STEPS=20000: fewer)
 soak: $(READY)
 	$(PY) benchmarks/soak.py --steps $(STEPS)
@@ -81,6 +90,18 @@ lint: $(READY)
 ## clean: remove what the others made
 clean:
 	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+
+# Paddle loads the plug-in when it is imported. Without kernels of its own, a device needs the flag.
+ON_DEVICE := CUSTOM_DEVICE_ROOT=$(CURDIR)/build/device FLAGS_use_stride_kernel=0 GLOG_minloglevel=2
+DEVICE_TESTS := tests/device tests/loader/test_laws.py tests/loader/test_verify.py tests/inputs/test_streams.py tests/reading/test_passes.py
+build/device/libstandin.so: tests/device/standin.cc tests/device/standin_collectives.h $(READY)
+	mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 -g -Wall -fPIC -shared -fvisibility=hidden -pthread \
+	-isystem $$($(PY) -c "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('paddle').origin).parent / 'include')") $< -o $@
+
+.PHONY: on-device
+on-device: build/device/libstandin.so
+	$(ON_DEVICE) PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -p tests.device.on_standin -n 2 --dist loadfile $(DEVICE_TESTS)
 
 # The demo needs a fraction of what all tests need.
 $(DEMO_READY): setup.py

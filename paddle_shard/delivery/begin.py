@@ -37,7 +37,8 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     core = executor = None if follows else reading.core()
     try:
         agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
-        feed.executor = executor = reading.start(feed.more, replicas.shared(core, reading.core, agreement))
+        shared = replicas.shared(core, reading.core, agreement)
+        feed.executor = executor = reading.start(feed.more, shared, elsewhere=follows)
         if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
         notes, pad_to = None, setup.placer.pad_to

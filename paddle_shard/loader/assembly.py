@@ -6,6 +6,7 @@ import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import paddle.distributed as dist
@@ -59,7 +60,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     dataloader = options.dataloader if stream is None else stream
     options = replace(options, dataloader=dataloader)
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
-    prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
+    prefetch, if_worth_it, on_device = checked_prefetch(options, stream=stream is not None)
     agreeing = members if me in members else (me,)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(
@@ -81,7 +82,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         placer=placer,
         own_layout=own,
         rows=LoaderRows(source, layouts, own),
-        reading=_reading(options, source, own, pad_to),
+        reading=_reading(options, source, own, pad_to, on_device),
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
@@ -93,7 +94,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     )
 
 
-def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None) -> Reading:
+def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None, on_device: int) -> Reading:
     """Return how steps are read, here or in workers."""
     sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
@@ -107,9 +108,9 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
-    to_tensors = TensorMaker(options.dataloader.places[0])
+    to_tensors = partial(TensorMaker, options.dataloader.places[0], queued=on_device > 0)
     # Workers have less time than the other ranks, so that these are told what it is.
-    return Reading(options.dataloader, how, to_tensors, 0.9 * options.timeout, read)
+    return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read)
 
 
 def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class ShardIterator:
         self._progress = setup.run.begin(start)
         self._closed = False
         self._current: Batch | None = None
+        self._valid: tuple[Batch, Any] | None = None
         self._clock = PassClock(setup.stats)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass = begin(setup, start) if begun is None else begun
@@ -120,7 +121,11 @@ class ShardIterator:
         """
         if self._current is None:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
-        return self._current.rows.valid(self._current.valid(), self._current.layout)
+        found = self._current
+        if self._valid is None or self._valid[0] is not found:  # made once a batch: it is a copy to the device
+            place = self._setup.dataloader.places[0]
+            self._valid = found, found.rows.valid(found.valid(), found.layout, place)
+        return self._valid[1]
 
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""

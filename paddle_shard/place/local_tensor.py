@@ -4,63 +4,84 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle.framework import core
 
+_MOST_PUSHED = 8
+"""Batches that fit into the queue of a feed: more than are ever pushed and not pulled."""
+
 
 class TensorMaker:
-    """Makes tensors on one place, as `paddle.io.DataLoader` does.
+    """Makes the tensors of one pass, as `paddle.io.DataLoader` does: on its place, and on a device without waiting.
 
     `paddle.to_tensor` takes up to four times as long, and in Paddle 3.3 it leaks about 110 bytes per call.
     """
 
-    def __init__(self, place: Any) -> None:
-        """Set the place: a `CPUPlace`, `CUDAPlace` or the like."""
-        self._place = place
-        self._feed = None if is_cpu(place) else DeviceFeed(place)
-
-    def __call__(self, leaves: Sequence[Any], owned: bool) -> list[Any]:
-        """Return tensors of numpy arrays, or of tensors.
+    def __init__(self, place: Any, *, queued: bool = True) -> None:
+        """Set the place.
 
         Args:
-            leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Paddle's tensors are detached, and
-                moved to the place if they are in host memory. Another library's tensors stay in the memory they are in.
+            place: A `CPUPlace`, `CUDAPlace` or the like.
+            queued: True if copies to a device are asked for ahead; False if each is waited for at once.
+        """
+        self._place, self._on_cpu = place, is_cpu(place)
+        self._feed = DeviceFeed(place) if queued and not self._on_cpu else None
+
+    def __call__(self, leaves: Sequence[Any], owned: bool) -> Callable[[], list[Any]]:
+        """Begin to make tensors of leaves, and return a function that returns them. It is called in the same order.
+
+        Args:
+            leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Tensors are detached. On a device,
+                what is in host memory is moved there, as Paddle moves a collate_fn's results.
             owned: True if nothing else uses the arrays, so that a tensor may share an array's memory. False: it copies.
         """
-        # Two tensors must not share the memory of one array.
-        adopt = owned and (len(leaves) == 1 or len(set(map(id, leaves))) == len(leaves))
+        adopt = owned and len(set(map(id, leaves))) == len(leaves)  # two tensors must not share the memory of one array
         found: list[Any] = []
         dense: dict[int, Any] = {}
         """Number of a leaf -> the leaf in Paddle's own form; all of them become tensors at once."""
         for number, leaf in enumerate(leaves):
-            is_tensor, made = isinstance(leaf, paddle.Tensor), None
-            # On a device, what is in host memory is moved, as Paddle moves a collate_fn's results.
-            moves = self._feed is not None and is_tensor and (is_cpu(leaf.place) or leaf.place.is_cuda_pinned_place())
-            if moves and leaf.size:
-                dense[number] = leaf.value().get_tensor()
-            elif is_tensor:
-                made = leaf.detach()
-            elif not isinstance(leaf, np.ndarray):
-                made = paddle.utils.dlpack.from_dlpack(leaf)
-            elif self._feed is not None and not leaf.size:  # the reader takes no tensor without elements
+            made = one = None
+            if isinstance(leaf, np.ndarray) and not (leaf.size or self._on_cpu):  # the feed takes no empty tensor
                 made = paddle.to_tensor(leaf, place=self._place)
-            else:
+            elif isinstance(leaf, np.ndarray):
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
                 mine = adopt and type(leaf) is np.ndarray and leaf.size > 0 and leaf.flags.c_contiguous
-                dense[number] = core.DenseTensor()
-                dense[number].set(leaf, core.CPUPlace(), mine)
+                one = core.DenseTensor()
+                one.set(leaf, core.CPUPlace(), mine)
+            else:
+                made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
+                in_host_memory = is_cpu(made.place) or made.place.is_cuda_pinned_place()
+                if in_host_memory and made.size and not self._on_cpu:
+                    if not isinstance(leaf, paddle.Tensor):
+                        # Paddle frees another library's memory under a lock, and that needs the GIL; from_dlpack takes
+                        # the lock with the GIL held. So the reader's thread must never be the one to free it.
+                        made = made._copy_to(core.CPUPlace(), True)
+                    one = made.value().get_tensor()
+            if one is not None:
+                dense[number] = one
             found.append(made)
-        if dense:
-            to_tensors = core.eager.read_next_tensor_list if self._feed is None else self._feed
-            for number, tensor in zip(dense, to_tensors(list(dense.values())), strict=True):
+        if self._feed is not None and dense:
+            self._feed.push(list(dense.values()))
+
+        def made_tensors() -> list[Any]:
+            tensors: Sequence[Any] = ()
+            if self._feed is not None and dense:
+                tensors = self._feed.pull()
+            elif dense:
+                tensors = core.eager.read_next_tensor_list(list(dense.values()))
+                if not self._on_cpu:
+                    tensors = [tensor._copy_to(self._place, True) for tensor in tensors]
+            for number, tensor in zip(dense, tensors, strict=True):
                 found[number] = tensor
-        return found
+            return found
+
+        return made_tensors
 
 
 def is_cpu(place: Any) -> bool:
@@ -69,35 +90,38 @@ def is_cpu(place: Any) -> bool:
 
 
 class DeviceFeed:
-    """Moves tensors to a device on a separate device stream, in parallel to the computation there.
+    """Moves the batches of one pass to a device, on a stream and a thread of their own, first in, first out.
 
-    It uses the same reader as `paddle.io.DataLoader`, with one batch in flight at a time.
+    It uses the reader of `paddle.io.DataLoader`, which copies two batches ahead. A copy waits for what the device had
+    to compute when it was asked for, since the memory that it writes may have been in use; the caller waits for the
+    copy only. So a batch that was pushed two steps before it is pulled is there.
     """
 
     def __init__(self, place: Any) -> None:
-        """Set the device; the first call starts the reader."""
-        self._place, self._lock = place, threading.Lock()
-        self._empty: tuple[Any, Any] | None = None
-        """A queue and its reader, with no batch in flight."""
+        """Set the device; the first call of `push` starts the reader."""
+        self._place = place
+        self._started: tuple[Any, Any] | None = None
 
-    def __call__(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the tensors on the device.
+    def push(self, tensors: Sequence[Any]) -> None:
+        """Ask for a batch to be moved.
 
         Args:
-            tensors: One or more `core.DenseTensor`s in host memory.
+            tensors: One or more `core.DenseTensor`s in host memory, all with elements.
         """
         batch = core.DenseTensorArray()
         for tensor in tensors:
             batch.append(tensor)
-        with self._lock:  # the queue is first in, first out
-            (queue, reader), self._empty = self._empty or self._started(), None
-            queue.push(batch)
-            found = list(core.eager.read_next_tensor_list(reader.read_next_list()[0]))
-            self._empty = queue, reader  # after an interrupt it stays None: the queue would be one batch late
-            return found
+        if self._started is None:
+            self._started = self._start()
+        self._started[0].push(batch)
 
-    def _started(self) -> tuple[Any, Any]:
-        queue = core.init_dense_tensor_blocking_queue(core.Variable(), 2, False)
+    def pull(self) -> list[Any]:
+        """Return the tensors of the first batch that was not pulled yet, on the device."""
+        assert self._started is not None
+        return list(core.eager.read_next_tensor_list(self._started[1].read_next_list()[0]))
+
+    def _start(self) -> tuple[Any, Any]:
+        queue = core.init_dense_tensor_blocking_queue(core.Variable(), _MOST_PUSHED, False)
         # As `paddle.io.DataLoader` does: no names, shapes and dtypes, double buffering, no pinned memory.
         how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
         try:
@@ -112,5 +136,10 @@ def _end(queue: Any, reader: Any, process: int) -> None:
     if os.getpid() != process:  # a forked child lacks the reader's thread, for which even a destructor would wait
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((queue, reader)))
         return
-    queue.close()  # the reader's thread waits for it
+    # The destructor joins the reader's thread with the GIL held, and that thread needs the GIL to free an array; and
+    # shutdown() forgets what is pending, so that buffers go while they are used. So it comes to its end first.
+    queue.close()
+    with suppress(StopIteration):
+        while reader.read_next_list()[0]:
+            pass
     reader.shutdown()

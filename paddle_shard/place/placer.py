@@ -60,15 +60,16 @@ class BatchRows:
             found = self._positions[id(layout)] = np.searchsorted(self.read, self._rows_of(layout))
         return found
 
-    def valid(self, mask: np.ndarray[Any, Any], layout: FieldLayout) -> Any:
+    def valid(self, mask: np.ndarray[Any, Any], layout: FieldLayout, place: Any) -> Any:
         """Return one bool per row of a field, True if the row is real, placed like the rows.
 
         Args:
             mask: bool[len(read)], for the rows that were read.
             layout: The layout of the field.
+            place: Where the batch is.
         """
         mine = mask[self.positions(layout)] if layout.on_mesh else np.ones(self.num_rows // layout.num_data_ranks, bool)
-        return layout.rows_only.distributed(paddle.to_tensor(mine), "valid")
+        return layout.rows_only.distributed(paddle.to_tensor(mine, place=place), "valid")
 
 
 class Placed(NamedTuple):

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from paddle_shard.errors import DifferentDataError
@@ -21,7 +22,7 @@ from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
-from paddle_shard.reading.tensors import ToTensors, map_leaves
+from paddle_shard.reading.tensors import ToTensors, begin_tensors
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.samplers.randomness import restore, states
@@ -355,26 +356,78 @@ class Wrapper(Executor):
 
 
 class Tensors(Wrapper):
-    """Makes tensors of the arrays of each batch, on the loader's place."""
+    """Makes tensors of the arrays of each batch, on the loader's place; on a device, some batches ahead of the caller.
 
-    def __init__(self, inner: Executor, to_tensors: ToTensors) -> None:
+    read k+2, ask for its copy     read k+3, ask for its copy     ...      the thread that takes
+          copy k+1 to the device         copy k+2                          Paddle's reader, on a stream of its own
+      hand over k                    hand over k+1                         the training loop
+
+    So the training loop waits for a batch's copy only if the device is two steps behind, and never for what the device
+    has to compute after that.
+    """
+
+    def __init__(self, inner: Executor, to_tensors: ToTensors, *, ahead: int = 0, patient: bool = False) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor.
-            to_tensors: Makes tensors of arrays.
+            to_tensors: Makes the tensors of one pass.
+            ahead: Batches whose copies are asked for before the one that is handed over is waited for.
+            patient: True if the inner executor reads elsewhere, so that what it has not read yet is left to it.
         """
         super().__init__(inner)
-        self._to_tensors = to_tensors
+        self._to_tensors, self._ahead, self._patient = to_tensors, ahead, patient
+        self._begun: deque[tuple[Batch, Callable[[], Any]] | Exception] = deque()
+        """Batches whose tensors are being made, and at last what the next one has failed with."""
+
+    @property
+    def depth(self) -> int:
+        """See `Executor`."""
+        return self._inner.depth + self._ahead
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
-        found = self._inner.take(beside=beside)
-        try:
-            with in_use:
-                found.value = map_leaves(found.value, self._to_tensors, found.owned)
-        except Exception as error:
-            raise_if_a_handlers(error)
-            what = "making tensors of the batch"
-            raise ReadFailure.of(error, what=what).error(found.step) from None
-        return found
+        begun = self._begun
+        while len(begun) <= self._ahead and not (begun and isinstance(begun[-1], Exception)):
+            if begun and self._patient and not self._inner.ready():
+                break
+            try:
+                begun.append(self._begin(self._inner.take(beside=beside)))
+            except (StopIteration, DrewBesideError) as error:
+                if not begun or isinstance(error, DrewBesideError):
+                    raise
+                break
+            except Exception as error:  # raised when its own turn has come
+                raise_if_a_handlers(error)
+                begun.append(error)
+        first = begun.popleft()
+        if isinstance(first, Exception):
+            raise first
+        batch, made = first
+        with _making(batch):
+            batch.value = made()
+        return batch
+
+    def ready(self) -> bool:
+        """See `Executor`."""
+        return bool(self._begun) or self._inner.ready()
+
+    def close(self, *, ended: bool = False) -> None:
+        """See `Executor`."""
+        self._begun.clear()
+        self._inner.close(ended=ended)
+
+    def _begin(self, batch: Batch) -> tuple[Batch, Callable[[], Any]]:
+        with _making(batch):
+            return batch, begin_tensors(batch.value, self._to_tensors, batch.owned)
+
+
+@contextmanager
+def _making(batch: Batch) -> Iterator[None]:
+    """Name the step if its tensors cannot be made."""
+    try:
+        with in_use:
+            yield
+    except Exception as error:
+        raise_if_a_handlers(error)
+        raise ReadFailure.of(error, what="making tensors of the batch").error(batch.step) from None

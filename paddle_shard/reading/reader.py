@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import paddle
 
 from paddle_shard.collate import collate
 from paddle_shard.errors import described
@@ -325,9 +326,14 @@ def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None
 
 
 def _stack_tensors(samples: Sequence[Any]) -> Any:
-    """Stack tensors as arrays: the framework's own operators are not safe in a forked worker."""
+    """Stack tensors as arrays: the framework's own operators are not safe in a forked worker.
+
+    Tensors on a device are stacked there. No forked worker has any.
+    """
     if not all(is_tensor(sample) for sample in samples):
         raise TypeError(f"cannot stack {type(samples[0]).__name__}; give the loader a collate_fn.")
+    if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
+        return paddle.stack(list(samples))
     return np.stack([sample.numpy() for sample in samples])
 
 

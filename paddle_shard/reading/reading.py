@@ -45,7 +45,8 @@ class Reading:
         self,
         dataloader: paddle.io.DataLoader,
         how: HowToRead,
-        to_tensors: ToTensors,
+        to_tensors: Callable[[], ToTensors],
+        ahead: int,
         worker_timeout: float,
         stream: StreamReading | None = None,
     ) -> None:
@@ -54,12 +55,13 @@ class Reading:
         Args:
             dataloader: The user's DataLoader, perhaps of a subclass.
             how: What a reader of data with an index must know.
-            to_tensors: Makes tensors of arrays, on the loader's place.
+            to_tensors: Returns what makes the tensors of one pass, on the loader's place.
+            ahead: Batches whose copies to a device are asked for ahead.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             stream: How it is read, if the data is a stream.
         """
         self._how, self._stream, self._worker_timeout = how, stream, worker_timeout
-        self._to_tensors = to_tensors
+        self._to_tensors, self._ahead = to_tensors, ahead
         # Of data with an index, one for all passes: it knows whether reading draws.
         self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how) if stream is None else None
         self._idle: list[WorkerPool] = []
@@ -78,14 +80,15 @@ class Reading:
         self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
         self.num_workers = dataloader.num_workers if stream is None else stream.num_workers
 
-    def start(self, more: Callable[[], bool], core: Executor | None = None) -> Executor:
+    def start(self, more: Callable[[], bool], core: Executor, *, elsewhere: bool = False) -> Executor:
         """Return the executor of a new pass, which makes tensors; any number may be open at once.
 
         Args:
             more: Submits the next step; returns False if there is none.
-            core: Reads the steps; None: a new `core`.
+            core: Reads the steps.
+            elsewhere: True if another rank reads them.
         """
-        made = Tensors(self.core() if core is None else core, self._to_tensors)
+        made = Tensors(core, self._to_tensors(), ahead=self._ahead, patient=elsewhere or self.num_workers > 0)
         return UserIterated(made, self.dataloader, more) if self._iterates_itself else made
 
     def core(self) -> Executor:

@@ -14,8 +14,9 @@ from paddle_shard.tree import leaves, mapped
 _NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
 
-ToTensors = Callable[[Sequence[Any], bool], Sequence[Any]]
-"""Converts arrays and tensors to tensors; if nothing else refers to the arrays (True), they may share their memory."""
+ToTensors = Callable[[Sequence[Any], bool], Callable[[], Sequence[Any]]]
+"""Begins to convert arrays and tensors to tensors, and returns a function that returns them. If nothing else refers to
+the arrays (True), the tensors may share their memory."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -53,19 +54,25 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-def map_leaves(value: Any, to_tensors: ToTensors, owned: bool) -> Any:
-    """Return a batch in which tensors replace every array that can be a tensor, and every tensor.
+def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any]:
+    """Begin to make tensors of every array of a batch that can be one, and of every tensor.
 
     Args:
         value: The batch.
-        to_tensors: Converts arrays and tensors, all at once.
+        begin: Begins to convert arrays and tensors, all at once.
         owned: True if nothing else refers to the arrays.
+
+    Returns:
+        A function that returns the batch with tensors in their places.
 
     Raises:
         TypeError: An array has a dtype or a byte order that Paddle does not have.
     """
     if type(value) is np.ndarray:
-        return to_tensors([value], owned)[0] if _check_dtype(value, "") else value
+        if not _check_dtype(value, ""):
+            return lambda: value
+        made = begin([value], owned)
+        return lambda: made()[0]
     found: list[Any] = []
 
     def note(leaf: Any, path: str) -> None:
@@ -73,8 +80,13 @@ def map_leaves(value: Any, to_tensors: ToTensors, owned: bool) -> Any:
             found.append(leaf)
 
     mapped(value, note)
-    converted, tensors = set(map(id, found)), iter(to_tensors(found, owned))
-    return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
+    made, converted = begin(found, owned), set(map(id, found))
+
+    def finished() -> Any:
+        tensors = iter(made())
+        return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
+
+    return finished
 
 
 def _check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:

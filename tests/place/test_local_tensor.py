@@ -40,7 +40,7 @@ def plain():
 def fed():
     """As on a device, in this host's memory."""
     maker = TensorMaker(CPU)
-    maker._feed = DeviceFeed(CPU)
+    maker._feed, maker._on_cpu = DeviceFeed(CPU), False
     return maker
 
 
@@ -64,7 +64,7 @@ def test_values_dtypes_and_shapes_are_the_arrays(maker, owned, dtype):
     arrays = [
         layout for shape in SHAPES for layout in layouts(np.random.default_rng(0).integers(0, 99, shape).astype(dtype))
     ]
-    tensors = maker()(arrays, owned)
+    tensors = maker()(arrays, owned)()
 
     assert len(tensors) == len(arrays)
     for tensor, array in zip(tensors, arrays, strict=True):
@@ -79,7 +79,7 @@ def test_values_dtypes_and_shapes_are_the_arrays(maker, owned, dtype):
 @OWNED
 def test_uint16_is_bfloat16_as_it_is_to_paddle(maker, owned):
     tensor = paddle.to_tensor([1.0, -2.5], "bfloat16")
-    (made,) = maker()([tensor.numpy()], owned)
+    (made,) = maker()([tensor.numpy()], owned)()
 
     assert made.dtype == paddle.bfloat16
     assert made.cast("float32").tolist() == [1.0, -2.5]
@@ -88,7 +88,7 @@ def test_uint16_is_bfloat16_as_it_is_to_paddle(maker, owned):
 @MAKERS
 def test_a_copy_and_its_array_can_be_written_to_apart(maker):
     array = np.arange(10)
-    (tensor,) = maker()([array], False)
+    (tensor,) = maker()([array], False)()
     array[:] = -1
     assert tensor.tolist() == list(range(10))
     tensor.fill_(7)
@@ -98,7 +98,7 @@ def test_a_copy_and_its_array_can_be_written_to_apart(maker):
 @MAKERS
 def test_an_array_that_is_given_twice_becomes_two_tensors(maker):
     array = np.arange(10)
-    first, second = maker()([array, array], True)
+    first, second = maker()([array, array], True)()
     first.fill_(7)
 
     assert second.tolist() == list(range(10))
@@ -106,7 +106,7 @@ def test_an_array_that_is_given_twice_becomes_two_tensors(maker):
 
 @MAKERS
 def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
-    tensors = [maker()([np.full(100_000, number)], True)[0] for number in range(20)]
+    tensors = [maker()([np.full(100_000, number)], True)()[0] for number in range(20)]
     gc.collect()
     noise = [np.full(100_000, -1) for _ in range(20)]
 
@@ -117,7 +117,7 @@ def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
 @MAKERS
 def test_a_subclass_of_an_array_is_copied(maker):
     base = np.arange(6)
-    (tensor,) = maker()([base.view(np.recarray)], True)
+    (tensor,) = maker()([base.view(np.recarray)], True)()
     tensor.fill_(7)
 
     assert base.tolist() == list(range(6))
@@ -131,7 +131,7 @@ def test_arrays_empty_arrays_and_tensors_keep_their_places_among_each_other(make
         for number, kind in enumerate(kinds):
             array = np.zeros((0, number)) if kind == 1 else np.full((2, 3), float(number))
             leaves.append(paddle.to_tensor(array) if kind == 2 else array)
-        made = make(leaves, True)
+        made = make(leaves, True)()
         assert [tuple(tensor.shape) for tensor in made] == [tuple(leaf.shape) for leaf in leaves]
         assert all(np.array_equal(tensor.numpy(), np.asarray(leaf)) for tensor, leaf in zip(made, leaves, strict=True))
 
@@ -153,44 +153,38 @@ def is_batch(tensors, number, size=3):
     return [tensor.tolist() for tensor in tensors] == [[number, at] for at in range(1 + number % size)]
 
 
-def test_batches_come_back_in_their_order():
+def moved(feed, tensors):
+    feed.push(tensors)
+    return feed.pull()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+def test_batches_come_back_in_their_order(ahead):
     feed = DeviceFeed(CPU)
-    found = [feed(batch(number)) for number in range(500)]
+    for number in range(ahead):
+        feed.push(batch(number))
+    found = []
+    for number in range(ahead, 300):
+        feed.push(batch(number))
+        found.append(feed.pull())
+    found += [feed.pull() for _ in range(ahead)]
 
     assert all(is_batch(tensors, number) for number, tensors in enumerate(found))
 
 
-def test_each_thread_gets_its_own():
-    feed, wrong = DeviceFeed(CPU), []
+def test_passes_that_are_open_at_once_each_get_their_own():
+    feeds, wrong = [DeviceFeed(CPU) for _ in range(4)], []
 
-    def work(first):
-        wrong.extend(number for number in range(first, first + 200) if not is_batch(feed(batch(number)), number))
+    def work(feed, first):
+        wrong.extend(n for n in range(first, first + 200) if not is_batch(moved(feed, batch(n)), n))
 
-    threads = [threading.Thread(target=work, args=(1000 * number,)) for number in range(4)]
+    threads = [threading.Thread(target=work, args=(feed, 1000 * n)) for n, feed in enumerate(feeds)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(HANG)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
-
-
-def test_a_call_that_was_interrupted_does_not_put_those_behind_it_one_back():
-    feed = DeviceFeed(CPU)
-    assert is_batch(feed(batch(1)), 1)
-    queue, reader = feed._empty
-
-    class Interrupted:
-        @staticmethod
-        def push(tensors):
-            queue.push(tensors)
-            raise KeyboardInterrupt
-
-    feed._empty = Interrupted, reader
-    with pytest.raises(KeyboardInterrupt):
-        feed(batch(2))
-
-    assert all(is_batch(feed(batch(number)), number) for number in range(3, 9))
 
 
 def threads_of_this_process(wanted):
@@ -206,11 +200,11 @@ def test_a_feed_that_is_gone_leaves_no_thread():
     for used in (True, False, True):
         feed = DeviceFeed(CPU)
         if used:
-            feed(batch(1))
+            moved(feed, batch(1))
             assert len(os.listdir("/proc/self/task")) > before
         del feed
     cycle = [DeviceFeed(CPU)]
-    cycle[0](batch(1))
+    moved(cycle[0], batch(1))
     cycle.append(cycle)
     del cycle
     gc.collect()
@@ -249,7 +243,8 @@ feed = DeviceFeed(DataLoader([0], batch_size=1).places[0])
 def is_fed(number):
     dense = core.DenseTensor()
     dense.set(np.array([number]), core.CPUPlace(), False)
-    return feed([dense])[0].tolist() == [number]
+    feed.push([dense])
+    return feed.pull()[0].tolist() == [number]
 
 assert is_fed(1)
 {ENDS[how]}
@@ -261,12 +256,12 @@ assert is_fed(1)
 @OWNED
 def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_does(owned):
     maker, moved = fed(), []
-    feed = maker._feed
-    maker._feed = lambda tensors: moved.extend(tensors) or feed(tensors)
+    push = maker._feed.push
+    maker._feed.push = lambda tensors: moved.extend(tensors) or push(tensors)
     mine = paddle.to_tensor(np.arange(6.0).reshape(2, 3), place=paddle.CPUPlace())
     leaves = [np.arange(3), mine, np.zeros((0, 2)), mine * 2, np.float32([1])]
 
-    found = maker(leaves, owned)
+    found = maker(leaves, owned)()
 
     assert len(moved) == 4, "all but the one without elements"
     assert [leaf.numpy().tolist() for leaf in found] == [np.asarray(leaf).tolist() for leaf in leaves]

@@ -1,0 +1,99 @@
+"""Does delivery overlap what the device computes? Needs the stand-in device of tests/device: `make bench-device`.
+
+    python benchmarks/device.py [--rounds N] [--steps N]
+
+A step is so many milliseconds of work on the host, which launches kernels, and then work that is queued on the device
+and that nobody waits for, as in a loop that does not print its loss. A batch takes so long to read. No loop can be
+faster than the largest of the three, which is the bound. Printed: milliseconds a step after the first five, the median
+of some rounds, each of which takes every loader once.
+"""
+
+import argparse
+import ctypes
+import os
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+DEVICE = "standin:0"
+WORKLOADS = [(3, 10, 0), (10, 10, 0), (3, 10, 6), (10, 10, 10)]
+"""(host, device, read) in milliseconds."""
+SIZES = {"64 KB": 1 << 16, "512 KB": 1 << 19, "16 MB": 1 << 24}
+ROWS, EPOCHS, SKIPPED = 16, 3, 5
+
+
+class Data(paddle.io.Dataset):
+    def __init__(self, size, read, steps):
+        self.rows, self.read, self.steps = np.zeros((32, size // ROWS // 4), "float32"), read / 1000, steps
+
+    def __len__(self):
+        return ROWS * self.steps
+
+    def __getitem__(self, index):
+        if index % ROWS == 0 and self.read:
+            time.sleep(self.read)
+        return self.rows[index % 32], index
+
+
+def epochs(loader, plugin, stream, host, device):
+    """Return the milliseconds of a step in each epoch."""
+    found = []
+    for _ in range(EPOCHS):
+        ends = []
+        for _ in loader:
+            time.sleep(host / 1000)
+            plugin.standin_work(stream, device * 1000)
+            ends.append(time.perf_counter())
+        plugin.standin_wait(stream)
+        found.append((time.perf_counter() - ends[SKIPPED - 1]) * 1000 / (len(ends) - SKIPPED))
+    return found
+
+
+def main():
+    import paddle_shard
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=25)
+    chosen = parser.parse_args()
+    paddle.set_device(DEVICE)
+    plugin = ctypes.CDLL(str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so"))
+    plugin.standin_work.argtypes = [ctypes.c_void_p, ctypes.c_long]
+    plugin.standin_wait.argtypes = [ctypes.c_void_p]
+    stream = paddle.device.current_stream(DEVICE).stream_base.raw_stream
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+    columns = ["host / device / read", "batch", "workers", "bound", "Paddle, epochs 0 1 2", "ours, epochs 0 1 2"]
+    print("|", " | ".join([*columns, "ours / bound", "ours / Paddle"]), "|")
+    print("|---|---|---|---|---|---|---|---|")
+    for host, device, read in WORKLOADS:
+        for name, size in SIZES.items():
+            for workers in (0, 2):
+                data = Data(size, read, chosen.steps)
+
+                def given(data=data, workers=workers):
+                    return paddle.io.DataLoader(data, batch_size=ROWS, num_workers=workers)
+
+                loaders = {"paddle": given(), "ours": paddle_shard.shard_dataloader(given(), mesh, shard_dims="dp")}
+                times = {who: [] for who in loaders}
+                for turn in range(chosen.rounds):
+                    for who in sorted(loaders, reverse=bool(turn % 2)):
+                        times[who].append(epochs(loaders[who], plugin, stream, host, device))
+                medians = {
+                    who: [statistics.median(one) for one in zip(*rounds, strict=True)] for who, rounds in times.items()
+                }
+                bound = max(host, device, read)
+                paddles, ours = medians["paddle"], medians["ours"]
+                shown = [" ".join(f"{ms:.1f}" for ms in one) for one in (paddles, ours)]
+                print(
+                    f"| {host} / {device} / {read} ms | {name} | {workers} | {bound} | {shown[0]} | {shown[1]} "
+                    f"| {max(ours) / bound:.2f} | {max(o / p for o, p in zip(ours, paddles, strict=True)):.2f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a delivered batch costs on the device: copies, synchronisations, and what the training thread waits for."""
+
+import threading
+import time
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+
+ROWS = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")
+MESH = dist.ProcessMesh([0], dim_names=["dp"])
+STEPS = 16
+
+
+class Data(paddle.io.Dataset):
+    def __getitem__(self, index):
+        return ROWS[index], index
+
+    def __len__(self):
+        return len(ROWS)
+
+
+class DeviceTensors(Data):
+    rows = None
+
+    def __getitem__(self, index):
+        if self.rows is None:
+            self.rows = [paddle.to_tensor(row) for row in ROWS]
+        return self.rows[index], index
+
+
+def given(data=None, **more):
+    return paddle.io.DataLoader(Data() if data is None else data, batch_size=8, **more)
+
+
+def loader_of(dataloader, mesh=MESH, **options):
+    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **options)
+
+
+def stream():
+    return Stream.of(lambda: ((ROWS[index], index) for index in range(len(ROWS))))
+
+
+KINDS = {
+    "plain": lambda: loader_of(given()),
+    "prefetch 2": lambda: loader_of(given(), prefetch=2),
+    "workers": lambda: loader_of(given(num_workers=2)),
+    "stream": lambda: loader_of(given(stream())),
+    "stream, workers": lambda: loader_of(given(stream(), num_workers=2)),
+    "scattered rows": lambda: loader_of(given(), dist.ProcessMesh([[0, 1]], dim_names=["dp", "mp"])),
+    "verified": lambda: loader_of(given(), verify=1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
+    batches = iter(KINDS[kind]())
+    next(batches)
+    counters()
+
+    for _ in range(STEPS):
+        next(batches)
+
+    found = counters()
+    copies = sum(found.get(what, (0,))[0] for what in ("h2d", "h2d_async"))
+    assert 2 * (STEPS - 2) <= copies <= 2 * (STEPS + 4), found  # two leaves; some steps are copied ahead
+    assert not {"d2h", "d2h_async", "d2d", "d2d_async", "sync_device"} & set(found), found
+    for what in ("sync_stream", "sync_event", "h2d"):
+        assert found.get(what, (0, 0, 0))[2] == 0, f"{what} on the training thread: {found}"
+    batches.close()
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {}])
+def test_where_nothing_is_to_be_read_ahead_each_leaf_costs_one_copy_when_its_batch_is_asked_for(options, counters):
+    batches = iter(loader_of(given(use_buffer_reader=bool(options)), **options))
+    next(batches)
+    counters()
+
+    for _ in range(STEPS):
+        next(batches)
+
+    found = counters()
+    assert found.pop("h2d")[0] == 2 * STEPS
+    assert not {"d2h", "d2h_async", "d2d", "d2d_async", "h2d_async", "sync_device"} & set(found), found
+    batches.close()
+
+
+def test_samples_that_are_device_tensors_are_stacked_on_the_device(monkeypatch):
+    """Operators run by fallback here, with copies of their own, so the copies say nothing."""
+    stacked = []
+    stack = paddle.stack
+    monkeypatch.setattr(paddle, "stack", lambda tensors: stacked.append(len(tensors)) or stack(tensors))
+
+    rows = [x._local_value() for x, _ in loader_of(given(DeviceTensors()))]
+
+    assert stacked == [8] * 20
+    assert np.concatenate([row.numpy() for row in rows]).tolist() == ROWS.tolist()
+
+
+WAYS = {
+    "Paddle's own": lambda: given(),
+    "plain": lambda: loader_of(given()),
+    "prefetch 2": lambda: loader_of(given(), prefetch=2),
+    "workers": lambda: loader_of(given(num_workers=2)),
+    "stream": lambda: loader_of(given(stream())),
+    "padded": lambda: loader_of(given(), pad_to={0: ("longest", 0)}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
+    compute = paddle.device.current_stream("standin:0").stream_base.raw_stream
+    loader = WAYS[way]()
+    for _ in range(2):  # the second epoch meets an idle device first
+        batches = iter(loader)
+        next(batches)
+        for _ in range(5):
+            time.sleep(0.02)  # of the host
+            plugin.standin_work(compute, 60_000)
+            next(batches)
+        # A loop that waits for all that is queued comes here with nothing left of it.
+        left = threading.Event()
+        waiting = threading.Thread(target=lambda done=left: (plugin.standin_wait(compute), done.set()))
+        waiting.start()
+        assert not left.wait(0.02), "the queue of the device is as good as empty: next() has waited for it"
+        waiting.join()
+        del batches

@@ -1,0 +1,165 @@
+"""Every kind of batch comes to the device, with the bytes that it has on the CPU."""
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+
+ROWS = np.random.default_rng(0).normal(size=(45, 8)).astype("float32")
+MESH = dist.ProcessMesh([0], dim_names=["dp"])
+CPU, DEVICE = paddle.CPUPlace(), paddle.CustomPlace("standin", 0)
+
+
+class Data(paddle.io.Dataset):
+    def __getitem__(self, index):
+        return ROWS[index], index
+
+    def __len__(self):
+        return len(ROWS)
+
+
+class Nested(Data):
+    def __getitem__(self, index):
+        return {"x": ROWS[index], "more": {"y": index, "z": [ROWS[index, :2]]}, "name": f"sample {index}"}
+
+
+class HostTensors(Data):
+    def __getitem__(self, index):
+        return paddle.to_tensor(ROWS[index], place=CPU), index
+
+
+class Drawing(Data):
+    def __getitem__(self, index):
+        return ROWS[index] * np.random.rand(), index
+
+
+class AtOnce(Data):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Foreign:
+    """A tensor of another library, in host memory."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **more):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __len__(self):
+        return len(self.array)
+
+
+def stacked(samples):
+    return [np.stack([x for x, _ in samples]), np.array([y for _, y in samples])]
+
+
+def host_tensors(samples):
+    return [paddle.to_tensor(array, place=CPU) for array in stacked(samples)]
+
+
+def device_tensors(samples):
+    return [paddle.to_tensor(array) for array in stacked(samples)]
+
+
+def foreign_tensors(samples):
+    return [Foreign(array) for array in stacked(samples)]
+
+
+def samples():
+    return ((ROWS[index], index) for index in range(len(ROWS)))
+
+
+def given(data=None, **more):
+    return paddle.io.DataLoader(Data() if data is None else data, batch_size=8, **more)
+
+
+KINDS = {
+    "plain": lambda **how: (given(**how), {}),
+    "shuffled": lambda **how: (given(shuffle=True, **how), {"seed": 3}),
+    "prefetch 0": lambda **how: (given(**how), {"prefetch": 0}),
+    "prefetch 2": lambda **how: (given(**how), {"prefetch": 2}),
+    "workers": lambda **how: (given(num_workers=2, **how), {}),
+    "workers, prefetch 2": lambda **how: (given(num_workers=2, **how), {"prefetch": 2}),
+    "unbuffered": lambda **how: (given(use_buffer_reader=False, **how), {}),
+    "nested": lambda **how: (given(Nested(), **how), {}),
+    "host tensors": lambda **how: (given(HostTensors(), **how), {}),
+    "collated host tensors": lambda **how: (given(collate_fn=host_tensors, **how), {}),
+    "collated foreign tensors": lambda **how: (given(collate_fn=foreign_tensors, **how), {}),
+    "collated foreign tensors, workers": lambda **how: (given(collate_fn=foreign_tensors, num_workers=2, **how), {}),
+    "random": lambda **how: (given(Drawing(), **how), {}),
+    "at once": lambda **how: (given(AtOnce(), **how), {}),
+    "fill": lambda **how: (given(**how), {"tail": "fill"}),
+    "verify": lambda **how: (given(**how), {"verify": 1}),
+    "stream": lambda **how: (given(Stream.of(samples), **how), {}),
+    "stream, workers": lambda **how: (given(Stream.of(samples), num_workers=2, **how), {}),
+    "whole batches": lambda **how: (
+        paddle.io.DataLoader(Stream.of(lambda: (ROWS[i : i + 4] for i in range(0, 40, 4))), batch_size=None, **how),
+        {},
+    ),
+}
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in leaves(value[key])]
+    if isinstance(value, list | tuple):
+        return [leaf for one in value for leaf in leaves(one)]
+    return [value]
+
+
+def shown(leaf):
+    return leaf._local_value().numpy().tolist() if isinstance(leaf, paddle.Tensor) else leaf
+
+
+def passes(kind, places):
+    dataloader, options = KINDS[kind](places=places)
+    loader = paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **options)
+    return [[leaves(batch) for batch in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_batch_is_on_the_device_with_the_bytes_of_the_cpu(kind):
+    on_device, on_cpu = passes(kind, [DEVICE]), passes(kind, [CPU])
+
+    tensors = [t for batches in on_device for batch in batches for t in batch if isinstance(t, paddle.Tensor)]
+    assert {str(tensor.place) for tensor in tensors} == {str(DEVICE)}
+    assert [[list(map(shown, batch)) for batch in one] for one in on_device] == [
+        [list(map(shown, batch)) for batch in one] for one in on_cpu
+    ]
+
+
+def test_what_a_collate_function_makes_on_the_device_stays_there():
+    loader = paddle_shard.shard_dataloader(given(collate_fn=device_tensors), MESH, shard_dims="dp")
+
+    batches = list(loader)
+
+    assert {str(leaf.place) for batch in batches for leaf in batch} == {str(DEVICE)}
+    assert [i for batch in batches for i in batch[1]._local_value().numpy().tolist()] == list(range(45))
+
+
+def test_a_batch_that_the_user_holds_keeps_its_numbers():
+    loader = paddle_shard.shard_dataloader(given(), MESH, shard_dims="dp")
+
+    held = list(loader)  # all at once, while later batches are copied
+
+    assert np.concatenate([x._local_value().numpy() for x, _ in held]).tolist() == ROWS.tolist()
+
+
+def test_valid_is_where_the_batch_is_and_counts_its_rows():
+    loader = paddle_shard.shard_dataloader(given(places=[DEVICE]), MESH, shard_dims="dp", tail="fill")
+    paddle.set_device("standin:1")  # after the DataLoader was made
+    try:
+        batches = iter(loader)
+        for x, _ in batches:
+            assert str(batches.valid.place) == str(x.place)
+        assert batches.valid._local_value().numpy().tolist() == [True] * 5 + [False] * 3
+    finally:
+        paddle.set_device("standin:0")

@@ -1,0 +1,54 @@
+"""Two ranks with a device each, and the device's own backend: the rows and losses of the same job on the CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paddle_shard.testing import run_ranks
+from tests.deadlines import HANG
+
+HERE = Path(__file__).parent
+CASES = ["plain", "workers", "padded", "verified", "stream", "leader", "resumed"]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    def run(device):
+        environment = {"ON": device}
+        if device == "cpu":
+            environment |= {"CUSTOM_DEVICE_ROOT": "", "PADDLE_DISTRI_BACKEND": "gloo"}
+        folder = tmp_path_factory.mktemp(device)
+        return run_ranks(HERE / "ranks_worker.py", 2, folder, env=environment, timeout=2 * HANG, launcher=True)
+
+    return {device: run(device) for device in ("standin", "cpu")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_losses_are_those_of_the_cpu(jobs, case):
+    for rank, (on_device, on_cpu) in enumerate(zip(jobs["standin"], jobs["cpu"], strict=True)):
+        assert on_device[case]["places"] == [f"Place(standin:{rank})"]
+        assert on_device[case]["rows"] == on_cpu[case]["rows"]
+        assert on_device[case]["losses"] == pytest.approx(on_cpu[case]["losses"], abs=1e-4)
+
+
+def test_nothing_of_ours_touches_device_memory_from_the_host(tmp_path):
+    """Delivery alone: Paddle's own `clear_grad` writes to device memory from the host."""
+    environment = os.environ | {"STANDIN_GUARD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.device.on_standin", "-p", "no:cacheprovider"]
+    files = [str(HERE / name) for name in ("test_delivery.py", "test_copies.py")]
+
+    done = subprocess.run(
+        [*command, *files, "-k", "not device_has_to_compute"],
+        env=environment,
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=4 * HANG,
+        check=False,
+    )
+
+    assert "the host touched device memory" not in done.stderr
+    assert done.returncode == 0, done.stdout[-3000:]
