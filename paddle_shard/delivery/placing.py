@@ -65,19 +65,15 @@ class LoaderRows:
         if key not in self._of_size:
             if len(self._of_size) > 64:
                 self._of_size.clear()
-            rows = self._of_size[key] = BatchRows(num_rows, micro_size, self._layouts)
-            rows.apart = isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
-            if source.stream is not None:
-                rows.read = source.stream.read_rows()
+            apart = isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
+            read = None if source.stream is None else source.stream.read_rows()
+            self._of_size[key] = BatchRows(num_rows, micro_size, self._layouts, read=read, apart=apart)
         return self._of_size[key]
 
     def _of_split(self, num_local_rows: int) -> BatchRows:
         """Return the rows of a batch for which each data rank has rows of its own."""
-        rows = BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own])
-        rows.apart = True
-        if not self._own.on_mesh:
-            rows.read = np.arange(num_local_rows)
-        return rows
+        read = None if self._own.on_mesh else np.arange(num_local_rows)
+        return BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own], read=read, apart=True)
 
     def _of_item(self, num_rows: int | None) -> BatchRows:
         """Return the rows of a batch that was read whole; None: no field of it is split.
@@ -95,7 +91,8 @@ class LoaderRows:
                 f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
                 f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
             )
-        return BatchRows(num_rows, num_rows // self._source.accumulation, self._layouts, whole=True)
+        micro_size = num_rows // self._source.accumulation
+        return BatchRows(num_rows, micro_size, self._layouts, read=np.arange(num_rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +118,6 @@ class PassSetup:
     """Compares what the ranks have read; None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
-    verify: int
-    """Every how many steps they compare it; 0: the first batch of a pass."""
     prefetch: int
     """Batches that a thread keeps ready; 0: there is no thread."""
     if_worth_it: bool
@@ -133,8 +128,9 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
     value, first = batch.value, batch.is_first
     compares = setup.batch_check is not None and len(setup.agreeing_ranks) > 1
+    every: Any = setup.options.verify
     # A row that holds another sample than its own tells nothing.
-    if compares and batch.skipped is None and (first or (setup.verify > 0 and batch.step.number % setup.verify == 0)):
+    if compares and batch.skipped is None and (first or (every != "first" and batch.step.number % every == 0)):
         batch.summary = _summary(setup, batch)
     batch.rows = setup.rows.of(batch, setup.placer)
     batch.value, batch.layout, batch.row_shapes, batch.num_bytes = setup.placer.place(value, batch.rows)

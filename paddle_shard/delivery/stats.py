@@ -6,6 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
+from paddle_shard.reading.batch import Batch
+
 
 @dataclass(slots=True)
 class Counts:
@@ -41,6 +45,16 @@ class Counts:
         """Cost of the data rank that has most, over the mean: 1.0 if all have the same, or costs are not given."""
         return self.largest_cost / self.mean_cost if self.mean_cost else 1.0
 
+    @property
+    def samples_per_second(self) -> float:
+        """Real rows of this rank, per second of all that was spent in the loader and between two batches."""
+        total = self.wait_seconds + self.step_seconds
+        return self.samples / total if total else 0.0
+
+
+DERIVED = ("starved", "imbalance", "samples_per_second")
+"""Properties of `Counts` that `scalars` returns beside its fields."""
+
 
 class LoaderStats:
     """Counts of what a loader has delivered to this rank: over the run, and in the newest pass.
@@ -69,12 +83,8 @@ class LoaderStats:
 
         They begin at 0 with each pass. `step_seconds` is all that your code does between two batches.
         """
-        found = {f"{prefix}{name}": float(value) for name, value in asdict(self.epoch).items()}
-        busy = self.epoch.wait_seconds + self.epoch.step_seconds
-        found[f"{prefix}starved"] = self.epoch.starved
-        found[f"{prefix}imbalance"] = self.epoch.imbalance
-        found[f"{prefix}samples_per_second"] = self.epoch.samples / busy if busy else 0.0
-        return found
+        found = asdict(self.epoch) | {name: getattr(self.epoch, name) for name in DERIVED}
+        return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
     def __repr__(self) -> str:
         lines = [
@@ -102,13 +112,14 @@ class PassClock:
             self._add(step_seconds=now - self._left)
         return now
 
-    def leave(
-        self, entered: float, *, rows: int, samples: int, num_bytes: int, skipped: int, load: tuple[float, float]
-    ) -> None:
+    def leave(self, entered: float, batch: Batch) -> None:
         """Note that a batch is delivered."""
+        valid, skipped, (largest, mean) = batch.valid(), batch.num_skipped(), batch.step.load
+        samples = int(np.count_nonzero(valid))
+        padding = len(valid) - samples - skipped
         self._left = time.perf_counter()
-        self._add(batches=1, samples=samples, skipped=skipped, padding=rows - samples - skipped, bytes=num_bytes)
-        self._add(wait_seconds=self._left - entered, largest_cost=load[0], mean_cost=load[1])
+        self._add(batches=1, samples=samples, skipped=skipped, padding=padding, bytes=batch.num_bytes)
+        self._add(wait_seconds=self._left - entered, largest_cost=largest, mean_cost=mean)
 
     def end(self, entered: float) -> None:
         """Note that there was no further batch."""

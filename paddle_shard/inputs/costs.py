@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,28 +31,27 @@ def costs_of(given: Any, dataset: Any) -> SampleCosts:
         ArgumentError: A cost is missing, negative or not a number.
     """
     if not isinstance(dataset, Mixture):
-        return SampleCosts((_checked(given, "balance", dataset),))
+        return SampleCosts({"balance": _checked("balance", given, dataset)})
     live = [name for name, source in dataset.sources.items() if source is not None]
     if not isinstance(given, Mapping) or not set(live) <= set(given) <= set(dataset.sources):
         raise ArgumentError(
             f"balance: for a Mixture, it must be a dict with the costs of each source {live}, got "
             f"{sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}."
         )
-    found = tuple(
-        _checked(given[name], f"balance[{name!r}]", source) if source is not None else np.zeros(0)
-        for name, source in dataset.sources.items()
-    )
-    return SampleCosts(found, tuple(dataset.sources), dataset)
+    found: dict[str, Given] = {}
+    for name, source in dataset.sources.items():
+        what = f"balance[{name!r}]"
+        found[what] = np.zeros(0) if source is None else _checked(what, given[name], source)
+    return SampleCosts(found, dataset)
 
 
 @dataclass(frozen=True)
 class SampleCosts:
     """The cost of each sample of a data set."""
 
-    of: tuple[Given, ...]
-    """An array of costs by index, or a function of ids; one for each source of a mixture."""
-    names: tuple[str, ...] = ()
-    """Names of the sources of a mixture."""
+    of: Mapping[str, Given]
+    """An array of costs by index, or a function of ids, by the name that errors give it: one for each source of a
+    mixture."""
     mixture: Mixture | None = None
 
     def __call__(self, ids: Any) -> Costs:
@@ -67,13 +66,11 @@ class SampleCosts:
         Raises:
             ArgumentError: The user's function returns something else, or an id is out of range.
         """
+        given = list(self.of.items())
         if self.mixture is None:
-            return _looked_up(self.of[0], ids, "balance")
+            return _looked_up(*given[0], ids)
         sources, indices = np.array([self.mixture.locate(sample) for sample in ids], np.int64).reshape(-1, 2).T
-        parts = {
-            source: _looked_up(self.of[source], indices[sources == source], f"balance[{self.names[source]!r}]")
-            for source in np.unique(sources).tolist()
-        }
+        parts = {of: _looked_up(*given[of], indices[sources == of]) for of in map(int, np.unique(sources))}
         columns = {part.shape[1] for part in parts.values()}
         if len(columns) > 1:
             raise ArgumentError(f"balance: the sources have costs of {sorted(columns)} columns; give all as many.")
@@ -84,13 +81,19 @@ class SampleCosts:
 
     def fact(self) -> str:
         """Return a short text that differs if the costs do, which the ranks compare."""
-        return " ".join(map(_described, self.of))
+        found = []
+        for given in self.of.values():
+            if isinstance(given, np.ndarray):  # some of the costs are enough to tell most arrays apart
+                some = np.ascontiguousarray(given[:: max(1, len(given) // _PROBES)], np.float64)
+                found.append(f"{list(given.shape)} {zlib.crc32(some.tobytes()):08x}")
+            else:
+                found.append(getattr(given, "__qualname__", type(given).__qualname__))
+        return " ".join(found)
 
 
-def _checked(given: Any, what: str, dataset: Any) -> Given:
+def _checked(what: str, given: Any, dataset: Any) -> Given:
     if callable(given):
-        function: Given = given
-        return function
+        return cast(Given, given)
     is_array = isinstance(given, Sequence) or hasattr(given, "__array__")
     if not is_array or isinstance(given, str | bytes):
         raise ArgumentTypeError(
@@ -121,7 +124,7 @@ def length_or_none(something: Any) -> int | None:
         return None
 
 
-def _looked_up(given: Given, ids: Any, what: str) -> Costs:
+def _looked_up(what: str, given: Given, ids: Any) -> Costs:
     if not isinstance(given, np.ndarray):
         found = np.asarray(given(ids.copy() if isinstance(ids, np.ndarray) else list(ids)))  # it may change them
         if found.dtype.kind not in "iuf" or found.ndim not in (1, 2) or len(found) != len(ids):
@@ -146,10 +149,3 @@ def _check(costs: Any, ids: Any, what: str) -> None:
     if bad.any():
         row = int(np.argwhere(bad)[0][0])
         raise ArgumentError(f"{what}: a cost must be a number >= 0, got {costs[row]} for sample {ids[row]!r}.")
-
-
-def _described(given: Given) -> str:
-    if not isinstance(given, np.ndarray):
-        return getattr(given, "__qualname__", type(given).__qualname__)
-    some = np.ascontiguousarray(given[:: max(1, len(given) // _PROBES)], np.float64)
-    return f"{list(given.shape)} {zlib.crc32(some.tobytes()):08x}"

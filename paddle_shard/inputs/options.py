@@ -1,4 +1,7 @@
-"""What can a user ask of a loader?"""
+"""What can a user ask of a loader?
+
+`shard_dataloader` names, types and documents the options. Here they are a value, checked as far as no data is needed.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.place.lengths import LONGEST, PadTo
 from paddle_shard.place.local_tensor import is_cpu
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.say_once import say_once
 
-ON_LOST = ("raise", "exit")
-ON_ERROR = ("raise", "skip")
-REPLICAS = ("each", "leader", "auto")
+CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader", "auto")}
+"""Options that are one of a few words."""
+COMPARED = ("seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas")
+"""Options that must be the same on all ranks, as they are. Of most others, `loader/assembly.py` compares what is made
+of them. `prefetch` and `on_lost` may differ."""
 
 # Why some data refuses an option, behind what the data is.
 DEALS = "balance= deals the rows of global batches to data ranks by the costs of their samples."
@@ -66,7 +70,10 @@ class LoaderOptions:
         timeout = self.timeout
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
-        for name, known in (("on_lost", ON_LOST), ("on_error", ON_ERROR), ("replicas", REPLICAS)):
+        verify = self.verify
+        if verify not in (None, "first") and (not isinstance(verify, numbers.Integral) or verify is True or verify < 1):
+            raise ArgumentError(f"verify must be 'first', an int >= 1 (every so many steps), or None, got {verify!r}.")
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
         items = self.dense_tensor_idx
@@ -91,29 +98,19 @@ class LoaderOptions:
                 f"(500_000, 512)], got {sizes!r}. One size for the whole run is the DataLoader's own batch_size."
             )
 
-    def refuse(self, name: str, why: str) -> None:
-        """Refuse an option that this data cannot have, if it is given.
+    def refuse(self, **reasons: str) -> None:
+        """Refuse options that this data cannot have.
 
         Args:
-            name: Of the option.
-            why: A sentence for the error.
+            reasons: For each of the options by name, a sentence for the error.
 
         Raises:
-            ArgumentError: It is given.
+            ArgumentError: One of them is given.
         """
-        value = getattr(self, name)
-        if value is not None:
-            raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
-
-    def compared(self) -> dict[str, Any]:
-        """Return name -> value of the options that all ranks must share, besides those in the order's fingerprint."""
-        names = ["seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas"]
-        found = {name: getattr(self, name) for name in names}
-        padding = PadTo.of(self.pad_to)
-        if padding is not None:  # in one form, however the user wrote it
-            fields = sorted(padding.fields.items(), key=str)
-            found["pad_to"] = {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
-        return found
+        for name, why in reasons.items():
+            value = getattr(self, name)
+            if value is not None:
+                raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
 
 
 _ON_DEVICE = 2

@@ -62,7 +62,7 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
         ArgumentError: Something in the DataLoader cannot be honoured.
     """
     dataset, sampler = options.dataloader.dataset, options.dataloader.batch_sampler
-    options.refuse("num_batches", f"it is for streams; the {type(dataset).__name__} has a length and an index.")
+    options.refuse(num_batches=f"it is for streams; the {type(dataset).__name__} has a length and an index.")
     # PaddleNLP's distributed sampler is not Paddle's, but says what part it reads just the same.
     nranks = getattr(sampler, "nranks", 1)
     distributed = isinstance(sampler, paddle.io.DistributedBatchSampler) or (isinstance(nranks, int) and nranks > 1)
@@ -71,33 +71,34 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     tail = find_tail(options.tail, drop_last=bool(getattr(sampler, "drop_last", False)))
     accumulation = getattr(sampler, "_acc_steps", 1)
     if sampler is None and not split:  # each item is a global batch
-        options.refuse("batch_size", f"the loader has whole batches (batch_size=None), {DECIDES}")
-        options.refuse("balance", f"the data has whole batches (batch_size=None), and {DEALS}")
-        batches: PlanBatches | UserBatches = _planned(options, dataset, _ordering(options), 1, 1, 1, TAILS["pad"])
-        return Source(batches=batches, batch_size=None, accumulation=accumulation, item_is_batch=True, tail=tail)
+        whole = "whole batches (batch_size=None)"
+        options.refuse(batch_size=f"the loader has {whole}, {DECIDES}", balance=f"the data has {whole}, and {DEALS}")
+        items = _planned(options, dataset, shuffle=_ordering(options), batch_size=1, num_data_ranks=1)
+        return Source(batches=items, batch_size=None, accumulation=accumulation, item_is_batch=True, tail=tail)
     paddles = type(sampler) is paddle.io.DistributedBatchSampler
     if split and not paddles:
-        options.refuse("balance", f"the data is split already, and {DEALS}")
+        options.refuse(balance=f"the data is split already, and {DEALS}")
     costs = None if options.balance is None else costs_of(options.balance, dataset)
     deal: Deal | None = None if costs is None else partial(dealt, num_data_ranks=ranks, costs_of=costs)
     plain = not split and _is_plain(sampler)
-    if plain:
-        rows, order = sampler.batch_size * accumulation, _ordering(options)
-        batches = _planned(options, sampler.sampler.data_source, order, rows, ranks, accumulation, tail)
-    else:
+    if not plain:
         _check_own_order(options, tail)
         ranks = _check_split(sampler, layouts) if split else ranks
-        if paddles:  # its order over all its ranks; each takes the slice that the sampler gives it
-            order = PaddleOrdering() if sampler.shuffle else PaddleSequential()
-            rows = sampler.batch_size * nranks * accumulation
-            batches, split = _planned(options, sampler.dataset, order, rows, ranks, accumulation, tail), False
-        else:
-            batches = _users(options, 1 if split else ranks, accumulation, tail, deal, split=split)
-    if isinstance(batches, PlanBatches):
+    planned = partial(_planned, options, num_data_ranks=ranks, accumulation=accumulation, tail=tail)
+    if plain:
+        rows = sampler.batch_size * accumulation
+        batches: Any = planned(sampler.sampler.data_source, shuffle=_ordering(options), batch_size=rows)
+    elif paddles:  # its order over all its ranks; each takes the slice that the sampler gives it
+        order = PaddleOrdering() if sampler.shuffle else PaddleSequential()
+        batches = planned(sampler.dataset, shuffle=order, batch_size=sampler.batch_size * nranks * accumulation)
+        split = False
+    else:
+        batches = _users(options, 1 if split else ranks, accumulation, tail, deal, split=split)
+    if plain or paddles:
         batches.deal = deal
     return Source(
         batches=batches,
-        batch_size=batches.plan.batch_size if isinstance(batches, PlanBatches) else batches.nominal_size,
+        batch_size=batches.plan.batch_size if plain or paddles else batches.nominal_size,
         accumulation=accumulation,
         split=split,
         tail=tail,
@@ -117,27 +118,18 @@ def _ordering(options: LoaderOptions) -> Ordering:
 
 def _is_plain(batch_sampler: Any) -> bool:
     """True if a batch sampler is what `DataLoader(batch_size=, shuffle=)` makes, with nothing of the user's."""
-    if type(batch_sampler) is not paddle.io.BatchSampler:
-        return False
-    sampler = batch_sampler.sampler
-    if type(sampler) is paddle.io.SequenceSampler:
-        return True
-    return (
-        type(sampler) is paddle.io.RandomSampler
-        and not sampler.replacement
-        and sampler._num_samples is None
-        and sampler.generator is None
-    )
+    sampler: Any = batch_sampler.sampler if type(batch_sampler) is paddle.io.BatchSampler else None
+    if type(sampler) is paddle.io.RandomSampler:
+        return not sampler.replacement and sampler._num_samples is None and sampler.generator is None
+    return type(sampler) is paddle.io.SequenceSampler
 
 
 def _check_own_order(options: LoaderOptions, tail: Tail) -> None:
     """Refuse what a loader with a sampler of its own, or data that is split already, cannot have."""
     sampler = options.dataloader.batch_sampler
     name = type(sampler).__name__
-    options.refuse("batch_size", f"the loader has its own {name}, {DECIDES}")
-    options.refuse(
-        "shuffle", f"the order is that of the loader's own {name}; or give a DataLoader without a sampler of its own."
-    )
+    order = f"the order is that of the loader's own {name}; or give a DataLoader without a sampler of its own."
+    options.refuse(batch_size=f"the loader has its own {name}, {DECIDES}", shuffle=order)
     if sampler is None:
         raise ArgumentError(
             "is_dataset_splitted=True needs a DataLoader with a batch size, got one with batch_size=None. "
@@ -150,26 +142,20 @@ def _check_own_order(options: LoaderOptions, tail: Tail) -> None:
         )
 
 
-def _planned(
-    options: LoaderOptions,
-    dataset: Any,
-    ordering: Ordering,
-    batch_size: int,
-    num_data_ranks: int,
-    accumulation: int,
-    tail: Tail,
-) -> PlanBatches:
-    """Return an order that this library makes."""
+def _planned(options: LoaderOptions, dataset: Any, **settings: Any) -> PlanBatches:
+    """Return an order that this library makes; `settings` are the fields of its `ShardPlan`."""
     sizes = None
     if options.batch_size is not None:
-        sizes = BatchSizes(tuple((int(first), int(rows) * accumulation) for first, rows in options.batch_size))
+        ranks, times = settings["num_data_ranks"], settings["accumulation"]
+        sizes = BatchSizes(tuple((int(first), int(rows) * times) for first, rows in options.batch_size))
         for _, size in sizes.entries:
-            check_batch_size(size, num_data_ranks, accumulation)
-        batch_size = sizes.entries[0][1]
-    plan = _plan(dataset, ordering, options.seed, batch_size, num_data_ranks, accumulation, tail)
+            check_batch_size(size, ranks, times)
+        settings["batch_size"] = sizes.entries[0][1]
+    plan = _plan(dataset, seed=options.seed, **settings)
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
         say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
-    advice = ordering.advice(plan.num_samples, num_data_ranks, max(1, plan.batch_size // accumulation))
+    micro_rows = max(1, plan.batch_size // plan.accumulation)
+    advice = plan.ordering.advice(plan.num_samples, plan.num_data_ranks, micro_rows)
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
     found = dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else {}
@@ -187,7 +173,8 @@ def _users(
         check_batch_size(nominal, num_data_ranks, accumulation)
         if consecutive and length_or_none(sampler.sampler) is not None:
             # It yields single indices, so its length tells how many batches there are, and whether the last is short.
-            num_steps = _plan(sampler.sampler, False, 0, nominal, num_data_ranks, accumulation, tail).num_steps
+            cut = {"batch_size": nominal, "num_data_ranks": num_data_ranks, "accumulation": accumulation}
+            num_steps = _plan(sampler.sampler, tail=tail, **cut).num_steps
     lengths: dict[str, int] = {}  # without the batch size, which may change
     if not split:
         of = {"num_samples": dataset, "sampler_length": getattr(sampler, "sampler", None)}
@@ -210,15 +197,7 @@ def _users(
     )
 
 
-def _plan(
-    data: Any,
-    shuffle: Ordering | bool,
-    seed: int,
-    batch_size: int,
-    num_data_ranks: int,
-    accumulation: int,
-    tail: Tail,
-) -> ShardPlan:
+def _plan(data: Any, **settings: Any) -> ShardPlan:
     """Return the plan of a data set, or of a sampler of single indices; refuse one that serves nothing."""
     try:
         length = len(data)
@@ -231,19 +210,11 @@ def _plan(
         raise ArgumentError(
             f"the {type(data).__name__} is empty: an empty data set cannot be sharded. Check its path and filters."
         )
-    plan = ShardPlan(
-        num_samples=length,
-        batch_size=batch_size,
-        num_data_ranks=num_data_ranks,
-        shuffle=shuffle,
-        seed=seed,
-        tail=tail,
-        accumulation=accumulation,
-    )
+    plan = ShardPlan(num_samples=length, **settings)
     if plan.num_steps == 0:
         raise ArgumentError(
             f"tail={plan.tail!r} leaves no batch: the loader's {type(data).__name__} has {length} samples and the "
-            f"global batch {batch_size}. Use a smaller batch, tail='pad' or 'fill', or drop_last=False."
+            f"global batch {plan.batch_size}. Use a smaller batch, tail='pad' or 'fill', or drop_last=False."
         )
     return plan
 

@@ -45,10 +45,6 @@ class StreamOrder:
     """True if each item is a whole batch. Then each step is read by one of the readers, in turns."""
     split_over: int | None = None
     """Number of data ranks, if each has a stream of its own. Such a run is bound to this number."""
-    skip_errors: bool = False
-    """True if a sample on which the user's code fails becomes an invalid row."""
-    rows_are_split: bool = False
-    """True if a row may not depend on its neighbours, since other rows of its batch are collated elsewhere."""
 
     @property
     def chunks(self) -> list[tuple[int, ...]]:
@@ -89,15 +85,8 @@ class StreamOrder:
 
     def _readers(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
-        plan = self.plan
-        opening = Opening(
-            parts=self.parts,
-            num_parts=plan.num_parts,
-            stripe=self._stripe(start),
-            seed=self.seed,
-            epoch=start.epoch,
-            skip=start.samples // plan.num_parts,
-        )
+        plan, skip = self.plan, start.samples // self.plan.num_parts
+        opening = replace(self.opening(start), parts=self.parts, skip=skip)
         request = ChunkRequest(
             number=next(_numbers),
             opening=opening,
@@ -107,8 +96,6 @@ class StreamOrder:
             accumulation=plan.accumulation,
             pad=plan.ending.pads and not plan.repeats,
             repeat=plan.repeats,
-            skip_errors=self.skip_errors,
-            rows_are_split=self.rows_are_split,
             compared=compared,
         )
         if not self.whole_items:
@@ -139,10 +126,14 @@ class StreamOrder:
             found.append(replace(request, opening=at, first_step=step))
         return found
 
-    def _stripe(self, start: LoaderState) -> int:
-        """Return the rows of a micro-batch that come from one part. The batch size at the epoch's start decides it."""
-        first_size = start.segments[0][1] if start.segments else self.plan.batch_size
-        return max(1, first_size // self.plan.accumulation // self.plan.num_parts)
+    def opening(self, start: LoaderState) -> Opening:
+        """Return how all parts are opened at the beginning of the epoch of a position."""
+        plan = self.plan
+        # Of an uncut stream, the batch size at the epoch's start decides which samples are whose, also after a resume.
+        first_size = start.segments[0][1] if start.segments else plan.batch_size
+        stripe = max(1, first_size // plan.accumulation // plan.num_parts)
+        parts = tuple(range(plan.num_parts))
+        return Opening(parts=parts, num_parts=len(parts), stripe=stripe, seed=self.seed, epoch=start.epoch)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that the order depends on."""
@@ -179,14 +170,7 @@ class StreamOrder:
             return max(0, plan.num_batches - start.steps)
         if self.split_over is not None:
             return None
-        opening = Opening(
-            parts=tuple(range(plan.num_parts)),
-            num_parts=plan.num_parts,
-            stripe=self._stripe(start),
-            seed=self.seed,
-            epoch=start.epoch,
-        )
-        lengths = self.stage.lengths(opening)
+        lengths = self.stage.lengths(self.opening(start))
         if lengths is None:
             return None
         whole = plan.num_steps(lengths)  # also checks what the tail demands

@@ -18,7 +18,7 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.parts import PartsPlan, check_count, choose_num_parts
+from paddle_shard.plan.parts import PartsPlan, choose_num_parts
 from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalLoader, ExternalSource
@@ -72,6 +72,7 @@ def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
     iterates: Any = type(dataloader).__iter__
     if iterates is paddle.io.DataLoader.__iter__ or not hasattr(iterates, "__code__"):
         return False
+    # One that calls Paddle's (`super().__iter__()`) has this name in its code.
     return "__iter__" not in iterates.__code__.co_names
 
 
@@ -95,8 +96,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     if size is None:
         if num_parts is not None:
             raise ArgumentError(f"in_parts({num_parts}): its items are whole global batches, which have no parts.")
-        if not split:
-            tail = TAILS["drop"]  # all ranks read the same batches, so they end together
+        tail = tail if split else TAILS["drop"]  # all ranks read the same batches, so they end together
         plan = PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches)
         if not foreign:  # repeat it before it is cut for the workers, if all ranks read the same
             stage = Stripe(stage if num_batches is None or split else Repeat(stage))
@@ -123,8 +123,6 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         num_workers=num_workers,
         whole_items=size is None,
         split_over=own.num_data_ranks if split else None,
-        skip_errors=options.on_error == "skip" and size is not None,
-        rows_are_split=(own.num_data_ranks > 1 or num_workers > 1) and options.pad_to is None,
     )
     if order.knows_length and len(order) == 0:  # this also refuses lengths that the tail forbids
         raise ArgumentError(
@@ -155,17 +153,14 @@ def _held(
     num_workers = options.dataloader.num_workers
     if num_workers > len(parts):
         say_once(
-            "num_workers=%d: this rank holds %d parts of the stream, each of which is read by one worker; the other "
-            "workers are not started. More parts (in_parts()) or fewer workers use them all.",
-            num_workers,
-            len(parts),
+            f"num_workers={num_workers}: this rank holds {len(parts)} parts of the stream, each of which is read by "
+            "one worker; the other workers are not started. More parts (in_parts()) or fewer workers use them all."
         )
     # Rows that are not the samples cannot be joined one by one.
     if num_workers > 1 and (any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)):
         say_once(
-            "num_workers=%d: fields of dense_tensor_idx, and those placed 'as read', need not have a row for each "
-            "sample, so that each batch of the stream is read and collated by one worker.",
-            num_workers,
+            f"num_workers={num_workers}: fields of dense_tensor_idx, and those placed 'as read', need not have a row "
+            "for each sample, so that each batch of the stream is read and collated by one worker."
         )
         num_workers = 1
     return parts, min(num_workers, len(parts))
@@ -184,9 +179,8 @@ def _check_off_mesh(own: FieldLayout, split: bool) -> None:
             "split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
         )
     say_once(
-        "global rank %d is on none of the meshes: to make the same steps, it reads all parts of the stream. A rank "
-        "that counts its steps otherwise needs no loader.",
-        own.global_rank,
+        f"global rank {own.global_rank} is on none of the meshes: to make the same steps, it reads all parts of the "
+        "stream. A rank that counts its steps otherwise needs no loader."
     )
 
 
@@ -194,12 +188,10 @@ def _say_how_often_it_is_read(own: FieldLayout, ranks: int, workers: int) -> Non
     """Log, once and on one rank, how often every sample is read, if that is more than once."""
     if own.global_rank == 0 and ranks * workers > 1:
         say_once(
-            "this stream has nothing that it could be cut at before it is read, so each of %d data ranks x %d workers "
-            "reads all of it and keeps its own samples: %d times the reads. Files (Stream.csv, .lines, .webdataset), "
-            "or a data set that splits itself (Stream.of(..., splits_itself=True)) read it less often.",
-            ranks,
-            workers,
-            ranks * workers,
+            f"this stream has nothing that it could be cut at before it is read, so each of {ranks} data ranks x "
+            f"{workers} workers reads all of it and keeps its own samples: {ranks * workers} times the reads. Files "
+            "(Stream.csv, .lines, .webdataset), or a data set that splits itself "
+            "(Stream.of(..., splits_itself=True)) read it less often."
         )
 
 
@@ -230,12 +222,12 @@ def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> in
 def _check_arguments(options: LoaderOptions, stage: Stage) -> None:
     if options.shuffle is not False:
         permute = "Permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
-        options.refuse("shuffle", f"a stream has no index to be shuffled by. {permute}")
-    options.refuse("batch_size", f"the loader has a stream, {DECIDES}")
-    options.refuse("balance", f"the data is a stream, whose samples have no number, and {DEALS}")
-    if options.num_batches is not None:
-        check_count("num_batches", options.num_batches)
-    elif stage.endless:
+        options.refuse(shuffle=f"a stream has no index to be shuffled by. {permute}")
+    options.refuse(
+        batch_size=f"the loader has a stream, {DECIDES}",
+        balance=f"the data is a stream, whose samples have no number, and {DEALS}",
+    )
+    if options.num_batches is None and stage.endless:
         raise ArgumentError(
             "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
             "many batches an epoch has."

@@ -174,7 +174,7 @@ def shard_dataloader(
         meshes=meshes,
         input_keys=input_keys,
         shard_dims=shard_dims,
-        is_dataset_splitted=is_dataset_splitted,
+        is_dataset_splitted=bool(is_dataset_splitted),
         dense_tensor_idx=dense_tensor_idx,
         shuffle=shuffle,
         seed=seed,
@@ -215,11 +215,12 @@ def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[s
         return shard_dataloader(*args, **{**given, **options})
     except PaddleShardError:
         loader = shard_dataloader(*args, **given)  # the trainer's own mistakes are raised here
-    for name, value in options.items():
+    for name, value in options.items():  # one at a time, so that one that is refused does not take the others along
         try:
             loader = shard_dataloader(*args, **{**given, name: value})
             given = {**given, name: value}
         except PaddleShardError as error:
+            # Of each loader: no two errors are equal.
             say_once("patch_paddle(%s=%r) is left out for a loader that cannot have it: %s", name, value, error)
     return loader
 

@@ -16,7 +16,7 @@ from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.generators import generators_of
-from paddle_shard.inputs.options import LoaderOptions, checked_prefetch
+from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
@@ -25,7 +25,7 @@ from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
-from paddle_shard.ranks.batch_check import BatchCheck, checked_verify
+from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
@@ -53,18 +53,14 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         pad_to=pad_to,
     )
     layouts = placer.layouts
-    check_ranks(layouts)
+    members = _members(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
-    split = bool(options.is_dataset_splitted)
-    stream = as_stream_loader(options.dataloader, split=split)
-    options = replace(options, dataloader=options.dataloader if stream is None else stream, is_dataset_splitted=split)
-    dataloader = options.dataloader
+    stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
+    dataloader = options.dataloader if stream is None else stream
+    options = replace(options, dataloader=dataloader)
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it, on_device = checked_prefetch(options, stream=stream is not None)
-    # The ranks that keep in step: those of the meshes, and no others; this one, if it is alone.
-    members = tuple(sorted({rank for layout in layouts for rank in layout.layout.process_ids}))
-    members = members if num_ranks() > 1 else (me,)
     agreeing = members if me in members else (me,)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(
@@ -73,12 +69,11 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         )
     replicas = replicas_of(options, source, layouts, agreeing)
     batch_check: BatchCheck | None = None
-    verify = checked_verify(options.verify)
     # A sampler that says which part it reads was held against the mesh, and in auto-DP mode Paddle has split the data.
     known_to_differ = hasattr(source.custom_sampler, "nranks") or auto_dp
-    if verify is not None and not source.split:
+    if options.verify is not None and not source.split:
         batch_check = BatchCheck(None, getattr(dataloader.dataset, "sample_name", None))
-    elif verify is not None and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
+    elif options.verify is not None and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
         batch_check = BatchCheck((own.layout, own.data_axes))
     return PassSetup(
         options=options,
@@ -91,10 +86,9 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
-        facts=_facts(options, source, layouts),
+        facts=_facts(options, source, placer),
         batch_check=batch_check,
         replicas=replicas,
-        verify=verify or 0,
         prefetch=prefetch,
         if_worth_it=if_worth_it,
     )
@@ -102,12 +96,13 @@ def setup_of(options: LoaderOptions) -> PassSetup:
 
 def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None, on_device: int) -> Reading:
     """Return how steps are read, here or in workers."""
+    sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
         generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
         seed=options.seed,
-        skip_errors=options.on_error == "skip",
+        skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
-        several=own.num_data_ranks > 1 and pad_to is None,
+        several=pad_to is None and (own.num_data_ranks > 1 or sharing > 1),
         split=source.split,
     )
     stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
@@ -118,13 +113,16 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read)
 
 
-def _facts(options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout]) -> dict[str, Any]:
+def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
-    facts |= {"meshes": _shown(layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
+    facts |= {"meshes": _shown(placer.layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
-    facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split, **options.compared()}
+    facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split}
+    facts |= {name: getattr(options, name) for name in COMPARED}
+    if placer.pad_to is not None:
+        facts["pad_to"] = placer.pad_to.fact()
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
     if not source.split:  # else each data rank has an order of its own
@@ -145,8 +143,8 @@ def _shown(layouts: Sequence[FieldLayout]) -> str:
     return " and ".join(dict.fromkeys(found))
 
 
-def check_ranks(layouts: Sequence[FieldLayout]) -> None:
-    """Check that the job has the ranks that the meshes name; warn where a single process stands for all.
+def _members(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
+    """Return the ranks that keep in step: those of the meshes, and no others; this one, if it is alone, with a warning.
 
     Raises:
         ArgumentError: It has others only; nobody would read their rows.
@@ -163,10 +161,10 @@ def check_ranks(layouts: Sequence[FieldLayout]) -> None:
     if count == 1 and data_ranks > 1:
         here = next((layout.data_rank for layout in layouts if layout.on_mesh), None)
         part = "no rows" if here is None else f"1/{data_ranks} of the rows, those of data rank {here}"
+        shown = wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}"
         logging.getLogger("paddle_shard").warning(
-            "the mesh has the ranks %s, but this is the only process of its job, and reads %s. Fine for a look at a "
-            "program; to train, start all ranks: python -m paddle.distributed.launch --nproc_per_node %d script.py",
-            wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}",
-            part,
-            wanted[-1] + 1,
+            f"the mesh has the ranks {shown}, but this is the only process of its job, and reads {part}. Fine for a "
+            "look at a program; to train, start all ranks: python -m paddle.distributed.launch --nproc_per_node "
+            f"{wanted[-1] + 1} script.py"
         )
+    return tuple(wanted) if count > 1 else (dist.get_rank(),)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle.profiler import RecordEvent
 
@@ -15,16 +14,11 @@ from paddle_shard.delivery.begin import begin, unequal_ends
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
-from paddle_shard.errors import (
-    ArgumentError,
-    BatchStructureError,
-    DataReadError,
-    PaddleShardError,
-    UnequalEndsError,
-)
+from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
@@ -98,16 +92,9 @@ class ShardIterator:
                 found = next(self._pass)
             if not found.placed:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-            valid, local = found.valid(), setup.source.split or bool(found.step.parts)
+            local = setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
-            self._clock.leave(
-                entered,
-                rows=len(valid),
-                samples=int(np.count_nonzero(valid)),
-                num_bytes=found.num_bytes,
-                skipped=found.num_skipped(),
-                load=found.step.load,
-            )
+            self._clock.leave(entered, found)
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
             setup.run.delivered(self._progress, found.step, ids, lost)
@@ -118,14 +105,12 @@ class ShardIterator:
             setup.run.finished(self._progress)
             say_if_uneven(setup, self.epoch)
             raise
-        except UnequalEndsError as error:
+        except BaseException as error:
             self.close()
-            raise unequal_ends(setup, error) from None
-        except BatchStructureError as error:
-            self.close()
-            raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, UnequalEndsError):
+                raise unequal_ends(setup, error) from None
+            if isinstance(error, BatchStructureError):
+                raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
             raise
 
     @property
@@ -168,30 +153,21 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     rows = counts.samples + counts.padding + counts.skipped
     if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
         say_once(
-            "tail='pad': %d of the %d rows that rank %d was given in this epoch are padding, because the stream's %d "
-            "parts end at different times. %s",
-            counts.padding,
-            rows,
-            rank,
-            plan.num_parts,
-            _remedy(stream),
+            f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
+            f"because the stream's {plan.num_parts} parts end at different times. {_remedy(stream)}"
         )
-    stage = stream.stage
-    if plan.ending.drops and rank == 0 and stage.source.num_shards is not None and not stream.knows_length:
-        parts, source = tuple(range(plan.num_parts)), stage.source
-        opening = Opening(parts=parts, num_parts=len(parts), seed=setup.options.seed, epoch=epoch)
+    source = stream.stage.source
+    if plan.ending.drops and rank == 0 and source.num_shards is not None and not stream.knows_length:
+        opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         # Of the bytes, what lies behind the end of the shortest part.
         share = 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None
         if share is None or share > 0.01:
+            much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
             say_once(
-                "tail='drop': the epoch had %d batches, %d rows, and ended with the shortest of the stream's %d parts; "
-                "the rest of the others was dropped: %s. %s",
-                counts.batches,
-                counts.batches * plan.batch_size,
-                plan.num_parts,
-                "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes",
-                _remedy(stream),
+                f"tail='drop': the epoch had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "
+                f"ended with the shortest of the stream's {plan.num_parts} parts; the rest of the others was dropped: "
+                f"{much}. {_remedy(stream)}"
             )
 
 

@@ -138,6 +138,7 @@ class ShardDataloader(PaddleShardDataloader):
         Trainers call the loader once, enumerate the result every epoch, and ask it for what they would ask the loader;
         `dist.to_static` takes one `next` of it.
         """
+        # A shallow copy: both have one `_Shared`, one run and one `stats`, and so one position.
         other = copy(self)
         other._next_of = None
         return other
@@ -354,6 +355,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         self._run.set_epoch(epoch, others)
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` ask for dunder names, and for others before `__init__` has run: without an end.
         if name.startswith("__") or "_given" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._given, name)

@@ -14,6 +14,8 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
+from paddle_shard.place.lengths import padded
+from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.sequence import balanced_order
 
 LAYOUTS = ("plain", "balanced", "documents")
@@ -73,13 +75,12 @@ class SequenceSplit:
         Raises:
             ArgumentError: An argument is out of range.
         """
-        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int | np.integer) or num_ranks < 1:
-            raise ArgumentError(f"SequenceSplit: num_ranks must be an int >= 1, got {num_ranks!r}.")
+        num_ranks = check_count("SequenceSplit: num_ranks", num_ranks)
         if layout not in LAYOUTS:
             raise ArgumentError(
                 f"SequenceSplit: layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}."
             )
-        self.axis, self.num_ranks, self.layout, self.key = axis, int(num_ranks), layout, key
+        self.axis, self.num_ranks, self.layout, self.key = axis, num_ranks, layout, key
         self.unit = self.num_ranks * (2 if layout == "balanced" else 1)
         """Lengths are padded to a multiple of this number."""
         self._labels, self._ignore_index = labels, ignore_index
@@ -129,13 +130,13 @@ class SequenceSplit:
             fields[self._labels] = shifted
         fields.setdefault("position_ids", np.broadcast_to(np.arange(length), (rows, length)))
         whole = -(-length // self.unit) * self.unit
-        order = np.stack([self._order(row, whole) for row in _padded(segments, whole, 0)])
+        order = np.stack([self._order(row, whole) for row in padded(segments, [whole], 0)])
         found: Arrays = {}
         for name, value in fields.items():
             found[name] = value
             if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (rows, length):
-                padded = _padded(value, whole, self._pads.get(name, 0))
-                found[name] = np.take_along_axis(padded, order.reshape(rows, whole, *(1,) * (value.ndim - 2)), axis=1)
+                tokens = padded(value, [whole, *value.shape[2:]], self._pads.get(name, 0))
+                found[name] = np.take_along_axis(tokens, order.reshape(rows, whole, *(1,) * (value.ndim - 2)), axis=1)
             elif name == "cu_seqlens" and whole > length:  # what is padded is a sequence of its own
                 found[name] = np.where(np.cumsum(value == length, axis=1) > 1, whole, value).astype(value.dtype)
         found["token_index"] = order
@@ -221,12 +222,3 @@ class SequenceSplit:
                 "Pack the rows with Packed or Stream.pack."
             )
         return np.ones((rows, length), np.int64)
-
-
-def _padded(array: npt.NDArray[Any], length: int, fill: float) -> npt.NDArray[Any]:
-    """Return an array with its second dim filled up to a length."""
-    missing = length - array.shape[1]
-    if not missing:
-        return array
-    filling = np.full((array.shape[0], missing, *array.shape[2:]), fill, array.dtype)
-    return np.concatenate([array, filling], axis=1)

@@ -103,9 +103,8 @@ class TrainerCallback:
         path = Path(args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank()))
         if not path.parent.is_dir():
             say_once(
-                "the trainer has made no checkpoint in %s, where TrainerCallback looks for it; the data's position is "
-                "written there all the same. To resume, give TrainerCallback(checkpoint=...) that folder.",
-                path.parent,
+                f"the trainer has made no checkpoint in {path.parent}, where TrainerCallback looks for it; the data's "
+                "position is written there all the same. To resume, give TrainerCallback(checkpoint=...) that folder."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         # Replaced in one go: a job that is killed here leaves no half of a state.

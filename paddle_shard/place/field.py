@@ -29,7 +29,7 @@ class Balanced:
     """The tensor dim, at least 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, since cached properties are kept in `__dict__`
 class FieldLayout:
     """A mesh and how a field is split over it, as one process sees it."""
 
@@ -147,33 +147,29 @@ def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: i
             f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}."
         )
     layout = MeshLayout(shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids))
-    balanced = frozenset[int]()
-    if isinstance(axes, Mapping):
-        named = {axis: dim for axis, dim in axes.items() if dim is not None}
-        for axis, dim in named.items():
-            least, number = (1, dim.dim) if isinstance(dim, Balanced) else (0, dim)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ArgumentError(
-                    f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
-                    f"got {dim!r}."
-                )
-        balanced = frozenset(dim.dim for dim in named.values() if isinstance(dim, Balanced))
-        if both := sorted(balanced & {dim for dim in named.values() if isinstance(dim, int)}):
-            raise ArgumentError(f"placements splits dim {both[0]} both plainly and Balanced: {dict(axes)}.")
-        split = {
-            layout.axis_indices(axis)[0]: dim.dim if isinstance(dim, Balanced) else dim for axis, dim in named.items()
-        }
-        if len(split) != len(named):
-            raise AxisError(f"placements names an axis twice: {dict(axes)}. Name each axis once.")
-    else:
-        split = dict.fromkeys(layout.axis_indices(axes), 0)
+    given = axes if isinstance(axes, Mapping) else dict.fromkeys(layout.axis_indices(axes), 0)
+    split, plain, balanced = dict[int, int](), set[int](), set[int]()
+    for axis, wanted in given.items():
+        if wanted is None:
+            continue
+        least, dim, kind = (1, wanted.dim, balanced) if isinstance(wanted, Balanced) else (0, wanted, plain)
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < least:
+            raise ArgumentError(
+                f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
+                f"got {wanted!r}."
+            )
+        if not isinstance(axis, str | int):  # several axes on one dim have an entry each
+            raise AxisError(f"placements names the axis {axis!r}. Name each axis alone, such as {{'dp': 0, 'sep': 0}}.")
+        (number,) = layout.axis_indices(axis)
+        if number in split:  # by its name and by its index
+            raise AxisError(f"placements names an axis twice: {dict(given)}. Name each axis once.")
+        split[number] = dim
+        kind.add(dim)
+    if both := sorted(balanced & plain):
+        raise ArgumentError(f"placements splits dim {both[0]} both plainly and Balanced: {dict(given)}.")
+    dims = tuple(sorted(split.items()))
     return FieldLayout(
-        mesh=mesh,
-        layout=layout,
-        dims=tuple(sorted(split.items())),
-        balanced=balanced,
-        global_rank=global_rank,
-        **others,
+        mesh=mesh, layout=layout, dims=dims, balanced=frozenset(balanced), global_rank=global_rank, **others
     )
 
 

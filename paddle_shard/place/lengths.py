@@ -54,10 +54,10 @@ class Unplaced:
         if len(kinds) > 1 or (pad is None and len(set(known)) > 1):
             why = "" if len(kinds) > 1 else "; pad_to does not name it, so its rows must be of one shape"
             raise _differ(self.path, rows, why)
-        mesh, of_data_rank = self.layout.layout, dict[int, dict[int, Row]]()
+        of_data_rank = dict[tuple[int, int], dict[int, Row]]()
         for rank, row in rows.items():
-            if rank in mesh.process_ids:
-                of_data_rank.setdefault(mesh.data_rank(rank, self.layout.data_axes), {})[rank] = row
+            if (place := self.layout.slice_of(rank)) is not None:
+                of_data_rank.setdefault(place, {})[rank] = row
         for replicas in of_data_rank.values():
             if len(set(replicas.values())) > 1:
                 raise _differ(self.path, replicas, ", which share a data rank and should have read the same rows")
@@ -71,7 +71,7 @@ class Unplaced:
                     "collate_fn, or give a larger size."
                 )
             shape[0] = size
-        return self.layout.distributed(_padded(self.local, shape, pad.value if pad else 0), self.path)
+        return self.layout.distributed(padded(self.local, shape, pad.value if pad else 0), self.path)
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,8 @@ class PadTo:
         """
         if pad_to is None:
             return None
-        if (
-            not isinstance(pad_to, Mapping)
-            or not pad_to
-            or any(not isinstance(one, tuple) or len(one) != 2 for one in pad_to.values())
-        ):
+        given = list(pad_to.values()) if isinstance(pad_to, Mapping) else []
+        if not given or not all(isinstance(one, tuple) and len(one) == 2 for one in given):
             raise ArgumentError(
                 "pad_to must say of each field whose rows differ in length, by key or position, to which length they "
                 "are padded and with which number, such as {'input_ids': ('longest', 0), 'labels': ('longest', -100)}, "
@@ -104,14 +101,9 @@ class PadTo:
         for key, (length, value) in pad_to.items():
             sizes = [length] if isinstance(length, int | np.integer) else length
             sizes = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
-            fine = sizes == LONGEST or (
-                isinstance(sizes, list | tuple)
-                and len(sizes) > 0
-                and all(
-                    isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in sizes
-                )
-            )
-            if not fine:
+            found = list(sizes) if isinstance(sizes, list | tuple) else []
+            ints = all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in found)
+            if sizes != LONGEST and not (found and ints and min(found) > 0):
                 raise ArgumentError(
                     f"pad_to: rows of field {key!r} are padded to 'longest', or to the lengths that they may have, "
                     f"such as [128, 256, 512]; got {length!r}."
@@ -122,9 +114,13 @@ class PadTo:
                 number = None
             if number is None:
                 raise ArgumentError(f"pad_to: the number behind the rows of field {key!r} must be one, got {value!r}.")
-            lengths = () if sizes == LONGEST else tuple(sorted({int(size) for size in sizes}))
-            fields[key] = Pad(f"[{key!r}]", lengths, value)
+            fields[key] = Pad(f"[{key!r}]", tuple(sorted({int(size) for size in found})), value)
         return cls(fields)
+
+    def fact(self) -> dict[str, Any]:
+        """Return what the ranks compare: the same for all ways to write it."""
+        fields = sorted(self.fields.items(), key=str)
+        return {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
 
     def check(self, fields: Sequence[Any]) -> None:
         """Refuse fields that the batch does not have.
@@ -154,7 +150,7 @@ class PadTo:
         if pad is None or len({(array.dtype, len(array.shape)) for array in arrays}) > 1:
             return arrays
         row = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
-        return [_padded(array, row, pad.value) for array in arrays]
+        return [padded(array, row, pad.value) for array in arrays]
 
 
 def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
@@ -175,7 +171,7 @@ def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
     return mapped(batch, lambda leaf, _: leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf)
 
 
-def _padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
+def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
     """Return rows of a tensor or array that are filled up to one shape."""
     if list(tensor.shape[1:]) == list(row):
         return tensor

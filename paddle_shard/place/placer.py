@@ -21,7 +21,13 @@ class BatchRows:
     """The rows of one global batch that a rank has read, and the rows that each field takes from them."""
 
     def __init__(
-        self, num_rows: int, micro_size: int | None, layouts: Sequence[FieldLayout], *, whole: bool = False
+        self,
+        num_rows: int,
+        micro_size: int | None,
+        layouts: Sequence[FieldLayout],
+        *,
+        read: Rows | None = None,
+        apart: bool = False,
     ) -> None:
         """Compute the rows.
 
@@ -29,19 +35,16 @@ class BatchRows:
             num_rows: Rows of the global batch.
             micro_size: Rows of each micro-batch; None: the batch is a single micro-batch.
             layouts: Layouts of all fields.
-            whole: True if every rank has read the whole global batch.
+            read: Rows that this rank has read, ascending; None: those that its fields take.
+            apart: True if each data rank has read only rows of its own, so its batch may hold fields that are not per
+                row.
         """
-        self.num_rows = num_rows
-        self.apart = False
-        """True if each data rank has read only rows of its own, so its batch may hold fields that are not per row."""
-        self._micro_size = micro_size
+        self.num_rows, self.apart, self._micro_size = num_rows, apart, micro_size
         self._positions: dict[int, Rows] = {}
-        mine = [self._rows_of(layout) for layout in layouts if layout.on_mesh]
-        self.read: Rows
-        if whole:
-            self.read = np.arange(num_rows)
-        else:  # A rank on none of the meshes reads one row, for the dtypes and the other dims.
-            self.read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
+        if read is None:  # A rank on none of the meshes reads one row, for the dtypes and the other dims.
+            mine = [self._rows_of(layout) for layout in layouts if layout.on_mesh]
+            read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
+        self.read = read
         first, last = (int(self.read[0]), int(self.read[-1])) if len(self.read) else (0, -1)
         self.asked: Rows | range = range(first, last + 1) if last - first == len(self.read) - 1 else self.read
         """The rows that are read; a range if they are consecutive."""
@@ -234,10 +237,9 @@ class _Placing:
         self.num_bytes += value.size * value.element_size()
         has_row_each = shape[:1] == [len(rows.read)]
         by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
-        own_rows = False
-        if layout.data_axes and not by_rows:
+        own_rows = len(layout.data_axes) > 0 and not by_rows
+        if own_rows:
             _check_own_rows(shape, layout, path, rows, dense=dense)
-            own_rows = layout.num_data_ranks > 1
         if by_rows and layout.on_mesh:
             value = _take_rows(value, rows.positions(layout))
         pad = None if self._pad_to is None else self._pad_to.pad_of(path)
@@ -245,7 +247,9 @@ class _Placing:
             (self.local if dense else self.padded).add(pad.path)
         waits = self._pad_to is not None and not dense and len(shape) > 0
         if waits or self._pad_to is None:
-            kind = f"{kind_of(dtype)}, {shape[0]} rows of " if own_rows and not dense else kind_of(dtype)
+            kind = kind_of(dtype)
+            if own_rows and layout.num_data_ranks > 1 and not dense:  # of these, all data ranks must have as many
+                kind += f", {shape[0]} rows of "
             self.row_shapes[path] = [kind, *shape[1:]]
         if dense:
             return value

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError, DifferentDataError, SplitError
+from paddle_shard.errors import DifferentDataError, SplitError
 from paddle_shard.plan.mesh import MeshLayout
 
 _MOST_ROWS = 256
@@ -17,19 +17,6 @@ _SHOWN = 8
 
 Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]
 """(path, array) of each leaf of a batch; the first dim of an array is its rows."""
-
-
-def checked_verify(verify: Any) -> int | None:
-    """Return every how many steps batches are compared; 0: only the first of a pass; None: never.
-
-    Raises:
-        ArgumentError: It is not "first", an int >= 1, or None.
-    """
-    if verify is None or verify == "first":
-        return None if verify is None else 0
-    if isinstance(verify, bool) or not isinstance(verify, int | np.integer) or verify < 1:
-        raise ArgumentError(f"verify must be 'first', an int >= 1 (every so many steps), or None, got {verify!r}.")
-    return int(verify)
 
 
 class BatchCheck:

@@ -50,10 +50,6 @@ class ChunkRequest:
     """True if each sample is a whole batch, so samples are not put together."""
     local_rows: int | None = None
     """If a sample is a rank's own batch, its number of rows; 0: the first batch tells. None: it is no such batch."""
-    skip_errors: bool = False
-    """True if a sample on which the user's code fails becomes an invalid row."""
-    rows_are_split: bool = False
-    """True if other rows of the global batch are collated elsewhere."""
     compared: bool = False
     """True if the samples are compared with those that other readers of the same stream read."""
 
@@ -88,6 +84,9 @@ class ChunkReader(Reader):
         dataset: Any,
         collate_fn: Callable[[Any], Any] | None,
         generators: Sequence[Generator],
+        *,
+        skips: bool = False,
+        split: bool = False,
     ) -> None:
         """Set up the reader.
 
@@ -96,9 +95,11 @@ class ChunkReader(Reader):
             dataset: The data set that the user's functions see.
             collate_fn: The user's function, or None to stack the samples with `collate`.
             generators: Global generators to seed before each call of the user's code.
+            skips: True if a sample on which the user's code fails becomes an invalid row.
+            split: True if other rows of the global batch are collated elsewhere.
         """
-        super().__init__(dataset, collate_fn, generators, skips=False)
-        self._stage = stage
+        super().__init__(dataset, collate_fn, generators, skips=skips)
+        self._stage, self._split = stage, split
         self._number: int | None = None
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
@@ -116,10 +117,9 @@ class ChunkReader(Reader):
         self._number, self._parts = None, []
 
     def _begin(self, asked: ChunkRequest) -> None:
-        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=asked.skip_errors)
+        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._skips)
         self._number, self._next_step, self._parts = asked.number, asked.first_step, []
-        self._state, self._skips = opening.state, asked.skip_errors
-        whole = asked.whole_items
+        self._state, whole = opening.state, asked.whole_items
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
         first_of = opening.uncut(opening.skip) if asked.stride > 1 else opening
         self._padding = Padding(self._stage, first_of, whole=whole)
@@ -161,7 +161,7 @@ class ChunkReader(Reader):
                 samples,
                 failed,
                 whole=asked.whole_items,
-                split=asked.rows_are_split,
+                split=self._split,
                 stand_in=lambda: self._padding.of(parts[0]),
                 name_of=lambda row: self._named(*places[row], asked),
             )
@@ -191,7 +191,7 @@ class ChunkReader(Reader):
                     sample, self._state = sample
                 column.append(sample)
             columns.append(column)
-            if asked.pad or asked.skip_errors:
+            if asked.pad or self._skips:
                 self._padding.note(part, column, ended=len(column) < asked.samples_per_part)
         return columns, fresh
 

@@ -129,7 +129,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowToRead:
-    """What a reader of data with an index must know of its loader."""
+    """What a reader must know of its loader."""
 
     generators: Sequence[Generator]
     """Global generators to seed before each call of the user's code."""
@@ -140,7 +140,7 @@ class HowToRead:
     items_are_batches: bool = False
     """True if an item of the data set is a whole batch (`batch_size=None`)."""
     several: bool = False
-    """True if other data ranks read other rows, so that a row may not depend on its neighbours."""
+    """True if others (data ranks, or a stream's workers) read other rows, so that none may depend on its neighbours."""
     split: bool = False
     """True if the loader of every data rank has rows of its own."""
 
@@ -161,8 +161,7 @@ class IdReader(Reader):
             collate_fn: The user's function, or None to stack the samples with `collate`.
             how: What it must know of its loader.
         """
-        skips = how.skip_errors and not how.items_are_batches
-        super().__init__(dataset, collate_fn, how.generators, skips=skips)
+        super().__init__(dataset, collate_fn, how.generators, skips=how.skip_errors)
         self._how = how
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)

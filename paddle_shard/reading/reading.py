@@ -98,7 +98,8 @@ class Reading:
         even: Even = as_they_are
         reader: Reader | None = self._id_reader
         if stream is not None:
-            reader = ChunkReader(stream.stage, given.dataset, given.collate_fn, self._how.generators)
+            made, how = (stream.stage, given.dataset, given.collate_fn), self._how
+            reader = ChunkReader(*made, how.generators, skips=how.skip_errors, split=how.several)
             places, even = stream.places if len(stream.places) > 1 else None, stream.even
             reads_all = isinstance(stream.stage.source, IterableSource)
         assert reader is not None

@@ -1,0 +1,40 @@
+"""What `loader.stats` counts, and where it is documented."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from paddle.io import DataLoader
+
+from paddle_shard.delivery.stats import DERIVED, Counts
+from tests.helpers import ONE, Made, sharded
+
+ROOT = Path(__file__).parents[2]
+ALL = [*(field.name for field in fields(Counts)), *DERIVED]
+
+
+def test_each_statistic_is_a_scalar_and_a_row_of_the_table_in_the_docs():
+    loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE)
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/speed.md").read_text(), re.MULTILINE)
+
+    assert set(loader.stats.scalars()) == {f"data/{name}" for name in ALL}
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(ALL)
+
+
+def test_a_pass_is_counted_anew_and_the_run_goes_on():
+    loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE, tail="fill")
+    for _ in range(2):
+        for _ in loader:
+            pass
+    epoch, total = loader.stats.epoch, loader.stats.total
+
+    assert (epoch.batches, epoch.samples, epoch.padding, epoch.skipped) == (3, 10, 2, 0)
+    assert (total.batches, total.samples, total.padding, total.skipped) == (6, 20, 4, 0)
+    seconds = epoch.wait_seconds + epoch.step_seconds
+    assert epoch.samples_per_second == pytest.approx(10 / seconds)
+    assert epoch.starved == pytest.approx(epoch.wait_seconds / seconds)
+
+
+def test_nothing_is_divided_by_nothing():
+    assert [getattr(Counts(), name) for name in DERIVED] == [0.0, 1.0, 0.0]
