@@ -32,7 +32,7 @@ demos: demo $(READY)
 test: $(READY)
 	$(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
 
-## quick: the tests that start no processes, laws with a quarter of the examples, in about a minute
+## quick: the tests that start no processes, laws with a quarter of the examples, in a minute or two
 quick: $(READY)
 	PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
 

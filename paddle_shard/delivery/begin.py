@@ -39,7 +39,8 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         shared = replicas.shared(core, reading.core, agreement)
         feed.executor = executor = reading.start(feed.more, shared, elsewhere=follows)
-        if setup.prefetch and not (follows and not reading.num_workers):  # what it gets is read by another process
+        # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
+        if setup.prefetch and (reading.num_workers or not follows):
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
         notes, pad_to = None, setup.placer.pad_to
         if not alone or pad_to is not None:

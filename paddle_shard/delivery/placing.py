@@ -155,6 +155,7 @@ def placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None
         DataReadError: Rows are missing that should be there.
     """
     tail = setup.source.tail
+    # A known end needs no agreement; and a whole batch with new samples is no end. Otherwise the tail decides.
     if num_steps is not None or (batch.whole and batch.fresh):
         batch.exhausted = batch.value is None and batch.empty
     elif tail.pads or tail.repeats:

@@ -115,6 +115,7 @@ class StepPass:
         step, agreement = self._delivered, self._agreement
         least = step + self._reads_on
         while not self._over and self._announced < agreement.wanted(step):
+            # What the other ranks want to know further ahead is only read if it costs no wait: this step is due now.
             if self._announced > least and not self._executor.ready():
                 break
             self._read()
@@ -208,7 +209,7 @@ class StepPass:
             agreement.announce_end()
         except LeaderStoppedError as stopped:  # it says why, once this rank has said that nothing is wrong here
             self._over, self._stopped = True, stopped
-            agreement.announce_ok(2)
+            agreement.announce_ok(2)  # this step and the one after it: enough for the verdict, which lies before them
         except Exception as failure:  # also if a batch does not fit the meshes
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure

@@ -29,7 +29,8 @@ _numbers = count()
 class StreamOrder:
     """The global batches of a stream, and the parts of them that this rank reads.
 
-    It answers what `samplers.IndexBatches` answers for data with an index.
+    It answers what `samplers.IndexBatches` answers for data with an index, but for `deal` and `epoch`: its samples have
+    no numbers, so its steps name parts and positions.
     """
 
     stage: Stage

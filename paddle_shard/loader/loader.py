@@ -15,7 +15,7 @@ from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardD
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.step_pass import StepPass
-from paddle_shard.errors import DataReadError
+from paddle_shard.errors import ArgumentTypeError, DataReadError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
@@ -341,6 +341,10 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         return self.num_samples * self.nranks
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if self._source.stream is not None:
+            raise ArgumentTypeError(
+                "batch_sampler: the samples of a stream have no index. Iterate over the loader itself."
+            )
         batches = copy(self._source.batches)  # looking is not requesting: `set_weights` goes by what was requested
         for step in batches.steps(LoaderState(epoch=self.epoch), self._rows.to_read, self._run.skips):
             yield step.ids.tolist() if isinstance(step.ids, np.ndarray) else list(step.ids)

@@ -81,12 +81,12 @@ class PartsPlan:
         works = [number for number in multiples if self.micro_rows % number == 0]
         if self.micro_rows % self.num_parts:
             raise ArgumentError(
-                f"num_parts={self.num_parts} must divide the {self.micro_rows} rows of "
+                f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of "
                 f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. Values that work for "
                 f"{self.num_data_ranks} data ranks: {_listed(works)}."
             )
         raise ArgumentError(
-            f"num_parts={self.num_parts}: {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
+            f"in_parts({self.num_parts}): {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
             f"Values that work with this batch: {_listed(works)}."
         )
 

@@ -2,7 +2,8 @@
 
 An order yields the global batches of an epoch (`GlobalBatch`). `rank_steps` makes of them the steps of one rank. It is
 the only place where the order, what the user leaves out (`skip`), the dealing of rows by cost (`balance=`) and the rows
-of a rank come together, and so the only place that decides whether a row is real.
+of a rank come together, and so the only place that decides whether a row of data with an index is real. Of a stream,
+the readers find out (`reading/chunk_reader.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Step:
     ids: Ids = ()
     """Of data with an index: the sample of each row that this rank reads; a single one if an item is a whole batch."""
     parts: tuple[Any, ...] = ()
-    """Of a stream: what each of this rank's readers reads (`reading.chunk.ChunkRequest`)."""
+    """Of a stream: what each of this rank's readers reads (`reading.chunk_reader.ChunkRequest`)."""
     real: Mask | None = None
     """Which of the rows that this rank reads are real; None: all, as far as is known before they are read."""
     left_out: int = 0

@@ -10,7 +10,7 @@ from paddle_shard.errors import ArgumentError
 class Tail(str):
     """One way to end an epoch: a string that says what happens at the end. It is equal to its name.
 
-    To add one, add a row to `TAILS`. Nothing else in the library names a tail.
+    To add one, add a row to `TAILS`. No other code decides by a tail's name.
     """
 
     for_indices = True

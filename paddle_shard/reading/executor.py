@@ -1,7 +1,8 @@
 """Who runs the readers of a pass?
 
 An executor takes steps and gives back their batches, in the same order. Two of them read: in this process
-(`InlineExecutor`), and in worker processes (`WorkerExecutor`). The others wrap an executor, with the same methods.
+(`InlineExecutor`), and in worker processes (`WorkerExecutor`). One takes what another rank has read
+(`ranks/replicas.py`). The others wrap an executor, with the same methods.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ _JOIN_SECONDS = 1.0
 """Seconds that closing waits for a read that cannot be interrupted. Its thread then ends by itself later."""
 
 _LOOP_DRAWS = (
-    "prefetch: numpy's or Python's global generator was drawn from while a thread read ahead, so the data is read on "
-    "the thread of the training loop from here on. Draw from a generator of your own in the loop, or use workers "
-    "(num_workers=), to read ahead."
+    "prefetch: a global generator (numpy's, Python's or Paddle's) was drawn from while a thread read ahead, so the "
+    "data is read on the thread of the training loop from here on. Draw from a generator of your own in the loop, or "
+    "use workers (num_workers=), to read ahead."
 )
 
 _open: weakref.WeakSet[Prefetcher] = weakref.WeakSet()

@@ -67,15 +67,12 @@ class Reading:
         self._idle: list[WorkerPool] = []
         has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
         self._iterates_itself = has_iter and stream is None
-        cls: type = type(dataloader)
-        if stream is not None:
-            cls = paddle.io.DataLoader
-        elif cls is paddle.io.DataLoader:
-            cls = _ReadsSteps
-        else:
-            cls = type(cls)(cls.__name__, (cls, _ReadsSteps), {"__module__": cls.__module__})
+        cls: type = paddle.io.DataLoader
+        if self._iterates_itself:
+            own: Any = type(dataloader)
+            cls = type(own)(own.__name__, (own, _ReadsSteps), {"__module__": own.__module__})
         self.dataloader = shallow_copy(dataloader, cls)
-        """A shallow copy of the user's DataLoader, of a class that reads steps."""
+        """A shallow copy of the user's DataLoader; if it has an `__iter__` of its own, of a class that reads steps."""
         self.dataloader._iterator = None
         self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
         self.num_workers = dataloader.num_workers if stream is None else stream.num_workers

@@ -104,7 +104,7 @@ class HuggingFaceSource(Stage):
         shards, parts = self.num_shards, opening.num_parts
         if shards < parts:
             raise ArgumentError(
-                f"num_parts={parts}: a data set of {shards} shards cannot be cut into {parts} parts, which need one "
+                f"in_parts({parts}): a data set of {shards} shards cannot be cut into {parts} parts, which need one "
                 f"each. Ways that work: in_parts() with at most {shards}; more shards (dataset.reshard(), or "
                 "to_iterable_dataset(num_shards=)); or a stream that is cut by turns, of which every reader reads "
                 "all: Stream.of(dataset)."

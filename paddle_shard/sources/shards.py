@@ -159,7 +159,7 @@ class ShardSource(Stage):
         shards, parts = len(self._names), opening.num_parts
         if self._counts is None and not self._resample and shards < parts:
             raise ArgumentError(
-                f"num_parts={parts}: {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
+                f"in_parts({parts}): {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
                 f"that work: in_parts() with at most {shards}; counted samples, so that shards are cut in mid-file "
                 "(counts=True; for tars an index file, index=, made by `python -m paddle_shard.cli.index_shards`); "
                 "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all."

@@ -389,3 +389,8 @@ def test_a_stream_that_is_shorter_than_its_index_says_is_an_error_and_not_the_la
         for batch in loader:
             delivered.append(batch)
     assert len(delivered) == 3
+
+
+def test_a_stream_has_no_indices_that_its_batch_sampler_could_yield():
+    with pytest.raises(ArgumentTypeError, match="samples of a stream have no index"):
+        list(sharded(Stream.of(range(8))).batch_sampler)

@@ -209,7 +209,7 @@ def test_parts_that_do_not_divide_are_named_with_some_that_do(rows, parts, accum
     error = refusal(num_parts=parts, **options)
 
     assert isinstance(error, ArgumentError)
-    assert f"num_parts={parts} must divide the {rows} rows" in str(error)
+    assert f"in_parts({parts}): the number of parts must divide the {rows} rows" in str(error)
     assert advised(error)
     for number in advised(error):
         PartsPlan(num_parts=number, **options)
@@ -231,7 +231,7 @@ def test_data_ranks_that_do_not_divide_the_parts_are_told_what_works(rows, parts
         for size in advised(error):
             PartsPlan(batch_size=size, num_parts=ranks, **options)
     else:
-        assert f"num_parts={parts}:" in str(error)
+        assert f"in_parts({parts}):" in str(error)
         for number in advised(error):
             PartsPlan(batch_size=rows * accumulation, num_parts=number, **options)
 
@@ -251,4 +251,4 @@ def test_a_batch_that_does_not_divide_into_micro_batches_is_refused_as_that(size
 
     assert f"{size}" in str(error)
     assert re.search("micro-batches|accumulation", str(error))
-    assert "num_parts=1 must divide" not in str(error)
+    assert "in_parts(1): the number of parts must divide" not in str(error)
