@@ -1,3 +1,4 @@
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -22,6 +23,16 @@ def test_short_numbers_are_exact():
     assert parts(a=Fraction(1, 7), b=np.float64(0.5), c=0) == (2, 7, 0)
     assert parts(a=1e-300, b=1e-300) == (1, 1)
     assert parts(a=5) == (1,)
+
+
+@given(weights=st.lists(st.integers(0, MAX_PERIOD // 60), min_size=1, max_size=60).filter(any))
+def test_shares_of_a_period_that_is_not_too_long_are_exact(weights):
+    names = tuple(map(str, range(len(weights))))
+    divisor = math.gcd(*weights)
+
+    for said in (weights, [weight / divisor for weight in weights], [Fraction(weight, 7) for weight in weights]):
+        found = integer_weights(names, dict(zip(names, said, strict=True)))
+        assert found == tuple(weight // divisor for weight in weights)
 
 
 @settings(max_examples=trials(300))
