@@ -34,11 +34,14 @@ class Total(NamedTuple):
     """`one` and `other`: two sums mod 2^64 of keyed hashes of the ids of the samples that were delivered."""
 
 
-Owner = tuple[int, int]
-"""(data rank, number of data ranks at that time): whose slices were delivered."""
-ALL: Owner = (-1, 1)
+Owner = tuple[int, int, int]
+"""(data rank, number of data ranks, where the run was resumed): whose slices were delivered.
+
+After a resume on another mesh, ranks of one data rank may have loaded states that know different slices. What they
+deliver from there on has an owner of its own, so that each of them still says the same of each owner that it knows."""
+ALL: Owner = (-1, 1, 0)
 """The slices of all data ranks."""
-DRAWN: Owner = (-2, 1)
+DRAWN: Owner = (-2, 1, 0)
 """What the user's sampler drew. What belongs somewhere are the positions of its order, those left out included."""
 
 _KEYS = np.array([[derive_seed("certificate", number)] for number in range(2)], np.uint64)
@@ -117,7 +120,7 @@ def added(*accounts: Account) -> Account:
 
 
 def account_to_json(account: Account) -> list[Any]:
-    """Return an account as lists: [data rank, number of data ranks, once, again, total] for each owner."""
+    """Return an account as lists: [data rank, number of data ranks, resumed at, once, again, total] for each owner."""
     rows = [[*owner, *delivered] for owner, delivered in sorted(account.items())]
     return list(json.loads(json.dumps(rows)))  # without tuples: a state must be equal to what comes back from JSON
 
@@ -129,8 +132,8 @@ def account_from_json(saved: Any) -> Account:
         ValueError: It is damaged, or a TypeError.
     """
     found: dict[Owner, Delivered] = {}
-    for data_rank, count, once, again, (belong, num, one, other) in saved:
-        owner = counted(data_rank, DRAWN[0]), counted(count, 1)
+    for data_rank, count, resumed_at, once, again, (belong, num, one, other) in saved:
+        owner = counted(data_rank, DRAWN[0]), counted(count, 1), counted(resumed_at)
         if owner in found:
             raise ValueError(saved)
         found[owner] = Delivered(
@@ -179,12 +182,12 @@ def _named(owner: Owner) -> str:
 def _of_all(account: Account, problems: list[str]) -> Account:
     """Return an account in which the slices of all data ranks are put together, as far as all are known."""
     found: dict[Owner, Delivered] = {owner: account[owner] for owner in (ALL, DRAWN) if owner in account}
-    for count in sorted({owner[1] for owner in account if owner not in found}):
-        slices = {rank: delivered for (rank, of), delivered in account.items() if of == count and rank >= 0}
+    for run in sorted({owner[1:] for owner in account if owner not in found}):
+        count, slices = run[0], {owner[0]: account[owner] for owner in account if owner[1:] == run and owner[0] >= 0}
         most = max(slices.values())  # any of them, if all data ranks have delivered the same positions
         missing = [rank for rank in range(count) if rank not in slices or slices[rank][:2] != most[:2]]
         if missing:
-            found |= {(rank, count): delivered for rank, delivered in slices.items()}
+            found |= {(rank, *run): delivered for rank, delivered in slices.items()}
             problems.append(
                 f"what data ranks {missing} of {count} delivered in {_shown(most.once)} is not known: call "
                 "certificate() on all ranks before state_dict(), or load every rank's own state"

@@ -59,7 +59,7 @@ class PassProgress:
         self,
         start: LoaderState,
         segments: tuple[tuple[int, int], ...],
-        place: tuple[int, int] | None,
+        place: Owner | None,
         num_steps: int | None,
         plan: ShardPlan | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class PassProgress:
         Args:
             start: The state at which the pass begins.
             segments: (first position, batch size) of each stretch of the epoch.
-            place: (data rank, number of data ranks) of this process; None if what it delivers is not counted.
+            place: Who owns what this process delivers; None if it is not counted.
             num_steps: Steps of the whole epoch; None if they are only known at its end.
             plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
@@ -181,7 +181,7 @@ class Run:
         self._latest: PassProgress | None = None
         """The pass that was delivered from last, or came to its end."""
         indexed = source.stream is None and not source.item_is_batch
-        self._place = (layout.data_rank, layout.num_data_ranks) if indexed and layout.on_mesh else None
+        self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
         self._epochs: dict[int, OfEpoch] = {}
         self._num_steps: int | None = None
         self.skips = Skips()
@@ -357,6 +357,8 @@ class Run:
             raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
         self.skips = self.skips.joined(history.skips.stretches, history.skips.samples)
         self._resumed = resumed
+        if self._place is not None:
+            self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
         self._newest = self._latest = None
         self.first_pass = next(numbers)

@@ -28,7 +28,7 @@ PLAN = ShardPlan(num_samples=100, batch_size=10, num_data_ranks=2, shuffle=True)
 def leg(ids, first, end, data_rank=0, num_data_ranks=1):
     """The account of one pass over positions [first, end), in which a data rank should get its part of them."""
     of_rank = (end - first) // num_data_ranks
-    return {(data_rank, num_data_ranks): Delivered(((first, end),), (), total_of(list(ids), of_rank))}
+    return {(data_rank, num_data_ranks, 0): Delivered(((first, end),), (), total_of(list(ids), of_rank))}
 
 
 def samples(first, end):
@@ -58,7 +58,7 @@ def test_replicas_count_once_and_must_agree():
     assert judged(mine, mine, mine).exact
     other = leg([*samples(0, 99), 1], 0, 100)
     assert "replicas of data rank 0 delivered different samples" in str(judged(mine, other))
-    assert "replicas of data rank 0 delivered different samples" in str(judged(mine, {(0, 1): Delivered()}))
+    assert "replicas of data rank 0 delivered different samples" in str(judged(mine, {(0, 1, 0): Delivered()}))
 
 
 def test_what_replicas_delivered_by_several_iterators_must_agree_too():
@@ -136,7 +136,7 @@ def test_an_account_is_the_same_in_whatever_order_it_is_added_up(stretches, rng)
 
     assert added(*parts) == added(*parts[::-1]) == added(*legs)
     assert (found.missed, found.repeated) == (100 - len(times), times.total() - len(times))
-    again = {p for first, end in added(*legs)[0, 1].again for p in range(first, end)}
+    again = {p for first, end in added(*legs)[0, 1, 0].again for p in range(first, end)}
     assert again == {position for position, count in times.items() if count > 1}
     assert found.exact == (list(times.values()) == [1] * 100)
 

@@ -938,7 +938,7 @@ def test_after_a_load_the_loaded_epoch_is_certified_and_the_account_goes_on():
     for other in (make(100, 8), loader):
         other.load_state_dict(state)
         assert (other.certificate().epoch, other.certificate().delivered) == (1, 24)
-        assert other.state_dict()["certificate"][0][:3] == [-1, 1, [[0, 24]]], "of all ranks together"
+        assert other.state_dict()["certificate"][0][:4] == [-1, 1, 0, [[0, 24]]], "of all ranks together"
         assert str(run_epoch(other)) == "epoch 1: each of 100 samples exactly once"
 
 
@@ -1112,6 +1112,7 @@ ACTIONS = st.one_of(
     actions=st.lists(ACTIONS, max_size=7),
 )
 @example("blocks", 6, "pad", (1, 1, 6), [("deliver", 1), ("check",), ("deliver", 1), ("resumed", "own", (1, 1, 6))])
+@example("blocks", 17, "pad", (3, 1, 6), [("deliver", 1), ("resumed", "own", (3, 2, 6))] * 2)
 def test_the_certificate_says_exactly_once_if_and_only_if_it_was(kind, length, tail, mesh, actions):
     if tail == "drop" and length < 18:
         length += 18
