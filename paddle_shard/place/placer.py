@@ -180,7 +180,7 @@ class BatchPlacer:
             function: A function of (leaf, its path, layout=its layout, dense=whether it stays local).
         """
         layout = self.layouts[0]
-        has_fields = is_sequence(batch) or isinstance(batch, Mapping)
+        has_fields = not isinstance(batch, paddle.Tensor) and (isinstance(batch, Mapping) or is_sequence(batch))
         fields = self._fields(batch) if has_fields else [(0, layout, ())]
         if self.pad_to is not None:
             self.pad_to.check([key for key, *_ in fields])

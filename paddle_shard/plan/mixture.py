@@ -61,9 +61,10 @@ def first_sample(lengths: Sequence[tuple[int, int]], length: int, epoch: int) ->
         length: Samples of every epoch, unless `lengths` says otherwise.
         epoch: The epoch.
     """
+    if not lengths:
+        return max(0, epoch) * length
     ends = [*(first for first, _ in lengths[1:]), epoch]
-    stretches = zip(lengths, ends, strict=False) if lengths else [((0, length), epoch)]
-    return sum(max(0, min(end, epoch) - first) * samples for (first, samples), end in stretches)
+    return sum(max(0, min(end, epoch) - first) * samples for (first, samples), end in zip(lengths, ends, strict=False))
 
 
 @dataclass(frozen=True)

@@ -297,11 +297,11 @@ class Agreement:
                 )
             mine.kind, mine.report = kind, report
             mine.step += steps if kind == OK else 0
-            self._post()
             self._tell()
 
     def _tell(self) -> None:
-        """Let the coordinator tell the others what this rank has announced; called with the lock held."""
+        """Tell the others, on the table and by the coordinator, what was announced; called with the lock held."""
+        self._post()
         if self.due():
             self._changed.notify_all()
 
@@ -358,7 +358,11 @@ class AloneAgreement(Agreement):
         super().__init__(nobody, 0, Terms())
 
     def _tell(self) -> None:
-        self.advance(decide(self.outlook.vector()), [self.outlook])  # what one rank says is what all say
+        mine = self.outlook
+        if mine.kind == OK and mine.exhausted == NEVER and not self.unsent:
+            self._released = mine.step  # most steps: there is nobody to ask, and nothing to decide
+            return
+        self.advance(decide(mine.vector()), [mine])  # what one rank says is what all say
         for step, payload in self.send_notes():
             self.hear_note(0, step, payload)
 

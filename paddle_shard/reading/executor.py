@@ -393,7 +393,9 @@ class Tensors(Wrapper):
             if begun and self._patient and not self._inner.ready():
                 break
             try:
-                begun.append(self._begin(self._inner.take(beside=beside)))
+                found = self._inner.take(beside=beside)
+                with _making(found):
+                    begun.append((found, begin_tensors(found.value, self._to_tensors, found.owned)))
             except (StopIteration, DrewBesideError) as error:
                 if not begun or isinstance(error, DrewBesideError):
                     raise
@@ -417,10 +419,6 @@ class Tensors(Wrapper):
         """See `Executor`."""
         self._begun.clear()
         self._inner.close(ended=ended)
-
-    def _begin(self, batch: Batch) -> tuple[Batch, Callable[[], Any]]:
-        with _making(batch):
-            return batch, begin_tensors(batch.value, self._to_tensors, batch.owned)
 
 
 @contextmanager
