@@ -304,7 +304,8 @@ def gather_valid(values: Any, valid: Any) -> Any:
     Examples:
         >>> batches = iter(loader)  # doctest: +SKIP
         >>> for images, labels in batches:
-        ...     hits = gather_valid(model(images).argmax(-1) == labels, batches.valid)
+        ...     predicted = model(images).argmax(-1)
+        ...     hits = gather_valid(predicted == labels.reshape(predicted.shape), batches.valid)
         ...     right, total = right + int(hits.sum()), total + len(hits)
     """
     if not valid.is_dist():

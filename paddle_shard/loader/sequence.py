@@ -69,7 +69,8 @@ class SequenceSplit:
             labels: Field of labels to shift: each token gets the label of the next one in its document, and
                 `ignore_index` where there is none. If the batch has no such field, it is made of the tokens. None:
                 there are none, or they are shifted already, as those of `Packed`.
-            ignore_index: Label where there is no next token, and in padding.
+            ignore_index: Label where there is no next token, and in padding; also of a field "labels" if `labels` is
+                None.
             pad_values: For each field, the number that fills rows up to a length that can be split; 0 for others.
 
         Raises:
@@ -84,7 +85,8 @@ class SequenceSplit:
         self.unit = self.num_ranks * (2 if layout == "balanced" else 1)
         """Lengths are padded to a multiple of this number."""
         self._labels, self._ignore_index = labels, ignore_index
-        self._pads = {**({} if labels is None else {labels: ignore_index}), **dict(pad_values or {})}
+        # Without labels= they are shifted already, and have the name that `Packed` and most models give them.
+        self._pads = {labels or "labels": ignore_index, **dict(pad_values or {})}
 
     def collate(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> Callable[[list[Any]], Arrays]:
         """Return a `collate_fn` that prepares batches and puts their tokens in order.
@@ -108,7 +110,8 @@ class SequenceSplit:
             batch: A dict of arrays; fields `segment_ids` or `cu_seqlens`, as `Packed` makes them, tell the documents.
 
         Raises:
-            BatchStructureError: It has no field of tokens, or no documents for layout="documents".
+            BatchStructureError: It has no field of tokens, or no documents for layout="documents"; or labels that are
+                to be shifted are shifted already.
         """
         if not isinstance(batch, Mapping) or self.key not in batch:
             shown = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -126,6 +129,7 @@ class SequenceSplit:
             labels = np.asarray(fields.get(self._labels, tokens))
             shifted = np.full(labels.shape, self._ignore_index, labels.dtype if labels.dtype.kind == "i" else np.int64)
             same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+            self._refuse_shifted(labels, tokens, same)
             shifted[:, :-1][same] = labels[:, 1:][same]
             fields[self._labels] = shifted
         fields.setdefault("position_ids", np.broadcast_to(np.arange(length), (rows, length)))
@@ -141,6 +145,19 @@ class SequenceSplit:
                 found[name] = np.where(np.cumsum(value == length, axis=1) > 1, whole, value).astype(value.dtype)
         found["token_index"] = order
         return found
+
+    def _refuse_shifted(self, labels: npt.NDArray[Any], tokens: npt.NDArray[Any], same: npt.NDArray[np.bool_]) -> None:
+        """Raise if each label is the next token already: a second shift would be seen in no loss curve."""
+        if labels.shape != tokens.shape or labels.ndim != 2:
+            return
+        given = labels[:, :-1][same]
+        told = given != self._ignore_index
+        own, following = tokens[:, :-1][same][told], tokens[:, 1:][same][told]
+        if told.any() and (given[told] == following).all() and (given[told] != own).any():
+            raise BatchStructureError(
+                f"SequenceSplit: the field {self._labels!r} is shifted already: each label is the next token of its "
+                "document, as Packed(labels=) makes them. Leave labels= out of SequenceSplit, or of Packed."
+            )
 
     def placements(self, *fields: str, **rows: int) -> dict[str, dict[str, int]]:
         """Return `placements=` for fields that are split.
