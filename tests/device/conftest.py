@@ -15,7 +15,7 @@ collect_ignore_glob = [] if ROOT else ["test_*.py"]
 def plugin():
     found = ctypes.CDLL(str(Path(ROOT) / "libstandin.so"))
     found.standin_work.argtypes = [ctypes.c_void_p, ctypes.c_long]
-    found.standin_wait.argtypes = [ctypes.c_void_p]
+    found.standin_wait.argtypes = found.standin_close.argtypes = [ctypes.c_void_p]
     found.standin_counters.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     return found
 

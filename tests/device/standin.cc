@@ -397,6 +397,11 @@ C_Status version(const C_Device, size_t *number) {
 
 #include "standin_collectives.h"
 
+static std::shared_ptr<Moment> &newest_gate() {
+  static auto &gate = *new std::shared_ptr<Moment>;
+  return gate;
+}
+
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // For tests, through ctypes. A stream is `paddle.device.current_stream(...).stream_base.raw_stream`.
@@ -405,6 +410,13 @@ C_Status version(const C_Device, size_t *number) {
 EXPORTED void standin_work(void *stream, long us) {
   in(static_cast<C_Stream>(stream), [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
 }
+// Queues work that ends only when `standin_open` is called.
+EXPORTED void standin_close(void *stream) {
+  auto gate = std::make_shared<Moment>();
+  newest_gate() = gate;
+  in(static_cast<C_Stream>(stream), [gate] { gate->wait(); });
+}
+EXPORTED void standin_open() { newest_gate()->pass(); }
 EXPORTED void standin_wait(void *stream) {
   if (stream != nullptr) of(static_cast<C_Stream>(stream))->wait();
 }

@@ -10,10 +10,13 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from tests.deadlines import HANG
 
 ROWS = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 STEPS = 16
+SETTLE = 0.3
+"""Seconds in which workers read, and copies end, that nothing holds up."""
 
 
 class Data(paddle.io.Dataset):
@@ -113,19 +116,23 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
+    """Work is queued that does not end: a batch whose copy was asked for before it comes all the same."""
     compute = paddle.device.current_stream("standin:0").stream_base.raw_stream
     loader = WAYS[way]()
     for _ in range(2):  # the second epoch meets an idle device first
         batches = iter(loader)
         next(batches)
-        for _ in range(5):
-            time.sleep(0.02)  # of the host
-            plugin.standin_work(compute, 60_000)
-            next(batches)
-        # A loop that waits for all that is queued comes here with nothing left of it.
-        left = threading.Event()
-        waiting = threading.Thread(target=lambda done=left: (plugin.standin_wait(compute), done.set()))
-        waiting.start()
-        assert not left.wait(0.02), "the queue of the device is as good as empty: next() has waited for it"
-        waiting.join()
+        time.sleep(SETTLE)  # workers have read ahead
+        next(batches)
+        time.sleep(SETTLE)  # what was asked for is copied
+        plugin.standin_close(compute)
+        found = []
+        waiting = threading.Thread(target=lambda batches=batches, found=found: found.append(next(batches)), daemon=True)
+        try:
+            waiting.start()
+            waiting.join(HANG)
+            assert found, "next() waits for what the device has to compute"
+        finally:
+            plugin.standin_open()
+            waiting.join(HANG)
         del batches
