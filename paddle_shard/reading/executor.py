@@ -396,8 +396,10 @@ class Tensors(Wrapper):
                 found = self._inner.take(beside=beside)
                 with _making(found):
                     begun.append((found, begin_tensors(found.value, self._to_tensors, found.owned)))
-            except (StopIteration, DrewBesideError) as error:
-                if not begun or isinstance(error, DrewBesideError):
+            except DrewBesideError:  # what is begun stays: the caller's thread takes it, and then reads on
+                raise
+            except StopIteration:
+                if not begun:
                     raise
                 break
             except Exception as error:  # raised when its own turn has come
