@@ -11,8 +11,8 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from paddle_shard.errors import DifferentDataError
@@ -363,8 +363,8 @@ class Tensors(Wrapper):
                 break
             try:
                 found = self._inner.take(beside=beside)
-                with _making(found):
-                    begun.append((found, begin_tensors(found.value, self._to_tensors, found.owned)))
+                begin = partial(begin_tensors, found.value, self._to_tensors, found.owned)
+                begun.append((found, _made(found, begin)))
             except DrewBesideError:  # what is begun stays: the caller's thread takes it, and then reads on
                 raise
             except StopIteration:
@@ -377,9 +377,8 @@ class Tensors(Wrapper):
         first = begun.popleft()
         if isinstance(first, Exception):
             raise first
-        batch, made = first
-        with _making(batch):
-            batch.value = made()
+        batch, finish = first
+        batch.value = _made(batch, finish)
         return batch
 
     def ready(self) -> bool:
@@ -392,12 +391,11 @@ class Tensors(Wrapper):
         self._inner.close(ended=ended)
 
 
-@contextmanager
-def _making(batch: Batch) -> Iterator[None]:
-    """Name the step if its tensors cannot be made."""
+def _made(batch: Batch, make: Callable[[], Any]) -> Any:
+    """Return what is made of a batch; name the step if that fails."""
     try:
         with in_use:
-            yield
+            return make()
     except Exception as error:
         raise_if_a_handlers(error)
         raise ReadFailure.of(error, what="making tensors of the batch").error(batch.step) from None
