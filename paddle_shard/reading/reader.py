@@ -216,8 +216,8 @@ class IdReader(Reader):
                     return found
             self._draws = True
             say_once(
-                "%s draws random numbers for some samples, and did not for the first ones. From now on it is seeded for "
-                "each sample and, if there are no workers, read on the thread of the training loop.",
+                "%s draws random numbers for some samples, and did not for the first ones. From now on it is seeded "
+                "for each sample and, if there are no workers, read on the thread of the training loop.",
                 type(self.dataset).__name__,
             )
         self._left = None
