@@ -108,7 +108,7 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
-    to_tensors = partial(TensorMaker, options.dataloader.places[0], queued=on_device > 0)
+    to_tensors = partial(TensorMaker, options.dataloader.places[0], ahead=on_device > 0)
     # Workers have less time than the other ranks, so that these are told what it is.
     return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read)
 
