@@ -6,19 +6,19 @@ import ctypes
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import paddle
-from paddle.base.framework import _current_expected_place_, _set_expected_place
+from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
 _MOST_PUSHED = 8
 """Batches that fit into the queue of a feed: more than are ever pushed and not pulled."""
 _MOST_QUEUED = 2
-"""Batches whose copies are queued behind the device's work before the oldest copy is waited for: each holds host memory."""
+"""Batches whose copies are queued behind the device's work before the oldest is waited for: each holds host memory."""
 
 
 class TensorMaker:
@@ -100,17 +100,6 @@ def is_cpu(place: Any) -> bool:
     return isinstance(place, core.CPUPlace) or (isinstance(place, core.Place) and place.is_cpu_place())
 
 
-@contextmanager
-def current_place(place: Any) -> Iterator[None]:
-    """Make a place the current one. All threads of a process have the same, so only the caller's thread may do so."""
-    before = _current_expected_place_()
-    _set_expected_place(place)
-    try:
-        yield
-    finally:
-        _set_expected_place(before)
-
-
 class DeviceQueue:
     """Moves batches to a device when they are due: each copy is queued behind what the device has to compute.
 
@@ -135,7 +124,7 @@ class DeviceQueue:
         """
         found = core.eager.read_next_tensor_list(list(tensors))
         self._made.append([tensor._copy_to(self._place, False) for tensor in found])
-        with current_place(self._place):  # an event is the current device's
+        with _dygraph_place_guard(self._place):  # an event is the current device's
             event = paddle.device.Event()
             event.record()
         self._held.append((event, found))
