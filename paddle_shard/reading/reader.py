@@ -50,8 +50,6 @@ class DrewBesideError(Exception):
 class Reader:
     """Reads what a step asks for: the same bytes in every process that is asked."""
 
-    runs_free = False
-    """True if another thread than the caller's may read: nothing here draws random numbers, as far as is known."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
@@ -68,6 +66,11 @@ class Reader:
         """
         self.dataset, self.generators = dataset, generators
         self._collate_fn, self._skips = collate_fn, skips
+
+    @property
+    def runs_free(self) -> bool:
+        """True if another thread than the caller's may read: nothing here draws random numbers, as far as is known."""
+        return False
 
     def read(self, asked: Any, worker: int | None) -> Chunk | ReadFailure:
         """Return what was asked for, or its failure.
