@@ -25,7 +25,9 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     place: Callable[[Batch], Batch] = partial(placed, setup)
     if stream is None:
         compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
-        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
+        contents = None if setup.options.verify is None else setup.run.contents_to_tell()
+        looks = {"compared": compares and not alone, "contents": contents}
+        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, **looks)
     else:
         num_steps, compares = stream.steps_left(start), stream.read_by_all
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)

@@ -132,6 +132,8 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     # A row that holds another sample than its own tells nothing.
     if compares and batch.skipped is None and (first or (every != "first" and batch.step.number % every == 0)):
         batch.summary = _summary(setup, batch)
+    if batch.contents:
+        setup.run.check_contents(batch.contents)
     batch.rows = setup.rows.of(batch, setup.placer)
     batch.value, batch.layout, batch.row_shapes, batch.num_bytes = setup.placer.place(value, batch.rows)
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
