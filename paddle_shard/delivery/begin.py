@@ -42,10 +42,6 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
         if setup.prefetch and (reading.num_workers or not follows):
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
-        notes, pad_to = None, setup.placer.pad_to
-        if not alone or pad_to is not None:
-            check, holds_rows = None if alone else setup.batch_check, setup.own_layout.on_mesh or not source.split
-            notes = StepNotes(holds_rows=holds_rows, split=source.split, batch_check=check, pad_to=pad_to)
         if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0)
         return StepPass(
@@ -53,7 +49,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             agreement,
             place=place,
             num_steps=num_steps,
-            notes=notes,
+            notes=None if alone and setup.placer.pad_to is None else StepNotes(setup),
             compares=compares,
             # A loop that changes the data between its steps asks for this.
             ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
@@ -72,7 +68,7 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     facts = {**setup.facts, "changes of the order": setup.run.history.to_json()}
     terms = Terms(
         label=described({**facts, "epoch": start.epoch, "step": start.steps}),
-        name=f"{type(setup.dataloader.dataset).__name__}, epoch {start.epoch}",
+        name=f"{type(setup.options.dataloader.dataset).__name__}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,
         same_data=same,
@@ -95,6 +91,6 @@ def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
             "is_dataset_splitted at False to have this loader split the data."
         )
     sampler = setup.source.custom_sampler
-    what = type(setup.dataloader.dataset if sampler is None else sampler).__name__
+    what = type(setup.options.dataloader.dataset if sampler is None else sampler).__name__
     error.args = (f"{where}: the loader's {what} is not the same on all ranks. Seed it alike on all of them.",)
     return error

@@ -100,9 +100,8 @@ class PassSetup:
     """A loader's settings when a pass begins, and the objects that all its passes share."""
 
     options: LoaderOptions
+    """Their `dataloader` is the user's, or one made for the given stream; it is only read and never changed."""
     source: Source
-    dataloader: paddle.io.DataLoader
-    """The user's DataLoader, which is only read and never changed."""
     placer: BatchPlacer
     own_layout: FieldLayout
     """Layout of the field whose rows this rank reads."""
@@ -127,10 +126,9 @@ class PassSetup:
 def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
     value, first = batch.value, batch.is_first
-    compares = setup.batch_check is not None and len(setup.agreeing_ranks) > 1
     every: Any = setup.options.verify
-    # A row that holds another sample than its own tells nothing.
-    if compares and batch.skipped is None and (first or (every != "first" and batch.step.number % every == 0)):
+    due = setup.batch_check is not None and (first or (every != "first" and batch.step.number % every == 0))
+    if due and batch.skipped is None:  # a row that holds another sample than its own tells nothing
         batch.summary = _summary(setup, batch)
     batch.rows = setup.rows.of(batch, setup.placer)
     batch.value, batch.layout, batch.row_shapes, batch.num_bytes = setup.placer.place(value, batch.rows)

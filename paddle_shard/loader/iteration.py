@@ -123,7 +123,7 @@ class ShardIterator:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
         found = self._current
         if self._valid is None or self._valid[0] is not found:  # made once a batch: it is a copy to the device
-            place = self._setup.dataloader.places[0]
+            place = self._setup.options.dataloader.places[0]
             self._valid = found, found.rows.valid(found.valid(), found.layout, place)
         return self._valid[1]
 
