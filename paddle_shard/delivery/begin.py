@@ -15,7 +15,6 @@ from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.prefetcher import Prefetcher
-from paddle_shard.samplers import UserBatches
 
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
@@ -24,10 +23,11 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     num_steps, compares = None, False
     place: Callable[[Batch], Batch] = partial(placed, setup)
     if stream is None:
-        compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
+        compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
         steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
     else:
-        num_steps, compares = stream.steps_left(start), stream.read_by_all
+        known, compares = stream.known_steps(start), stream.read_by_all
+        num_steps = None if known is None else known - start.steps
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
         place = partial(placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)

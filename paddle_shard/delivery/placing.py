@@ -190,6 +190,6 @@ def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
         first=batch.is_first,
         key=key,
         ids=[one if isinstance(one, int | str) else repr(one) for one in np.asarray(ids).tolist()],
-        num_steps=setup.run.num_steps_or_none(),
+        num_steps=setup.run.num_steps_or_none(setup.run.start()),
     )
     return found

@@ -157,7 +157,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             f"because the stream's {plan.num_parts} parts end at different times. {_remedy(stream)}"
         )
     source = stream.stage.source
-    if plan.ending.drops and rank == 0 and source.num_shards is not None and not stream.knows_length:
+    if plan.ending.drops and rank == 0 and source.num_shards is not None and stream.known_steps(LoaderState()) is None:
         opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         # Of the bytes, what lies behind the end of the shortest part.

@@ -173,7 +173,7 @@ class LoaderState:
                 f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, "
                 f"call load_state_dict(state, override={differing})."
             )
-        return replace(state, fingerprint=dict(fingerprint))
+        return state
 
     def _check_segments(self) -> None:
         """Refuse a state whose counts contradict each other."""
