@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,12 +34,12 @@ from paddle_shard.plan.certificate import (
 )
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, places_of
+from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Ids, Step
 from paddle_shard.plan.weights import integer_weights
-from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
+from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.samplers.user_batches import samplers
 from paddle_shard.say_once import say_once
@@ -416,19 +415,7 @@ class Run:
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
-        return places_of(plan, epoch, sample, partial(self._delivered_at, plan, epoch))
-
-    def _delivered_at(self, plan: ShardPlan, epoch: int, position: int) -> Where | None:
-        """Return where the sample at a position is delivered; None if the tail drops it, or the user leaves it out."""
-        number = plan.step_of(position=position)
-        if number >= plan.num_steps:
-            return None
-        step = step_of_plan(plan, epoch, number, self.skips, deal=self._source.batches.deal)
-        if step is None:
-            return None
-        found = np.asarray(step.ids) == plan.order(epoch=epoch)(np.array([position]))[0]
-        rows = np.flatnonzero(found if step.real is None else found & step.real)
-        return place_of(plan, number, int(rows[0])) if len(rows) else None
+        return places_of(plan, epoch, sample, self.skips, self._source.batches.deal)
 
     def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
         """Leave out steps and samples, in passes that begin from now on."""
