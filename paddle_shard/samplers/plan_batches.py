@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_shard.errors import StateError
-from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.mixture import Mixing, first_sample
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batch
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, grown
@@ -119,7 +119,7 @@ class PlanBatches(IndexBatches):
         if self._sizes is None or start.ended:
             segments = start.continued(plan.batch_size)
         else:
-            origin = history.first_sample(self.plan.num_samples, start.epoch)
+            origin = first_sample(history.lengths, self.plan.num_samples, start.epoch)
             (_, size), *later = self._sizes.segments(origin=origin, at=start.samples, end=plan.num_positions)
             segments = *start.continued(size), *later
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
