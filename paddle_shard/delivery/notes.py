@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import BatchStructureError, SplitError
-from paddle_shard.place.lengths import PadTo, finished
-from paddle_shard.ranks.batch_check import BatchCheck
+from paddle_shard.place.lengths import finished
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.reader import RAGGED
 
@@ -29,24 +29,15 @@ class StepNotes:
     - What some samples hold that all ranks have read.
     """
 
-    def __init__(
-        self,
-        *,
-        holds_rows: bool,
-        split: bool = False,
-        batch_check: BatchCheck | None = None,
-        pad_to: PadTo | None = None,
-    ) -> None:
+    def __init__(self, setup: PassSetup) -> None:
         """Begin a pass.
 
         Args:
-            holds_rows: True if this rank's rows are in the global batch. False: it reads rows that no rank uses.
-            split: True if each data rank has rows of its own.
-            batch_check: Compares what the ranks have read.
-            pad_to: What rows are padded to. If given, the batches are not placed yet.
+            setup: Of the loader. With `pad_to`, the batches are not placed yet.
         """
-        self._holds_rows, self._batch_check, self._pad_to = holds_rows, batch_check, pad_to
-        self._split = split
+        self._batch_check, self._pad_to, self._split = setup.batch_check, setup.placer.pad_to, setup.source.split
+        self._holds_rows = setup.own_layout.on_mesh or not self._split
+        """True if this rank's rows are in the global batch. False: it reads rows that no rank uses."""
         self._said: Any = None
         self._said_rows: int | None = None
         self._shapes: dict[int, Any] = {}

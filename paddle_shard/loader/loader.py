@@ -64,7 +64,7 @@ class ShardDataloader(PaddleShardDataloader):
         self._shared, self._run = _Shared(setup), setup.run
         self._next_of: tuple[int, ShardIterator] | None = None
         """The iterator of `next(loader)`, and the first pass of the run when it was made: a load begins another."""
-        self.given, self.dataset, self.stats = options.dataloader, setup.dataloader.dataset, setup.stats
+        self.given, self.dataset, self.stats = options.dataloader, setup.options.dataloader.dataset, setup.stats
         self.seed, self.timeout, self.is_dataset_splitted = options.seed, options.timeout, source.split
         self.dense_tensor_idx = options.dense_tensor_idx
         self.batch_size = None
@@ -318,8 +318,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         # Not Paddle's: its constructor would look for a rank of its own.
         source, own = setup.source, setup.own_layout
         self._source, self._rows, self._run = source, setup.rows, setup.run
-        self._given = setup.dataloader.batch_sampler
-        self.dataset = setup.dataloader.dataset
+        self._given, self.dataset = setup.options.dataloader.batch_sampler, setup.options.dataloader.dataset
         self.nranks = own.num_data_ranks
         self.local_rank = own.data_rank if own.on_mesh else 0
         self.batch_size = batch_size

@@ -55,10 +55,6 @@ class History:
         found = [samples for first, samples in self.lengths if first <= epoch]
         return found[-1] if found else length
 
-    def first_sample(self, length: int, epoch: int) -> int:
-        """Return how many samples the run has before an epoch, if one has `length` where nothing has changed."""
-        return first_sample(self.lengths, length, epoch)
-
     def to_json(self) -> dict[str, Any] | None:
         """Return the history for a saved state; None if nothing has changed."""
         if self == History():
@@ -115,12 +111,8 @@ class LoaderState:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
         return {
             "version": VERSION,
-            "epoch": self.epoch,
-            "samples": self.samples,
-            "steps": self.steps,
-            "ended": self.ended,
+            **{name: getattr(self, name) for name in _READ},
             "segments": [list(segment) for segment in self.segments],
-            "sampler": self.sampler,
             "certificate": account_to_json(self.certificate),
             "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
             "history": self.history.to_json(),
@@ -183,7 +175,7 @@ class LoaderState:
                 f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, "
                 f"call load_state_dict(state, override={differing})."
             )
-        return replace(state, fingerprint=dict(fingerprint))
+        return state
 
     def _check_segments(self) -> None:
         """Refuse a state whose counts contradict each other."""
@@ -229,7 +221,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
         (_checked(int, epoch), _checked(int | str, sample), counted(digest)) for epoch, sample, digest in rows
     ),
 }
-"""Reads each field of a saved state; what raises a TypeError or a ValueError is damaged."""
+"""Reads each field of a saved state, in their order; what raises a TypeError or a ValueError is damaged."""
 
 
 def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override: Collection[str]) -> Collection[str]:
@@ -317,7 +309,7 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     segments = history.segments or tuple(
         Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
     )
-    at = history.first_sample(before, epoch) + samples
+    at = first_sample(history.lengths, before, epoch) + samples
     past = [Segment(first, parts + more, sizes + more) for first, parts, sizes in segments if first < at]
     begun = mixing.segments[mixing.draws.segment_at(at)]._replace(first=at)
     later = [segment for segment in mixing.segments if segment.first > at]
