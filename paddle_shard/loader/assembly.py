@@ -95,9 +95,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
 
 def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None, on_device: int) -> Reading:
     """Return how steps are read, here or in workers."""
+    given = options.dataloader
     sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
-        generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
+        generators=generators_of(given.dataset, stream=source.stream is not None, place=given.places[0]),
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
