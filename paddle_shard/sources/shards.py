@@ -70,6 +70,7 @@ class ShardSource(Stage):
                 f"names holds {shown(twice)!r} more than once, so its samples would be delivered as often. "
                 "Give each shard once; resample=True reads shards again and again."
             )
+        self.num_shards: int = len(self._names)
         self._counts: npt.NDArray[np.int64] | None = None
         if counts is not None:
             if len(counts) != len(names):
@@ -86,11 +87,6 @@ class ShardSource(Stage):
         self._digest: str | None = None
         self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
         self.endless = self._resample
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shards."""
-        return len(self._names)
 
     @property
     def most_even_parts(self) -> int:
