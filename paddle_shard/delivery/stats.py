@@ -109,24 +109,29 @@ class PassClock:
         """Note that the user asks for a batch; return the time."""
         now = time.perf_counter()
         if self._left is not None:
-            self._add(step_seconds=now - self._left)
+            for counts in self._counts:
+                counts.step_seconds += now - self._left
         return now
 
     def leave(self, entered: float, batch: Batch) -> None:
         """Note that a batch is delivered."""
-        valid, skipped, (largest, mean) = batch.valid(), batch.num_skipped(), batch.step.load
-        samples = int(np.count_nonzero(valid))
-        padding = len(valid) - samples - skipped
-        self._left = time.perf_counter()
-        self._add(batches=1, samples=samples, skipped=skipped, padding=padding, bytes=batch.num_bytes)
-        self._add(wait_seconds=self._left - entered, largest_cost=largest, mean_cost=mean)
+        num_rows, skipped, (largest, mean) = batch.num_rows, batch.num_skipped(), batch.step.load
+        whole = batch.real is None and batch.skipped is None
+        samples = num_rows if whole else int(np.count_nonzero(batch.valid()))
+        self._left = now = time.perf_counter()
+        for counts in self._counts:
+            counts.batches += 1
+            counts.samples += samples
+            counts.skipped += skipped
+            counts.padding += num_rows - samples - skipped
+            counts.bytes += batch.num_bytes
+            counts.wait_seconds += now - entered
+            counts.largest_cost += largest
+            counts.mean_cost += mean
 
     def end(self, entered: float) -> None:
         """Note that there was no further batch."""
-        self._add(wait_seconds=time.perf_counter() - entered)
-        self._left = None
-
-    def _add(self, **amounts: float) -> None:
+        now = time.perf_counter()
         for counts in self._counts:
-            for name, amount in amounts.items():
-                setattr(counts, name, getattr(counts, name) + amount)
+            counts.wait_seconds += now - entered
+        self._left = None

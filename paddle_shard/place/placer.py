@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -234,7 +235,7 @@ class _Placing:
                 return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
             return value
         shape, dtype = list(value.shape), value.dtype
-        self.num_bytes += value.size * value.element_size()
+        self.num_bytes += math.prod(shape) * value.element_size()
         has_row_each = shape[:1] == [len(rows.read)]
         by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
         own_rows = len(layout.data_axes) > 0 and not by_rows

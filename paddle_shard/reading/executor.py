@@ -11,8 +11,8 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from paddle_shard.errors import DifferentDataError
@@ -22,19 +22,10 @@ from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import Reader
+from paddle_shard.reading.reader import DrewBesideError, Reader
 from paddle_shard.reading.tensors import ToTensors, begin_tensors
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
-from paddle_shard.samplers.randomness import restore, states
-
-
-class DrewBesideError(Exception):
-    """Another thread than the caller's read, and something drew random numbers or reading failed."""
-
-    def __init__(self, drew: bool) -> None:
-        super().__init__()
-        self.drew = drew
 
 
 class Executor:
@@ -132,15 +123,11 @@ class InlineExecutor(_Reads):
         """Begin a pass; a single reader has all parts of a step."""
         super().__init__()
         self._reader = reader
-        self._left_at: Any = None
-        """The generators after the last read of another thread."""
-        self._drew: tuple[Any, Any] | None = None
-        """The generators before and after a read of another thread during which something drew."""
 
     @property
     def runs_free(self) -> bool:
         """See `Executor`."""
-        return self._reader.draws is False
+        return self._reader.runs_free
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -151,28 +138,10 @@ class InlineExecutor(_Reads):
         if not self._steps:
             raise StopIteration
         step, reader = self._steps[0], self._reader
-        answer = self._read_beside(step) if beside else reader.read(step.parts[0] if step.parts else step, None)
-        if self._drew is not None:
-            (before, after), self._drew = self._drew, None
-            # If it is the data set that drew beside the training loop, and nothing else since, the loop's numbers are
-            # to be as if it had not.
-            if reader.draws and states(reader.generators) == after:
-                restore(reader.generators, before)
-        found = self._batch([answer])
+        asked = step.parts[0] if step.parts else step
+        found = self._batch([reader.read_beside(asked) if beside else reader.read(asked, None)])
         found.owned = reader.owns_arrays
         return found
-
-    def _read_beside(self, step: Step) -> Chunk:
-        """Read in another thread than the caller's, which may not touch the generators: without seeds."""
-        before = states(self._reader.generators)
-        if self._left_at in (None, before):  # else the training loop draws
-            answer = self._reader.tried(step, None, seeded=False)
-            after = self._left_at = states(self._reader.generators)
-            if after == before and isinstance(answer, Chunk):
-                return answer
-            self._drew = before, after
-            raise DrewBesideError(after != before)  # if not, it may have failed because of the thread
-        raise DrewBesideError(True)
 
     def close(self, *, ended: bool = False) -> None:
         """Drop what is open."""
@@ -394,8 +363,8 @@ class Tensors(Wrapper):
                 break
             try:
                 found = self._inner.take(beside=beside)
-                with _making(found):
-                    begun.append((found, begin_tensors(found.value, self._to_tensors, found.owned)))
+                begin = partial(begin_tensors, found.value, self._to_tensors, found.owned)
+                begun.append((found, _made(found, begin)))
             except DrewBesideError:  # what is begun stays: the caller's thread takes it, and then reads on
                 raise
             except StopIteration:
@@ -408,9 +377,8 @@ class Tensors(Wrapper):
         first = begun.popleft()
         if isinstance(first, Exception):
             raise first
-        batch, made = first
-        with _making(batch):
-            batch.value = made()
+        batch, finish = first
+        batch.value = _made(batch, finish)
         return batch
 
     def ready(self) -> bool:
@@ -423,12 +391,11 @@ class Tensors(Wrapper):
         self._inner.close(ended=ended)
 
 
-@contextmanager
-def _making(batch: Batch) -> Iterator[None]:
-    """Name the step if its tensors cannot be made."""
+def _made(batch: Batch, make: Callable[[], Any]) -> Any:
+    """Return what is made of a batch; name the step if that fails."""
     try:
         with in_use:
-            yield
+            return make()
     except Exception as error:
         raise_if_a_handlers(error)
         raise ReadFailure.of(error, what="making tensors of the batch").error(batch.step) from None

@@ -13,7 +13,8 @@ from paddle.base.framework import _current_expected_place, _set_expected_place
 
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.executor import DrewBesideError, Executor, Wrapper
+from paddle_shard.reading.executor import Executor, Wrapper
+from paddle_shard.reading.reader import DrewBesideError
 from paddle_shard.reading.worker_guards import signals_held
 from paddle_shard.say_once import say_once
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,17 @@ RAGGED = (
 """The ways out for a collate_fn that pads to the longest row."""
 
 
+class DrewBesideError(Exception):
+    """Another thread than the caller's read, and something drew random numbers or reading failed."""
+
+    def __init__(self, drew: bool) -> None:
+        super().__init__()
+        self.drew = drew
+
+
 class Reader:
     """Reads what a step asks for: the same bytes in every process that is asked."""
 
-    draws: bool | None = True
-    """True if reading is known to draw random numbers, False if not; None: not known."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
@@ -61,12 +67,25 @@ class Reader:
         self.dataset, self.generators = dataset, generators
         self._collate_fn, self._skips = collate_fn, skips
 
+    @property
+    def runs_free(self) -> bool:
+        """True if another thread than the caller's may read: nothing here draws random numbers, as far as is known."""
+        return False
+
     def read(self, asked: Any, worker: int | None) -> Chunk | ReadFailure:
         """Return what was asked for, or its failure.
 
         Args:
             asked: A `Step`, or one of its parts.
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
+        """
+        raise NotImplementedError
+
+    def read_beside(self, asked: Any) -> Chunk:
+        """Read in another thread than the caller's, which may not touch the generators: without seeds.
+
+        Raises:
+            DrewBesideError: Something drew random numbers, or reading failed: the caller's thread must read it.
         """
         raise NotImplementedError
 
@@ -149,8 +168,9 @@ class IdReader(Reader):
     """Reads the samples of a step from a data set with an index.
 
     The generators are seeded for every sample. Most data sets draw nothing, and seeding costs more than reading small
-    samples: if the first batch drew nothing, later ones are read without seeds, with one look at the generators before
-    and after. If one of them draws after all, it is read once more, with seeds, as are all from there on.
+    samples: if the first batch drew nothing, later ones are read without seeds. Then the generators are looked at after
+    each batch. If they are not as they were after the one before, the training loop has drawn, or the data set has. A
+    batch that drew is read once more, with seeds, as are all from there on.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
@@ -165,44 +185,74 @@ class IdReader(Reader):
         self._how = how
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
-        self.draws = None
+        self._draws: bool | None = None
+        """True if reading is known to draw random numbers, False if not; None: not known."""
         self._stand_in: Any = None
-        self._seen: Any = None
-        """In a worker, the generators after the last batch: nothing else draws there, so one look a batch is enough."""
+        self._left: Any = None
+        """The generators after the last batch; None: they must be looked at before the next one, too."""
+        self._loop_draws = False
+        """True if the training loop has drawn between two batches of this pass."""
         stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
+    @property
+    def runs_free(self) -> bool:
+        """See `Reader`."""
+        return self._draws is False and not self._loop_draws
+
     def read(self, asked: Step, worker: int | None) -> Chunk | ReadFailure:
         """See `Reader`."""
-        generators = self.generators
-        before = states(generators) if worker is None or self._seen is None else self._seen
-        touched = True
-        try:
-            if self.draws is False:
+        generators, left = self.generators, self._left
+        before = states(generators) if left is None else left
+        if self._draws is False:
+            found = self.tried(asked, worker, seeded=False)
+            after = states(generators)
+            if after == before:
+                self._left = None if self._loop_draws else after
+                return found  # if something was drawn, it may also have failed because of that
+            if worker is None and left is not None:
+                # The loop may be the one that has drawn, and its numbers must stay. Reading once more tells. (If both
+                # begin to draw between the same two batches, the loop's numbers begin again from before them.)
                 found = self.tried(asked, worker, seeded=False)
-                after = states(generators)
-                if worker is not None:
-                    self._seen = after
-                touched = after != before
-                if not touched:  # else it may also have failed because of what was drawn
+                if states(generators) == after:
+                    self._loop_draws, self._left = True, None
                     return found
-                self.draws = True
-                say_once(
-                    "%s draws random numbers for some samples, and did not for the first ones. From now on it is "
-                    "seeded for each sample and, if there are no workers, read on the thread of the training loop.",
-                    type(self.dataset).__name__,
-                )
+            self._draws = True
+            say_once(
+                "%s draws random numbers for some samples, and did not for the first ones. From now on it is seeded "
+                "for each sample and, if there are no workers, read on the thread of the training loop.",
+                type(self.dataset).__name__,
+            )
+        self._left = None
+        try:
             return self.tried(asked, worker, seeded=True)
         finally:
-            if touched and worker is None:
+            if worker is None:
                 restore(generators, before)
+
+    def read_beside(self, asked: Step) -> Chunk:
+        """See `Reader`."""
+        before = states(self.generators)
+        if self._left not in (None, before):
+            self._loop_draws, self._left = True, None
+            raise DrewBesideError(True)
+        self._left = before
+        found = self.tried(asked, None, seeded=False)
+        drew = states(self.generators) != before
+        if drew or not isinstance(found, Chunk):  # it may have failed because of the thread
+            raise DrewBesideError(drew)
+        return found
+
+    def close(self) -> None:
+        """See `Reader`. Between two passes anything may be drawn."""
+        self._left, self._loop_draws = None, False
 
     def _explain(self, error: BaseException, asked: Step, at: dict[str, Any]) -> None:
         at["indices"] = tuple(map(self._name_of, asked.ids))
 
     def _rows(self, asked: Step, at: dict[str, Any], *, seeded: bool) -> Chunk:
         """See `Reader`. The first batch, which is seeded, shows whether reading draws."""
-        key = derive_seed("sample", self._how.seed, asked.epoch)
+        key = _key_of(self._how.seed, asked.epoch)
         ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
         if self._read_many is None:
             return self._one_by_one(asked, ids, at, key, seeded=seeded)
@@ -216,8 +266,8 @@ class IdReader(Reader):
             if not self._skips or not hasattr(self.dataset, "__getitem__"):
                 raise
             return self._one_by_one(asked, ids, at, key, seeded=seeded)
-        if self.draws is None:
-            self.draws = self._drew_since(seed)
+        if self._draws is None:
+            self._draws = self._drew_since(seed)
         return found
 
     def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any]) -> Chunk:
@@ -255,7 +305,7 @@ class IdReader(Reader):
                 raise
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
-        watched, drew = self.draws is None, self.draws is None and self._drew_since(seed)
+        watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
         if seeded:
             seed = derive_seed(key, "collate", step.number)
             self._seed(seed)
@@ -268,7 +318,7 @@ class IdReader(Reader):
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
-            self.draws = drew or self._drew_since(seed)
+            self._draws = drew or self._drew_since(seed)
         return Chunk(value, skipped=skipped)
 
     def _drew_since(self, seed: int) -> bool:
@@ -294,6 +344,12 @@ class IdReader(Reader):
                         raise_if_a_handlers(error)
             raise LookupError
         return self._stand_in
+
+
+@lru_cache(maxsize=16)
+def _key_of(seed: int, epoch: int) -> int:
+    """Return the key of the seeds of an epoch's samples."""
+    return derive_seed("sample", seed, epoch)
 
 
 def _seed_of(key: int, index: Any) -> int:

@@ -779,3 +779,53 @@ def test_a_sampler_that_draws_while_a_thread_reads_does_not_stop_it(draw, monkey
         assert trace(dataset, 2) == trace(Rows(), 0)
     assert dataset.threads.count(threading.main_thread()) == 4
     assert "while a thread read ahead" not in caplog.text
+
+
+# One look a batch
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_whenever_samples_and_the_loop_begin_to_draw_each_has_its_own_numbers(seed, workers):
+    """Some samples draw, by their number, and the loop does between some batches, from generators of their choice."""
+    choose = random.Random(seed)
+    draws = [np.random.rand, random.random, lambda: float(paddle.rand([]))]
+    by = {i: choose.choice(draws) for i in choose.sample(range(80), choose.choice([0, 0, 3, 40])) if i >= 8}
+    loops = {step: choose.choice(draws) for step in choose.sample(range(20), choose.choice([0, 1, 4, 20]))}
+    # Both begin between the same two batches: what the loop has drawn there is drawn again.
+    first = min((i // 4 for i in by), default=99)
+    loops.pop(first - 1, None)
+
+    def sample(index):
+        return np.array([index, by[index]() if index in by else 0.5])
+
+    def begin():
+        np.random.seed(3), random.seed(3), paddle.seed(3)
+
+    def trace(loops):
+        begin()
+        found, own = [], []
+        for step, batch in enumerate(sharded(Made(sample, 80), workers=workers, prefetch=0, shuffle=False)):
+            found.append(rows(batch))
+            if step in loops:
+                own.append(loops[step]())
+        return found, own
+
+    batches, own = trace(loops)
+
+    assert batches == trace({})[0]
+    begin()
+    assert own == [draw() for draw in loops_in_order(loops)]
+
+
+def loops_in_order(loops):
+    return [loops[step] for step in sorted(loops)]
+
+
+def test_a_loop_that_draws_costs_one_batch_that_is_read_twice_a_pass():
+    dataset = Rows(40)
+    loader = sharded(dataset, prefetch=0, shuffle=False)
+    for _ in range(2):
+        for _ in loader:
+            np.random.rand()
+    assert len(dataset.read) == 2 * (40 + 4)
