@@ -89,13 +89,11 @@ class StreamOrder(Batches):
         plan, skip = self.plan, start.samples // self.plan.num_parts
         opening = replace(self.opening(start), parts=self.parts, skip=skip)
         request = ChunkRequest(
-            number=next(_numbers),
+            pass_number=next(_numbers),
             opening=opening,
             step=start.steps,
             first_step=start.steps,
-            stripe=plan.stripe,
-            accumulation=plan.accumulation,
-            pad=plan.ending.pads and not plan.repeats,
+            plan=plan,
             repeat=plan.repeats,
             compared=compared,
         )
