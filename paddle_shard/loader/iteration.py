@@ -56,13 +56,13 @@ class ShardIterator:
         self._setup, self._loader = setup, loader
         self.start = start = setup.run.start()
         self.epoch = start.epoch
-        self._progress = setup.run.begin(start)
         self._closed = False
         self._current: Batch | None = None
         self._valid: tuple[Batch, Any] | None = None
         self._clock = PassClock(setup.stats)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass = begin(setup, start) if begun is None else begun
+        self._progress = setup.run.begin(start)  # at last: the run counts what it delivers until it is closed
 
     @property
     def step(self) -> int:
@@ -139,7 +139,7 @@ class ShardIterator:
         self.close()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "_pass") and not ending():  # workers and threads are ended when the process begins to end
+        if hasattr(self, "_progress") and not ending():  # workers and threads are ended when the process begins to end
             self.close()
 
 

@@ -73,8 +73,8 @@ class PassProgress:
         self.start, self.plan, self.epoch = start, plan, start.epoch
         self._place, self._num_steps = place, num_steps
         self.number = next(numbers)
-        self.counted = self.closed = False
-        """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
+        self.closed = False
+        """True if the pass delivers no more."""
         self.at = replace(start, segments=segments, certificate={})
         """The position, and what was delivered in this pass. It is one value, so that a signal handler that saves the
         state finds a batch as a whole or not at all."""
@@ -132,7 +132,7 @@ class OfEpoch(NamedTuple):
     own: Account = MappingProxyType({})
     """What the closed passes have delivered since then."""
     passes: tuple[tuple[PassProgress, LoaderState], ...] = ()
-    """The other passes, and where each was at the last certificate, or when it was added."""
+    """The other passes, and where each was at the last certificate, or when it began."""
     end: int | None = None
     """The position at which the user's sampler has ended; None if no pass has seen it."""
 
@@ -225,7 +225,6 @@ class Run:
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
-        self._count(progress)  # also where nothing was delivered: the pass has seen the end
         progress.at = replace(progress.at, ended=True)
         self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
@@ -263,7 +262,13 @@ class Run:
             segments = plan.segments or ((0, plan.batch_size),)
         elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
             segments = start.continued(source.batch_size)
-        return PassProgress(start, segments, self._place, source.batches.known_steps(start), plan)
+        progress = PassProgress(start, segments, self._place, source.batches.known_steps(start), plan)
+        # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
+        for epoch, found in list(self._epochs.items()):
+            self._epochs[epoch] = found.settled()
+        found = self._epochs.get(start.epoch, OfEpoch())
+        self._epochs[start.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
+        return progress
 
     def delivered(self, progress: PassProgress, batch: Step, ids: Ids, lost: int) -> None:
         """Note that a pass has delivered a batch.
@@ -276,20 +281,7 @@ class Run:
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
-        self._count(progress)
         progress.deliver(batch, ids, lost, drawn=not self._source.split)
-
-    def _count(self, progress: PassProgress) -> None:
-        """Let what a pass delivers from here on count, if it is one of this run."""
-        if progress.counted:
-            return
-        if progress.number >= self.first_pass:
-            # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
-            for epoch, found in list(self._epochs.items()):
-                self._epochs[epoch] = found.settled()
-            found = self._epochs.get(progress.epoch, OfEpoch())
-            self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
-        progress.counted = True
 
     def _of_epoch(self, epoch: int) -> OfEpoch:
         """Return what this process knows of the deliveries of an epoch, with all passes added up."""
@@ -435,7 +427,7 @@ class Run:
                 "another epoch."
             )
         plan = self._plan_from(start)
-        stretches = list(stretches_of(steps, epoch, start, plan, self._source, self.num_steps_or_none(start)))
+        stretches = list(stretches_of(steps, start, plan, self._source, self.num_steps_or_none(start)))
         self.skips = self.skips.joined(stretches, list(numbers_of(samples, plan)))
 
     def certificate(self) -> Certificate:
