@@ -165,13 +165,10 @@ class StreamOrder(Batches):
         return start.steps + plan.ending.num_steps(left, plan.samples_per_part)
 
     def __len__(self) -> int:
-        steps = self.known_steps(LoaderState())
-        if steps is None:  # a TypeError, so that list(loader) works
-            raise ArgumentTypeError(
-                "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known "
-                "length, or a source that knows its counts."
-            )
-        return steps
+        raise ArgumentTypeError(  # a TypeError, so that list(loader) works
+            "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known length, "
+            "or a source that knows its counts."
+        )
 
     @property
     def read_by_all(self) -> bool:

@@ -179,6 +179,7 @@ class Run:
         self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
         self._epochs: dict[int, OfEpoch] = {}
         self._num_steps: int | None = None
+        """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
         self.skips = Skips()
         """What the user leaves out."""
 
@@ -289,12 +290,10 @@ class Run:
 
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
-        plan = self.plan
-        if plan is not None:
-            return plan.num_steps - num_steps_left_out(plan, self.epoch, self.skips)
-        if self._num_steps is None:  # counted once, as a sampler may have to be drawn to its end
-            self._num_steps = len(self._source.batches)
-        return self._num_steps
+        plan, found = self.plan, self.num_steps_or_none(LoaderState(epoch=self.epoch))
+        if found is None:
+            found = self._num_steps = len(self._source.batches)
+        return found if plan is None else found - num_steps_left_out(plan, self.epoch, self.skips)
 
     def num_steps_or_none(self, start: LoaderState) -> int | None:
         """Return the steps of the whole epoch of a position, if a sampler need not be drawn to its end for it."""
