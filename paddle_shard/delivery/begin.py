@@ -24,7 +24,9 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     place: Callable[[Batch], Batch] = partial(placed, setup)
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
-        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
+        contents = None if setup.options.verify is None else setup.run.contents_to_tell()
+        looks = {"compared": compares and not alone, "contents": contents}
+        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, **looks)
     else:
         known, compares = stream.known_steps(start), stream.read_by_all
         num_steps = None if known is None else known - start.steps

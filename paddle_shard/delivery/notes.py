@@ -19,13 +19,14 @@ from paddle_shard.reading.reader import RAGGED
 class StepNotes:
     """The notes that a rank sends and receives on the steps of a pass.
 
-    A note holds up to four things:
+    A note holds up to five things:
 
     - The dtype and shape of a row, when they change. If only they differed between ranks, the global batch would be
       ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
     - The number of rows, when it changes, if each rank has rows of its own. All must have as many.
     - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them invalid.
     - A summary of the batch, if the ranks compare this step's.
+    - What some samples hold that all ranks have read.
     """
 
     def __init__(self, setup: PassSetup) -> None:
@@ -55,6 +56,8 @@ class StepNotes:
             told["skipped"] = batch.rows.read[batch.skipped].tolist()
         if batch.summary is not None:
             told["read"] = batch.summary
+        if batch.contents and self._batch_check is not None:
+            told["contents"] = [(one.epoch, repr(one.sample), one.digest, one.shown) for one in batch.contents]
         return json.dumps(told) if told else None
 
     def alone(self, batch: Batch) -> Batch:
@@ -73,9 +76,11 @@ class StepNotes:
         """
         if not batch.placed or not (heard or self._pad_to):
             return batch
-        read = {}
+        read, contents = {}, {}
         for rank, said in heard:
             told = json.loads(said)
+            if "contents" in told:
+                contents[rank] = told["contents"]
             if "read" in told:
                 read[rank] = told["read"]
             if "shapes" in told:
@@ -87,6 +92,8 @@ class StepNotes:
                 batch.skipped = found if batch.skipped is None else batch.skipped | found
         if self._batch_check is not None and read:
             self._batch_check.compare(read)
+        if self._batch_check is not None and contents:
+            self._batch_check.compare_contents(contents)
         if len(set(self._rows.values())) > 1:
             shown = ", ".join(f"{rows} on global rank {rank}" for rank, rows in sorted(self._rows.items()))
             raise SplitError(

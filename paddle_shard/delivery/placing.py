@@ -121,6 +121,8 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     due = setup.batch_check is not None and (first or (every != "first" and batch.step.number % every == 0))
     if due and batch.skipped is None:  # a row that holds another sample than its own tells nothing
         batch.summary = _summary(setup, batch)
+    if batch.contents:
+        setup.run.check_contents(batch.contents)
     batch.rows = setup.rows.of(batch, setup.placer)
     found = setup.placer.place(value, batch.rows)
     batch.value, batch.layout = found.batch, found.last

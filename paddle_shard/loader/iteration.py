@@ -94,6 +94,8 @@ class ShardIterator:
             local = setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
             self._clock.leave(entered, found)
+            if found.contents:
+                setup.run.note_contents(found.contents)
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
             setup.run.delivered(self._progress, found.step, ids, lost)

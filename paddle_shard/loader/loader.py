@@ -202,10 +202,12 @@ class ShardDataloader(PaddleShardDataloader):
 
         Args:
             state: A result of `state_dict`, of this run or another.
-            override: Names of fields of the state's fingerprint that may differ from this loader's.
+            override: Names of fields of the state's fingerprint that may differ from this loader's; "contents" to
+                resume with data that was written anew or is transformed in another way.
 
         Raises:
-            StateError: The state is damaged, of another version, or of a run with another order.
+            StateError: The state is damaged, of another version, or of a run with another order. With the first batch:
+                samples of data with an index are not those that the state knows (see `verify=`).
         """
         self._run.resume_from(state, override)
 

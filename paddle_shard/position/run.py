@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
@@ -13,7 +13,7 @@ import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -36,8 +36,8 @@ from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import History, LoaderState
-from paddle_shard.plan.step import Ids, Step
+from paddle_shard.plan.state import CONTENTS, History, LoaderState
+from paddle_shard.plan.step import Content, Ids, Step
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
@@ -182,6 +182,10 @@ class Run:
         """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
         self.skips = Skips()
         """What the user leaves out."""
+        self._contents: tuple[tuple[int, int | str, int], ...] = ()
+        """(epoch, sample, digest) of samples that this run has read: they are part of its state."""
+        self._resumed_with: tuple[Content, ...] = ()
+        """The contents of a loaded state, until this rank has read the same samples."""
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -314,7 +318,8 @@ class Run:
             state = replace(state, sampler=batches.snapshot())
         found = self._of_epoch(state.epoch)
         account = added(found.known, found.own)
-        return replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
+        state = replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
+        return replace(state, contents=self._contents)
 
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
@@ -322,13 +327,43 @@ class Run:
         resumed = LoaderState.from_dict(state, batches.fingerprint(), override)
         batches.resume(resumed)
         self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
-        self._resumed = resumed
+        self._resumed, self._contents = resumed, resumed.contents
+        self._resumed_with = tuple(Content(*content) for content in resumed.contents)
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
         self._newest = self._latest = None
         self.first_pass = next(numbers)
         self.set_epoch(resumed.epoch, {})
+
+    # What the data holds
+
+    def contents_to_tell(self) -> tuple[Content, ...] | None:
+        """Return the samples of which the first step of a pass tells the content; see `rank_steps`."""
+        return None if self._source.split or not self._layout.on_mesh else self._resumed_with
+
+    def check_contents(self, contents: Sequence[Content]) -> None:
+        """Compare what was read with the state that was loaded.
+
+        Raises:
+            StateError: The data is another.
+        """
+        for was, now in zip(self._resumed_with, contents, strict=False):
+            if now.digest is None:
+                say_once("a sample is not the same when it is read again, so nobody sees whether the data is.")
+            elif now.digest != was.digest:
+                raise StateError(
+                    f"the data is not what it was when the state was saved: sample {now.sample!r} (now {now.shown}) "
+                    "holds something else, with names and length as before. Was it written anew, or is it read or "
+                    "transformed in another way? Give the loader the data of the state; or, to resume with this data, "
+                    f"load_state_dict(state, override=[{CONTENTS!r}])."
+                )
+
+    def note_contents(self, contents: Sequence[Content]) -> None:
+        """Put what was delivered into the state, as far as JSON can hold it."""
+        found = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
+        self._contents = tuple((one.epoch, one.sample, one.digest) for one in found if one.digest is not None)
+        self._resumed_with = ()
 
     # What is delivered
 

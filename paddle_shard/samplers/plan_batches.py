@@ -69,10 +69,10 @@ class IndexBatches(Batches):
         """
         raise NotImplementedError
 
-    def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, *, compared: bool = False) -> Iterator[Step]:
+    def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, **looks: Any) -> Iterator[Step]:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
         batches, deal = self.batches(start), self.deal
-        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=deal, compared=compared)
+        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=deal, **looks)
 
 
 class PlanBatches(IndexBatches):
