@@ -86,8 +86,7 @@ class StreamOrder(Batches):
 
     def _readers(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
-        plan, skip = self.plan, start.samples // self.plan.num_parts
-        opening = replace(self.opening(start), parts=self.parts, skip=skip)
+        plan, opening = self.plan, replace(self.opening(start), skip=start.samples // self.plan.num_parts)
         request = ChunkRequest(
             number=next(_numbers),
             opening=opening,

@@ -54,12 +54,7 @@ class PassProgress:
     """The position of one pass, and what it has delivered."""
 
     def __init__(
-        self,
-        start: LoaderState,
-        segments: tuple[tuple[int, int], ...],
-        place: Owner | None,
-        num_steps: int | None,
-        plan: ShardPlan | None = None,
+        self, start: LoaderState, segments: tuple[tuple[int, int], ...], place: Owner | None, num_steps: int | None
     ) -> None:
         """Begin at a position.
 
@@ -68,9 +63,8 @@ class PassProgress:
             segments: (first position, batch size) of each stretch of the epoch.
             place: Who owns what this process delivers; None if it is not counted.
             num_steps: Steps of the whole epoch; None if they are only known at its end.
-            plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
-        self.start, self.plan, self.epoch = start, plan, start.epoch
+        self.start, self.epoch = start, start.epoch
         self._place, self._num_steps = place, num_steps
         self.number = next(numbers)
         self.closed = False
@@ -163,7 +157,7 @@ class Run:
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
         """
-        self._source, self._ranks, self._timeout = source, ranks, timeout
+        self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -267,7 +261,7 @@ class Run:
             segments = plan.segments or ((0, plan.batch_size),)
         elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
             segments = start.continued(source.batch_size)
-        progress = PassProgress(start, segments, self._place, source.batches.known_steps(start), plan)
+        progress = PassProgress(start, segments, self._place, source.batches.known_steps(start))
         # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
         for epoch, found in list(self._epochs.items()):
             self._epochs[epoch] = found.settled()
@@ -406,20 +400,16 @@ class Run:
                 )
         at = max(int(one["drawn"]) for one in found)
         batches.set_weights(at, tuple(found[0]["parts"]))
-        # The passes that are asked about their order (`where`, `certificate`); their batches ask for the plan anew.
-        for progress in {self._newest, self._latest} - {None}:
-            assert progress is not None
-            progress.plan = self._plan_from(progress.start)
         return at
 
     def sources(self) -> Mapping[str, Drawn]:
         """Return what was drawn of each source of a mixture, up to the last batch that was delivered."""
         last = self._newest or self._latest
-        start = self.start() if last is None else last.start
-        plan, samples = (self._plan_from(start), start.samples) if last is None else (last.plan, last.at.samples)
+        start, at = (self.start(), self.start()) if last is None else (last.start, last.at)
+        plan = self._plan_from(start)
         mixing = self._mixing(plan, "sources()")
         assert plan is not None
-        return drawn_of(mixing, mixing.first_position(start.epoch, plan.num_samples) + samples)
+        return drawn_of(mixing, mixing.first_position(start.epoch, plan.num_samples) + at.samples)
 
     def _no_index(self) -> str | None:
         """Return why samples have no number of their own that all ranks know; None if they have one."""
@@ -437,7 +427,7 @@ class Run:
         epoch = self.epoch if epoch is None else epoch
         done = self._newest or (self._latest if epoch != self.epoch else None)
         # As the epoch was, is, or would be served.
-        plan = done.plan if done is not None and done.epoch == epoch else self._plan_from(self.start(epoch))
+        plan = self._plan_from(done.start if done is not None and done.epoch == epoch else self.start(epoch))
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
@@ -470,7 +460,7 @@ class Run:
             raise ArgumentError(f"certificate() cannot tell how often a sample should be delivered: this is {why}.")
         last = self._latest or self._resumed
         epoch = self.epoch if last is None else last.epoch
-        plan = self._plan_from(self.start(epoch)) if self._latest is None else self._latest.plan
+        plan = self._plan_from(self.start(epoch) if self._latest is None else self._latest.start)
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
         of_epochs = [self._of_epoch(one) for one in epochs]
