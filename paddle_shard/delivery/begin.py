@@ -15,7 +15,6 @@ from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.prefetcher import Prefetcher
-from paddle_shard.samplers import UserBatches
 
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
@@ -24,10 +23,13 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     num_steps, compares = None, False
     place: Callable[[Batch], Batch] = partial(placed, setup)
     if stream is None:
-        compares = not source.split and (isinstance(source.batches, UserBatches) or source.costs is not None)
-        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
+        compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
+        tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
+        looks = {"compared": compares and not alone, "contents": setup.run.resumed_with if tells else None}
+        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, **looks)
     else:
-        num_steps, compares = stream.steps_left(start), stream.read_by_all
+        known, compares = stream.known_steps(start), stream.read_by_all
+        num_steps = None if known is None else known - start.steps
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
         place = partial(placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)
@@ -42,10 +44,6 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
         if setup.prefetch and (reading.num_workers or not follows):
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
-        notes, pad_to = None, setup.placer.pad_to
-        if not alone or pad_to is not None:
-            check, holds_rows = None if alone else setup.batch_check, setup.own_layout.on_mesh or not source.split
-            notes = StepNotes(holds_rows=holds_rows, split=source.split, batch_check=check, pad_to=pad_to)
         if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0)
         return StepPass(
@@ -53,7 +51,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             agreement,
             place=place,
             num_steps=num_steps,
-            notes=notes,
+            notes=None if alone and setup.placer.pad_to is None else StepNotes(setup),
             compares=compares,
             # A loop that changes the data between its steps asks for this.
             ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
@@ -72,7 +70,7 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     facts = {**setup.facts, "changes of the order": setup.run.history.to_json()}
     terms = Terms(
         label=described({**facts, "epoch": start.epoch, "step": start.steps}),
-        name=f"{type(setup.dataloader.dataset).__name__}, epoch {start.epoch}",
+        name=f"{type(setup.options.dataloader.dataset).__name__}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,
         same_data=same,
@@ -95,6 +93,6 @@ def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
             "is_dataset_splitted at False to have this loader split the data."
         )
     sampler = setup.source.custom_sampler
-    what = type(setup.dataloader.dataset if sampler is None else sampler).__name__
+    what = type(setup.options.dataloader.dataset if sampler is None else sampler).__name__
     error.args = (f"{where}: the loader's {what} is not the same on all ranks. Seed it alike on all of them.",)
     return error

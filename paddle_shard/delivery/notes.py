@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import BatchStructureError, SplitError
-from paddle_shard.place.lengths import PadTo, finished
-from paddle_shard.ranks.batch_check import BatchCheck
+from paddle_shard.place.lengths import finished
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.reader import RAGGED
 
@@ -19,33 +19,25 @@ from paddle_shard.reading.reader import RAGGED
 class StepNotes:
     """The notes that a rank sends and receives on the steps of a pass.
 
-    A note holds up to four things:
+    A note holds up to five things:
 
     - The dtype and shape of a row, when they change. If only they differed between ranks, the global batch would be
       ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
     - The number of rows, when it changes, if each rank has rows of its own. All must have as many.
     - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them invalid.
     - A summary of the batch, if the ranks compare this step's.
+    - What some samples hold that all ranks have read.
     """
 
-    def __init__(
-        self,
-        *,
-        holds_rows: bool,
-        split: bool = False,
-        batch_check: BatchCheck | None = None,
-        pad_to: PadTo | None = None,
-    ) -> None:
+    def __init__(self, setup: PassSetup) -> None:
         """Begin a pass.
 
         Args:
-            holds_rows: True if this rank's rows are in the global batch. False: it reads rows that no rank uses.
-            split: True if each data rank has rows of its own.
-            batch_check: Compares what the ranks have read.
-            pad_to: What rows are padded to. If given, the batches are not placed yet.
+            setup: Of the loader. With `pad_to`, the batches are not placed yet.
         """
-        self._holds_rows, self._batch_check, self._pad_to = holds_rows, batch_check, pad_to
-        self._split = split
+        self._batch_check, self._pad_to, self._split = setup.batch_check, setup.placer.pad_to, setup.source.split
+        self._holds_rows = setup.own_layout.on_mesh or not self._split
+        """True if this rank's rows are in the global batch. False: it reads rows that no rank uses."""
         self._said: Any = None
         self._said_rows: int | None = None
         self._shapes: dict[int, Any] = {}
@@ -64,6 +56,8 @@ class StepNotes:
             told["skipped"] = batch.rows.read[batch.skipped].tolist()
         if batch.summary is not None:
             told["read"] = batch.summary
+        if batch.contents and self._batch_check is not None:
+            told["contents"] = [(one.epoch, repr(one.sample), one.digest, one.shown) for one in batch.contents]
         return json.dumps(told) if told else None
 
     def alone(self, batch: Batch) -> Batch:
@@ -82,9 +76,11 @@ class StepNotes:
         """
         if not batch.placed or not (heard or self._pad_to):
             return batch
-        read = {}
+        read, contents = {}, {}
         for rank, said in heard:
             told = json.loads(said)
+            if "contents" in told:
+                contents[rank] = told["contents"]
             if "read" in told:
                 read[rank] = told["read"]
             if "shapes" in told:
@@ -96,6 +92,8 @@ class StepNotes:
                 batch.skipped = found if batch.skipped is None else batch.skipped | found
         if self._batch_check is not None and read:
             self._batch_check.compare(read)
+        if self._batch_check is not None and contents:
+            self._batch_check.compare_contents(contents)
         if len(set(self._rows.values())) > 1:
             shown = ", ".join(f"{rows} on global rank {rank}" for rank, rows in sorted(self._rows.items()))
             raise SplitError(

@@ -52,12 +52,27 @@ class LoaderRows:
         return self._of_samples(num_rows, micro_size).asked
 
     def of(self, batch: Batch, placer: BatchPlacer) -> BatchRows:
-        """Return the rows of a batch that was read, which the placer will place."""
-        if self._source.item_is_batch:
-            return self._of_item(placer.num_rows(batch.value))
-        if self._source.split:
-            return self._of_split(batch.step.num_rows)
-        return self._of_samples(batch.step.num_rows, batch.step.micro_size)
+        """Return the rows of a batch that was read, which the placer will place.
+
+        Raises:
+            BatchStructureError: The batch was read whole and cannot be split evenly.
+        """
+        source, own, num_rows = self._source, self._own, batch.step.num_rows
+        if not (source.item_is_batch or source.split):
+            return self._of_samples(num_rows, batch.step.micro_size)
+        found = placer.num_rows(batch.value) if source.item_is_batch else num_rows  # None: no field of it is split
+        if source.split:
+            num_rows = 1 if found is None else found
+            read = None if own.on_mesh else np.arange(num_rows)
+            return BatchRows(num_rows * own.num_data_ranks, None, [own], read=read, apart=True)
+        unit = math.lcm(*(layout.num_data_ranks for layout in self._layouts)) * source.accumulation
+        num_rows = unit if found is None else found
+        if num_rows % unit:
+            raise BatchStructureError(
+                f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
+                f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
+            )
+        return BatchRows(num_rows, num_rows // source.accumulation, self._layouts, read=np.arange(num_rows))
 
     def _of_samples(self, num_rows: int, micro_size: int) -> BatchRows:
         """Return the rows of a global batch of samples."""
@@ -70,39 +85,14 @@ class LoaderRows:
             self._of_size[key] = BatchRows(num_rows, micro_size, self._layouts, read=read, apart=apart)
         return self._of_size[key]
 
-    def _of_split(self, num_local_rows: int) -> BatchRows:
-        """Return the rows of a batch for which each data rank has rows of its own."""
-        read = None if self._own.on_mesh else np.arange(num_local_rows)
-        return BatchRows(num_local_rows * self._own.num_data_ranks, None, [self._own], read=read, apart=True)
-
-    def _of_item(self, num_rows: int | None) -> BatchRows:
-        """Return the rows of a batch that was read whole; None: no field of it is split.
-
-        Raises:
-            BatchStructureError: The batch cannot be split evenly.
-        """
-        if self._source.split:
-            return self._of_split(1 if num_rows is None else num_rows)
-        unit = math.lcm(*(layout.num_data_ranks for layout in self._layouts)) * self._source.accumulation
-        if num_rows is None:  # nothing is split
-            num_rows = unit
-        if num_rows % unit:
-            raise BatchStructureError(
-                f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
-                f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
-            )
-        micro_size = num_rows // self._source.accumulation
-        return BatchRows(num_rows, micro_size, self._layouts, read=np.arange(num_rows))
-
 
 @dataclass(frozen=True, kw_only=True)
 class PassSetup:
     """A loader's settings when a pass begins, and the objects that all its passes share."""
 
     options: LoaderOptions
+    """Their `dataloader` is the user's, or one made for the given stream; it is only read and never changed."""
     source: Source
-    dataloader: paddle.io.DataLoader
-    """The user's DataLoader, which is only read and never changed."""
     placer: BatchPlacer
     own_layout: FieldLayout
     """Layout of the field whose rows this rank reads."""
@@ -127,13 +117,16 @@ class PassSetup:
 def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
     value, first = batch.value, batch.is_first
-    compares = setup.batch_check is not None and len(setup.agreeing_ranks) > 1
     every: Any = setup.options.verify
-    # A row that holds another sample than its own tells nothing.
-    if compares and batch.skipped is None and (first or (every != "first" and batch.step.number % every == 0)):
+    due = setup.batch_check is not None and (first or (every != "first" and batch.step.number % every == 0))
+    if due and batch.skipped is None:  # a row that holds another sample than its own tells nothing
         batch.summary = _summary(setup, batch)
+    if batch.contents:
+        setup.run.check_contents(batch.contents)
     batch.rows = setup.rows.of(batch, setup.placer)
-    batch.value, batch.layout, batch.row_shapes, batch.num_bytes = setup.placer.place(value, batch.rows)
+    found = setup.placer.place(value, batch.rows)
+    batch.value, batch.layout = found.batch, found.last
+    batch.row_shapes, batch.num_bytes = found.row_shapes, found.num_bytes
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))
@@ -192,6 +185,6 @@ def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
         first=batch.is_first,
         key=key,
         ids=[one if isinstance(one, int | str) else repr(one) for one in np.asarray(ids).tolist()],
-        num_steps=setup.run.num_steps_or_none(),
+        num_steps=setup.run.num_steps_or_none(setup.run.start()),
     )
     return found

@@ -37,7 +37,7 @@ class Source:
     """The order of a DataLoader, read once at construction."""
 
     batches: Any
-    """The order: `IndexBatches`, or `StreamOrder`."""
+    """The order: `Batches`."""
     batch_size: int | None
     """Rows of the global batch, at the start of the run if there is a schedule; None if batches differ in size."""
     accumulation: int = 1
@@ -50,8 +50,11 @@ class Source:
     """The user's batch sampler, if it decides on the order."""
     costs: SampleCosts | None = None
     """The cost of each sample, if rows are dealt to data ranks by cost."""
-    stream: StreamOrder | None = None
-    """The order once more, if the data has no index: a field, as it is asked for at each batch."""
+
+    @property
+    def stream(self) -> StreamOrder | None:
+        """The order, if the data has no index."""
+        return self.batches if isinstance(self.batches, StreamOrder) else None
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:

@@ -15,6 +15,7 @@ from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.chunk_reader import ChunkRequest
+from paddle_shard.samplers import Batches
 from paddle_shard.sources.external import ExternalSource
 from paddle_shard.stages import Map, Shuffle, Stripe
 from paddle_shard.stages.stage import Opening, Stage
@@ -26,11 +27,10 @@ _numbers = count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOrder:
+class StreamOrder(Batches):
     """The global batches of a stream, and the parts of them that this rank reads.
 
-    It answers what `samplers.IndexBatches` answers for data with an index, but for `deal` and `epoch`: its samples have
-    no numbers, so its steps name parts and positions.
+    Its samples have no numbers, so its steps name parts and positions.
     """
 
     stage: Stage
@@ -148,35 +148,28 @@ class StreamOrder:
 
     # Its end
 
-    @property
-    def knows_length(self) -> bool:
-        """True if the number of steps is known before the end."""
-        return self.steps_left(LoaderState()) is not None
-
-    def __len__(self) -> int:
-        steps = self.steps_left(LoaderState())
-        if steps is None:  # a TypeError, so that list(loader) works
-            raise ArgumentTypeError(
-                "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known "
-                "length, or a source that knows its counts."
-            )
-        return steps
-
-    def steps_left(self, start: LoaderState) -> int | None:
-        """Return how many steps of an epoch follow a position, the same on every rank; None if it is not known yet."""
+    def known_steps(self, start: LoaderState) -> int | None:
+        """See `Batches`; it is the same on every rank."""
         plan = self.plan
         if plan.num_batches is not None:
-            return max(0, plan.num_batches - start.steps)
-        if self.split_over is not None:
-            return None
-        lengths = self.stage.lengths(self.opening(start))
+            return max(start.steps, plan.num_batches)
+        lengths = None if self.split_over is not None else self.stage.lengths(self.opening(start))
         if lengths is None:
             return None
         whole = plan.num_steps(lengths)  # also checks what the tail demands
         if not start.samples:
             return whole
         left = [max(0, length - start.samples // plan.num_parts) for length in lengths]
-        return plan.ending.num_steps(left, plan.samples_per_part)
+        return start.steps + plan.ending.num_steps(left, plan.samples_per_part)
+
+    def __len__(self) -> int:
+        steps = self.known_steps(LoaderState())
+        if steps is None:  # a TypeError, so that list(loader) works
+            raise ArgumentTypeError(
+                "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known "
+                "length, or a source that knows its counts."
+            )
+        return steps
 
     @property
     def read_by_all(self) -> bool:

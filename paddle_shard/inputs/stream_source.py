@@ -19,6 +19,7 @@ from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.parts import PartsPlan, choose_num_parts
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalLoader, ExternalSource
@@ -124,7 +125,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         whole_items=size is None,
         split_over=own.num_data_ranks if split else None,
     )
-    if order.knows_length and len(order) == 0:  # this also refuses lengths that the tail forbids
+    if order.known_steps(LoaderState()) == 0:  # this also refuses lengths that the tail forbids
         raise ArgumentError(
             f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of "
             f"{size and size * accumulation}. Check its path and filters, or use a smaller batch or tail='pad'."
@@ -133,7 +134,6 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         _say_how_often_it_is_read(own, 1 if split else own.num_data_ranks, max(1, order.num_workers))
     return Source(
         batches=order,
-        stream=order,
         batch_size=size and size * accumulation,
         accumulation=accumulation,
         split=split,

@@ -135,7 +135,9 @@ def shard_dataloader(
         verify: Ranks compare digests of what they have read: those that read the same samples must have got the same
             bytes, and data that is split already must differ between data ranks. If not, it is an error on all ranks
             that names the step, the ranks, the fields and the samples. "first": the first batch of each pass. An int k:
-            also the batches of every k-th step. None: never. It goes with the agreement, in the background.
+            also the batches of every k-th step. None: never. It goes with the agreement, in the background. Of data
+            with an index that this loader splits, all ranks also read the same two samples when a pass begins, so that
+            a rank that was given a part or another version of the data is seen. A saved state holds their digests.
         replicas: Who reads for ranks that hold the same rows (that differ in mp, pp or sep only). "each": every rank
             reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
             others through memory that they share. The others start no workers, and what the data set keeps in memory
@@ -169,29 +171,9 @@ def shard_dataloader(
         >>> for inputs, labels in loader:  # doctest: +SKIP
         ...     loss = model(inputs, labels)
     """
-    options = LoaderOptions(
-        dataloader=dataloader,
-        meshes=meshes,
-        input_keys=input_keys,
-        shard_dims=shard_dims,
-        is_dataset_splitted=bool(is_dataset_splitted),
-        dense_tensor_idx=dense_tensor_idx,
-        shuffle=shuffle,
-        seed=seed,
-        tail=tail,
-        batch_size=batch_size,
-        balance=balance,
-        num_batches=num_batches,
-        placements=placements,
-        pad_to=pad_to,
-        verify=verify,
-        replicas=replicas,
-        timeout=timeout,
-        prefetch=prefetch,
-        on_error=on_error,
-        on_lost=on_lost,
-    )
-    return ShardDataloader(options)
+    is_dataset_splitted = bool(is_dataset_splitted)
+    # What is local here are the arguments, and no more: the options are named alike, and say so if one is missing.
+    return ShardDataloader(LoaderOptions(**locals()))
 
 
 class PaddlePatch(ExitStack):

@@ -57,8 +57,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
     stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
-    dataloader = options.dataloader if stream is None else stream
-    options = replace(options, dataloader=dataloader)
+    options = options if stream is None else replace(options, dataloader=stream)
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it, on_device = checked_prefetch(options, stream=stream is not None)
     agreeing = members if me in members else (me,)
@@ -71,14 +70,14 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     batch_check: BatchCheck | None = None
     # A sampler that says which part it reads was held against the mesh, and in auto-DP mode Paddle has split the data.
     known_to_differ = hasattr(source.custom_sampler, "nranks") or auto_dp
-    if options.verify is not None and not source.split:
-        batch_check = BatchCheck(None, getattr(dataloader.dataset, "sample_name", None))
-    elif options.verify is not None and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
+    compares = options.verify is not None and len(agreeing) > 1
+    if compares and not source.split:
+        batch_check = BatchCheck(None, getattr(options.dataloader.dataset, "sample_name", None))
+    elif compares and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
         batch_check = BatchCheck((own.layout, own.data_axes))
     return PassSetup(
         options=options,
         source=source,
-        dataloader=dataloader,
         placer=placer,
         own_layout=own,
         rows=LoaderRows(source, layouts, own),

@@ -95,6 +95,8 @@ class ShardIterator:
             local = setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
             self._clock.leave(entered, found)
+            if found.contents:
+                setup.run.note_contents(found.contents)
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
             setup.run.delivered(self._progress, found.step, ids, lost)
@@ -123,7 +125,7 @@ class ShardIterator:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
         found = self._current
         if self._valid is None or self._valid[0] is not found:  # made once a batch: it is a copy to the device
-            place = self._setup.dataloader.places[0]
+            place = self._setup.options.dataloader.places[0]
             self._valid = found, found.rows.valid(found.valid(), found.layout, place)
         return self._valid[1]
 
@@ -157,7 +159,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             f"because the stream's {plan.num_parts} parts end at different times. {_remedy(stream)}"
         )
     source = stream.stage.source
-    if plan.ending.drops and rank == 0 and source.num_shards is not None and not stream.knows_length:
+    if plan.ending.drops and rank == 0 and source.num_shards is not None and stream.known_steps(LoaderState()) is None:
         opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         # Of the bytes, what lies behind the end of the shortest part.

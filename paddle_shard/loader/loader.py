@@ -64,7 +64,7 @@ class ShardDataloader(PaddleShardDataloader):
         self._shared, self._run = _Shared(setup), setup.run
         self._next_of: tuple[int, ShardIterator] | None = None
         """The iterator of `next(loader)`, and the first pass of the run when it was made: a load begins another."""
-        self.given, self.dataset, self.stats = options.dataloader, setup.dataloader.dataset, setup.stats
+        self.given, self.dataset, self.stats = options.dataloader, setup.options.dataloader.dataset, setup.stats
         self.seed, self.timeout, self.is_dataset_splitted = options.seed, options.timeout, source.split
         self.dense_tensor_idx = options.dense_tensor_idx
         self.batch_size = None
@@ -202,10 +202,12 @@ class ShardDataloader(PaddleShardDataloader):
 
         Args:
             state: A result of `state_dict`, of this run or another.
-            override: Names of fields of the state's fingerprint that may differ from this loader's.
+            override: Names of fields of the state's fingerprint that may differ from this loader's; "contents" to
+                resume with data that was written anew or is transformed in another way.
 
         Raises:
-            StateError: The state is damaged, of another version, or of a run with another order.
+            StateError: The state is damaged, of another version, or of a run with another order. With the first batch:
+                samples of data with an index are not those that the state knows (see `verify=`).
         """
         self._run.resume_from(state, override)
 
@@ -316,8 +318,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         # Not Paddle's: its constructor would look for a rank of its own.
         source, own = setup.source, setup.own_layout
         self._source, self._rows, self._run = source, setup.rows, setup.run
-        self._given = setup.dataloader.batch_sampler
-        self.dataset = setup.dataloader.dataset
+        self._given, self.dataset = setup.options.dataloader.batch_sampler, setup.options.dataloader.dataset
         self.nranks = own.num_data_ranks
         self.local_rank = own.data_rank if own.on_mesh else 0
         self.batch_size = batch_size

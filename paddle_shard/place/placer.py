@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -73,16 +73,60 @@ class BatchRows:
         return layout.rows_only.distributed(paddle.to_tensor(mine, place=place), "valid")
 
 
-class Placed(NamedTuple):
-    """A batch of distributed tensors."""
+class Placed:
+    """A batch of distributed tensors; its leaves are placed one by one."""
+
+    __slots__ = ("_pad_to", "_rows", "batch", "last", "local", "num_bytes", "padded", "row_shapes")
 
     batch: Any
     last: FieldLayout
     """The layout of its last field."""
-    row_shapes: dict[str, Row]
-    """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
-    num_bytes: int
-    """Size in bytes of what was read of the fields."""
+
+    def __init__(self, rows: BatchRows, pad_to: PadTo | None) -> None:
+        self._rows, self._pad_to = rows, pad_to
+        self.local, self.padded = set[str](), set[str]()
+        """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
+        self.row_shapes: dict[str, Row] = {}
+        """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
+        self.num_bytes = 0
+        """Size in bytes of what was read of the fields."""
+
+    def leaf(self, value: Any, path: str, *, layout: FieldLayout, dense: bool) -> Any:
+        """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
+        rows = self._rows
+        if not isinstance(value, paddle.Tensor):
+            if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
+                positions = rows.positions(layout)
+                return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
+            return value
+        shape, dtype = list(value.shape), value.dtype
+        self.num_bytes += math.prod(shape) * value.element_size()
+        has_row_each = shape[:1] == [len(rows.read)]
+        by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
+        own_rows = len(layout.data_axes) > 0 and not by_rows
+        if own_rows:
+            _check_own_rows(shape, layout, path, rows, dense=dense)
+        if by_rows and layout.on_mesh:
+            value = _take_rows(value, rows.positions(layout))
+        pad = None if self._pad_to is None else self._pad_to.pad_of(path)
+        if pad is not None:
+            (self.local if dense else self.padded).add(pad.path)
+        waits = self._pad_to is not None and not dense and len(shape) > 0
+        if waits or self._pad_to is None:
+            kind = kind_of(dtype)
+            if own_rows and layout.num_data_ranks > 1 and not dense:  # of these, all data ranks must have as many
+                kind += f", {shape[0]} rows of "
+            self.row_shapes[path] = [kind, *shape[1:]]
+        if dense:
+            return value
+        if not layout.on_mesh:  # no data is here, so only the metadata matters
+            first = [rows.num_rows // layout.num_data_ranks] if has_row_each else shape[:1]
+            value = paddle.empty([*first, *shape[1:]], dtype)
+        if not waits:
+            return layout.distributed(value, path)
+        if pad is not None:
+            check_fill(pad.value, dtype, path)
+        return Unplaced(value, layout, path, pad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +196,14 @@ class BatchPlacer:
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
-        placing = _Placing(rows, self.pad_to)
-        placed, last = self._mapped(batch, placing.leaf)
-        for path in placing.local - placing.padded:
+        placed = Placed(rows, self.pad_to)
+        placed.batch, placed.last = self._mapped(batch, placed.leaf)
+        for path in placed.local - placed.padded:
             raise BatchStructureError(
                 f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
                 "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
             )
-        return Placed(placed, last, placing.row_shapes, placing.num_bytes)
+        return placed
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
@@ -212,56 +256,6 @@ class BatchPlacer:
                 one = entry[0] if isinstance(entry, list) else entry
                 found[key] = mapped(value, partial(function, layout=one, dense=len(dense) > 0), path, _is_row_like)
         return rebuild(batch, found if isinstance(batch, Mapping) else list(found.values())), layout
-
-
-class _Placing:
-    """Places the leaves of one batch."""
-
-    __slots__ = ("_pad_to", "_rows", "local", "num_bytes", "padded", "row_shapes")
-
-    def __init__(self, rows: BatchRows, pad_to: PadTo | None) -> None:
-        self._rows, self._pad_to = rows, pad_to
-        self.local, self.padded = set[str](), set[str]()
-        """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
-        self.row_shapes: dict[str, Row] = {}
-        self.num_bytes = 0
-
-    def leaf(self, value: Any, path: str, *, layout: FieldLayout, dense: bool) -> Any:
-        """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
-        rows = self._rows
-        if not isinstance(value, paddle.Tensor):
-            if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
-                positions = rows.positions(layout)
-                return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
-            return value
-        shape, dtype = list(value.shape), value.dtype
-        self.num_bytes += math.prod(shape) * value.element_size()
-        has_row_each = shape[:1] == [len(rows.read)]
-        by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
-        own_rows = len(layout.data_axes) > 0 and not by_rows
-        if own_rows:
-            _check_own_rows(shape, layout, path, rows, dense=dense)
-        if by_rows and layout.on_mesh:
-            value = _take_rows(value, rows.positions(layout))
-        pad = None if self._pad_to is None else self._pad_to.pad_of(path)
-        if pad is not None:
-            (self.local if dense else self.padded).add(pad.path)
-        waits = self._pad_to is not None and not dense and len(shape) > 0
-        if waits or self._pad_to is None:
-            kind = kind_of(dtype)
-            if own_rows and layout.num_data_ranks > 1 and not dense:  # of these, all data ranks must have as many
-                kind += f", {shape[0]} rows of "
-            self.row_shapes[path] = [kind, *shape[1:]]
-        if dense:
-            return value
-        if not layout.on_mesh:  # no data is here, so only the metadata matters
-            first = [rows.num_rows // layout.num_data_ranks] if has_row_each else shape[:1]
-            value = paddle.empty([*first, *shape[1:]], dtype)
-        if not waits:
-            return layout.distributed(value, path)
-        if pad is not None:
-            check_fill(pad.value, dtype, path)
-        return Unplaced(value, layout, path, pad)
 
 
 def _take_rows(tensor: Any, positions: Rows) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,7 +17,8 @@ from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_rows, slice_rows
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shuffle import MAX_SAMPLES
-from paddle_shard.plan.step import GlobalBatch, Step
+from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.step import Deal, GlobalBatch, Step, all_rows, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
 
 # The steps of an epoch, if the batch size changes on the way
@@ -352,12 +352,7 @@ class ShardPlan:
             epoch: The epoch.
             sample: Its index in the data set; of a mixture, (name of the source, index in it).
         """
-
-        def place(position: int) -> Where | None:
-            step, row = self._stretches.step_and_row(position)
-            return place_of(self, step, row) if step < self.num_steps else None
-
-        return places_of(self, epoch, sample, place)
+        return places_of(self, epoch, sample, Skips())
 
     def step_of(self, *, position: int) -> int:
         """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
@@ -406,18 +401,31 @@ def positions_of(plan: ShardPlan, epoch: int, sample: Any) -> list[int]:
     return [int(order.inverse(np.array([sample], np.int64))[0])]
 
 
+def step_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips, deal: Deal | None = None) -> Step | None:
+    """Return a step of a plan with all its rows, without what is left out; None if nothing is left of it."""
+    batches, first = iter([global_batch(plan, epoch, step)]), plan.first_position(step=step)
+    return next(rank_steps(batches, epoch, first, all_rows, skips=skips, deal=deal), None)
+
+
 def places_of(
-    plan: ShardPlan, epoch: int, sample: Any, place: Callable[[int], Where | None]
+    plan: ShardPlan, epoch: int, sample: Any, skips: Skips, deal: Deal | None = None
 ) -> Where | list[Where] | None:
-    """Return where a sample is delivered, given the function that tells it for a position; see `ShardPlan.where`."""
-    found = [place(position) for position in positions_of(plan, epoch, sample)]
-    return [one for one in found if one is not None] if isinstance(plan.ordering, Mixing) else found[0]
-
-
-def place_of(plan: ShardPlan, step: int, row: int) -> Where:
-    """Return the data rank that delivers a row of the global batch at a step, and the row in its slice."""
-    _, num_rows, micro_size = plan._extent(step)
-    if num_rows % plan.num_data_ranks or micro_size % plan.num_data_ranks:
-        return Where(step=step, data_rank=None, row=None)
-    data_rank, local = place_of_rows(np.array(row), num_rows, plan.num_data_ranks, micro_size)
-    return Where(step=step, data_rank=int(data_rank), row=int(local))
+    """Return where a sample is delivered, with what is left out and how rows are dealt; see `ShardPlan.where`."""
+    order, found = plan.order(epoch=epoch), []
+    for position in positions_of(plan, epoch, sample):
+        step, row = plan._stretches.step_and_row(position)
+        ids = order(np.array([position]))
+        if step >= plan.num_steps or skips.rows(epoch, position, ids)[0]:
+            continue
+        if deal is not None:
+            dealt = step_of_plan(plan, epoch, step, skips, deal)
+            assert dealt is not None  # it holds this row
+            mine = np.asarray(dealt.ids) == ids
+            row = int((mine if dealt.real is None else mine & dealt.real).argmax())
+        _, num_rows, micro_size = plan._extent(step)
+        if num_rows % plan.num_data_ranks or micro_size % plan.num_data_ranks:
+            found.append(Where(step=step, data_rank=None, row=None))
+        else:
+            data_rank, local = place_of_rows(np.array(row), num_rows, plan.num_data_ranks, micro_size)
+            found.append(Where(step=step, data_rank=int(data_rank), row=int(local)))
+    return found if isinstance(plan.ordering, Mixing) else next(iter(found), None)

@@ -20,8 +20,12 @@ from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Skips, counted
 from paddle_shard.plan.weights import Segment
 
-VERSION = 3
+VERSION = 4
 """Version of the layout of a saved state; no other is read."""
+
+
+CONTENTS = "contents"
+"""Is named in `override` to resume with data of other contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,6 @@ class History:
         """Return the samples of an epoch, if they are `length` where nothing has changed."""
         found = [samples for first, samples in self.lengths if first <= epoch]
         return found[-1] if found else length
-
-    def first_sample(self, length: int, epoch: int) -> int:
-        """Return how many samples the run has before an epoch, if one has `length` where nothing has changed."""
-        return first_sample(self.lengths, length, epoch)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the history for a saved state; None if nothing has changed."""
@@ -104,20 +104,19 @@ class LoaderState:
     """Values that the order depends on."""
     history: History = field(default_factory=History)
     """What was changed since the run began."""
+    contents: tuple[tuple[int, int | str, int], ...] = ()
+    """(epoch, sample, digest) of samples by which a resumed run finds out that it has the same data."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
         return {
             "version": VERSION,
-            "epoch": self.epoch,
-            "samples": self.samples,
-            "steps": self.steps,
-            "ended": self.ended,
+            **{name: getattr(self, name) for name in _READ},
             "segments": [list(segment) for segment in self.segments],
-            "sampler": self.sampler,
             "certificate": account_to_json(self.certificate),
             "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
             "history": self.history.to_json(),
+            "contents": [list(content) for content in self.contents],
         }
 
     @classmethod
@@ -156,6 +155,8 @@ class LoaderState:
         state = cls(**found)
         state._check_segments()
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
+        if override:  # other data; then the contents of this one are noted anew
+            state = replace(state, contents=())
         override = _packed_override(saved, fingerprint, override)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
         if "num_parts" in different:  # with another number of parts, each part holds other samples
@@ -164,8 +165,9 @@ class LoaderState:
                 f"{now.get('num_parts')}, which hold other samples. Give it in_parts({then.get('num_parts')}), and a "
                 "batch size that it divides; num_parts cannot be overridden."
             )
-        if unknown := sorted(set(override) - {*now, *then}):
-            raise StateError(f"override names {unknown}; the fingerprint has {sorted({*now, *then})}.")
+        names = {*now, *then, CONTENTS}
+        if unknown := sorted(set(override) - names):
+            raise StateError(f"override names {unknown}; the fingerprint has {sorted(names)}.")
         differing = [name for name in different if name not in override]
         if differing:
             changes = ", ".join(f"{name}: saved {then.get(name)!r}, now {now.get(name)!r}" for name in differing)
@@ -173,7 +175,7 @@ class LoaderState:
                 f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, "
                 f"call load_state_dict(state, override={differing})."
             )
-        return replace(state, fingerprint=dict(fingerprint))
+        return state
 
     def _check_segments(self) -> None:
         """Refuse a state whose counts contradict each other."""
@@ -198,7 +200,7 @@ class LoaderState:
         return (*kept, (self.samples, batch_size))
 
 
-def _checked(kind: type, value: Any) -> Any:
+def _checked(kind: Any, value: Any) -> Any:
     """Return the value; a TypeError if it is of another kind."""
     if not isinstance(value, kind):
         raise TypeError(value)
@@ -215,8 +217,11 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "certificate": account_from_json,
     "fingerprint": partial(_checked, Mapping),
     "history": History.from_json,
+    "contents": lambda rows: tuple(
+        (_checked(int, epoch), _checked(int | str, sample), counted(digest)) for epoch, sample, digest in rows
+    ),
 }
-"""Reads each field of a saved state; what raises a TypeError or a ValueError is damaged."""
+"""Reads each field of a saved state, in their order; what raises a TypeError or a ValueError is damaged."""
 
 
 def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override: Collection[str]) -> Collection[str]:
@@ -304,7 +309,7 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     segments = history.segments or tuple(
         Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
     )
-    at = history.first_sample(before, epoch) + samples
+    at = first_sample(history.lengths, before, epoch) + samples
     past = [Segment(first, parts + more, sizes + more) for first, parts, sizes in segments if first < at]
     begun = mixing.segments[mixing.draws.segment_at(at)]._replace(first=at)
     later = [segment for segment in mixing.segments if segment.first > at]

@@ -29,6 +29,19 @@ RowsOf = Callable[[int, int], "Rows | range"]
 """Returns which rows of a global batch a rank reads, given (rows of the batch, rows of a micro-batch)."""
 
 
+class Content(NamedTuple):
+    """What one sample holds: by it ranks, and a run that is resumed, find out that they have the same data."""
+
+    epoch: int
+    """Epoch with whose random numbers the sample is read."""
+    sample: Any
+    """Its index in the data set."""
+    digest: int | None = None
+    """Digest of all its bytes; None: not read, or it is not the same each time it is read."""
+    shown: str = ""
+    """A few words about it, for messages."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What this rank reads at one step of an epoch, and what the state must remember after it."""
@@ -60,6 +73,9 @@ class Step:
     """True if the user's own sampler is known to end after this step; None if the plan tells."""
     load: tuple[float, float] = (0.0, 0.0)
     """(cost of the data rank that has most, mean cost of a data rank); zeros if rows are not dealt by cost."""
+    contents: tuple[Content, ...] = ()
+    """Samples of which the reader also tells the content, whether they are among its rows or not; the same on all
+    ranks. If a digest is given, it is the one that is expected."""
     digest: int = 0
     """Digest of what the user's sampler has drawn so far, or of how rows were dealt; the same on all ranks."""
 
@@ -112,6 +128,7 @@ def rank_steps(
     skips: Skips,
     deal: Deal | None = None,
     compared: bool = False,
+    contents: tuple[Content, ...] | None = None,
 ) -> Iterator[Step]:
     """Yield the steps of one rank over some global batches of an epoch. A batch that is left out whole is passed over.
 
@@ -123,6 +140,8 @@ def rank_steps(
         skips: What the user leaves out.
         deal: How rows are dealt by cost; None: they stay in their order.
         compared: True if the steps carry a digest, by which ranks see that they draw and deal alike.
+        contents: Samples of which the first step tells the content; empty: the first and the last of its global batch;
+            None: of none.
     """
     concerned, passed, digest = skips.concerns(epoch), (0, 0), 0
     for batch in batches:
@@ -140,8 +159,19 @@ def rank_steps(
                 out = None
         step = _step(batch, rows_of, out, deal, digest if compared else None)
         digest = step.digest
+        if contents is not None:
+            step = replace(step, contents=contents or _ends(batch, out))
         yield step if passed == (0, 0) else replace(step, passed=passed)
-        passed = (0, 0)
+        passed, contents = (0, 0), None
+
+
+def _ends(batch: GlobalBatch, out: Mask | None) -> tuple[Content, ...]:
+    """Return the first and the last sample of a global batch that is not left out: every rank can name them."""
+    num_real = batch.step.num_real
+    rows = np.arange(num_real) if out is None else np.flatnonzero(~out[:num_real])
+    ids = batch.take(rows[[0, -1]])
+    first, last = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    return tuple(Content(batch.step.epoch, sample) for sample in ([first] if first == last else [first, last]))
 
 
 def _take_kept(take: Callable[[Rows], Ids], out: Mask, rows: Rows | range) -> Ids:

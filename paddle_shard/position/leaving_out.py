@@ -10,20 +10,11 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.source import Source
 from paddle_shard.plan.mixture import Mixing, sample_ids, source_and_index
-from paddle_shard.plan.shard_plan import ShardPlan, global_batch, positions_of
+from paddle_shard.plan.shard_plan import ShardPlan, positions_of, step_of_plan
 from paddle_shard.plan.skips import Skips, Stretch
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, RowsOf, Step, all_rows, rank_steps
 from paddle_shard.samplers import UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler
-
-
-def step_of_plan(
-    plan: ShardPlan, epoch: int, step: int, skips: Skips, rows_of: RowsOf = all_rows, deal: Deal | None = None
-) -> Step | None:
-    """Return a step of a plan without what is left out; None if nothing is left of it."""
-    batches, first = iter([global_batch(plan, epoch, step)]), plan.first_position(step=step)
-    return next(rank_steps(batches, epoch, first, rows_of, skips=skips, deal=deal), None)
 
 
 def stretches_of(
@@ -128,6 +119,5 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
             continue
         perhaps |= {plan.step_of(position=position) for position in positions_of(plan, epoch, named)}
     perhaps = {step for step in perhaps if step < plan.num_steps and not any(step in steps for steps in inside)}
-    no_rows: RowsOf = lambda num_rows, micro_size: range(0)  # noqa: E731
-    left_out = sum(step_of_plan(plan, epoch, step, skips, no_rows) is None for step in perhaps)
+    left_out = sum(step_of_plan(plan, epoch, step, skips) is None for step in perhaps)
     return sum(map(len, inside)) + left_out

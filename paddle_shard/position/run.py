@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,14 +34,13 @@ from paddle_shard.plan.certificate import (
 )
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shard_plan import ShardPlan, Where, place_of, places_of
+from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import History, LoaderState, grown
-from paddle_shard.plan.step import Ids, Step
+from paddle_shard.plan.state import CONTENTS, History, LoaderState
+from paddle_shard.plan.step import Content, Ids, Step
 from paddle_shard.plan.weights import integer_weights
-from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, step_of_plan, stretches_of
+from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
-from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.user_batches import samplers
 from paddle_shard.say_once import say_once
 
@@ -165,11 +163,8 @@ class Run:
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
         """
-        self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
+        self._source, self._ranks, self._timeout = source, ranks, timeout
         self._sampler = source.custom_sampler
-        planned = isinstance(source.batches, PlanBatches) and not source.item_is_batch
-        self._planned: PlanBatches | None = source.batches if planned else None
-        """The batches of the plan, unless the user's own sampler decides the order."""
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
         self._seen = self._epoch = self._samplers_epoch() or 0
@@ -186,6 +181,10 @@ class Run:
         self._num_steps: int | None = None
         self.skips = Skips()
         """What the user leaves out."""
+        self._contents: tuple[tuple[int, int | str, int], ...] = ()
+        """(epoch, sample, digest) of samples that this run has read: they are part of its state."""
+        self.resumed_with: tuple[Content, ...] = ()
+        """The contents of a loaded state, until this rank has read the same samples."""
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -232,8 +231,7 @@ class Run:
             )
         self._count(progress)  # also where nothing was delivered: the pass has seen the end
         progress.at = replace(progress.at, ended=True)
-        if isinstance(self._source.batches, UserBatches):
-            self._source.batches.finished(progress.epoch)
+        self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
             self._resumed = None
         if progress.epoch == self.epoch:
@@ -264,21 +262,12 @@ class Run:
                 "a loop over this loader was left before its end, and the next one begins the same epoch again. Call "
                 "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to continue it."
             )
-        source, plan = self._source, self._plan_from(start)
-        if plan is not None:
-            num_steps: int | None = plan.num_steps
-        elif source.stream is None:
-            num_steps = self.num_steps_or_none()
-        else:
-            left = source.stream.steps_left(start)
-            num_steps = None if left is None else start.steps + left
+        source, plan, segments = self._source, self._plan_from(start), start.segments
         if plan is not None:
             segments = plan.segments or ((0, plan.batch_size),)
-        elif isinstance(source.batches, UserBatches) or source.batch_size is None:  # batches may be of any size
-            segments = start.segments
-        else:
+        elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
             segments = start.continued(source.batch_size)
-        return PassProgress(start, segments, self._place, num_steps, plan)
+        return PassProgress(start, segments, self._place, source.batches.known_steps(start), plan)
 
     def delivered(self, progress: PassProgress, batch: Step, ids: Ids, lost: int) -> None:
         """Note that a pass has delivered a batch.
@@ -319,44 +308,36 @@ class Run:
             self._num_steps = len(self._source.batches)
         return self._num_steps
 
-    def num_steps_or_none(self) -> int | None:
-        """Return the steps of the whole present epoch if they are known without drawing a sampler to its end."""
-        plan = self.plan
-        if plan is not None:
-            return plan.num_steps
-        return self.num_batches() if self._num_steps is not None or self._source.batches.knows_length else None
+    def num_steps_or_none(self, start: LoaderState) -> int | None:
+        """Return the steps of the whole epoch of a position, if a sampler need not be drawn to its end for it."""
+        known: int | None = self._source.batches.known_steps(start)
+        return self._num_steps if known is None else known
 
     @property
     def history(self) -> History:
         """What was changed in the run: the order, and what is left out."""
-        batches = self._source.batches
-        return replace(batches.history if isinstance(batches, PlanBatches) else History(), skips=self.skips)
+        history: History = self._source.batches.history
+        return replace(history, skips=self.skips)
 
     def state(self) -> LoaderState:
         """Return the position of the run."""
         batches, newest = self._source.batches, self._newest
         state = self.start() if newest is None else newest.state()
-        if newest is None and state.sampler is None and isinstance(batches, UserBatches):
+        if newest is None and state.sampler is None:
             state = replace(state, sampler=batches.snapshot())
         found = self._of_epoch(state.epoch)
         account = added(found.known, found.own)
-        return replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
+        state = replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
+        return replace(state, contents=self._contents)
 
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
         batches = self._source.batches
-        fingerprint = batches.fingerprint()
-        resumed = LoaderState.from_dict(state, fingerprint, override)
-        history = resumed.history
-        if isinstance(batches, PlanBatches):
-            saved = state["fingerprint"]
-            if any(saved.get(name) != fingerprint.get(name) for name in ("num_samples", "mixture")):
-                history = grown(saved, history, batches.plan, resumed.epoch, resumed.samples)
-            batches.resume(resumed, history)
-        elif history.lengths or history.segments:
-            raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
-        self.skips = self.skips.joined(history.skips.stretches, history.skips.samples)
-        self._resumed = resumed
+        resumed = LoaderState.from_dict(state, batches.fingerprint(), override)
+        batches.resume(resumed)
+        self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
+        self._resumed, self._contents = resumed, resumed.contents
+        self.resumed_with = tuple(Content(*content) for content in resumed.contents)
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
@@ -364,10 +345,36 @@ class Run:
         self.first_pass = next(numbers)
         self.set_epoch(resumed.epoch, {})
 
+    # What the data holds
+
+    def check_contents(self, contents: Sequence[Content]) -> None:
+        """Compare what was read with the state that was loaded.
+
+        Raises:
+            StateError: The data is another.
+        """
+        for was, now in zip(self.resumed_with, contents, strict=False):
+            if now.digest is None:
+                say_once("a sample is not the same when it is read again, so nobody sees whether the data is.")
+            elif now.digest != was.digest:
+                raise StateError(
+                    f"the data is not what it was when the state was saved: sample {now.sample!r} (now {now.shown}) "
+                    "holds something else, with names and length as before. Was it written anew, or is it read or "
+                    "transformed in another way? Give the loader the data of the state; or, to resume with this data, "
+                    f"load_state_dict(state, override=[{CONTENTS!r}])."
+                )
+
+    def note_contents(self, contents: Sequence[Content]) -> None:
+        """Put what was delivered into the state, as far as JSON can hold it."""
+        found = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
+        self._contents = tuple((one.epoch, one.sample, one.digest) for one in found if one.digest is not None)
+        self.resumed_with = ()
+
     # What is delivered
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
-        return None if self._planned is None else self._planned.plan_of(start)
+        # An item that is a whole batch is none of the samples that a plan tells users about.
+        return None if self._source.item_is_batch else self._source.batches.plan_of(start)
 
     def _mixing(self, plan: ShardPlan | None, what: str) -> Mixing:
         """Return the order of a mixture; refuse other data sets."""
@@ -387,9 +394,8 @@ class Run:
         Raises:
             ArgumentError: The weights do not fit the sources, or are not the same on all ranks; on all ranks.
         """
-        batches = self._planned
+        batches = self._source.batches
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
-        assert batches is not None
         try:
             said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights)), "drawn": batches.drawn}
         except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank
@@ -440,19 +446,7 @@ class Run:
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
-        return places_of(plan, epoch, sample, partial(self._delivered_at, plan, epoch))
-
-    def _delivered_at(self, plan: ShardPlan, epoch: int, position: int) -> Where | None:
-        """Return where the sample at a position is delivered; None if the tail drops it, or the user leaves it out."""
-        number = plan.step_of(position=position)
-        if number >= plan.num_steps:
-            return None
-        step = step_of_plan(plan, epoch, number, self.skips, deal=self._source.batches.deal)
-        if step is None:
-            return None
-        found = np.asarray(step.ids) == plan.order(epoch=epoch)(np.array([position]))[0]
-        rows = np.flatnonzero(found if step.real is None else found & step.real)
-        return place_of(plan, number, int(rows[0])) if len(rows) else None
+        return places_of(plan, epoch, sample, self.skips, self._source.batches.deal)
 
     def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
         """Leave out steps and samples, in passes that begin from now on."""
@@ -472,8 +466,7 @@ class Run:
                 "another epoch."
             )
         plan = self._plan_from(start)
-        end = plan.num_steps if plan is not None else self.num_steps_or_none()
-        stretches = list(stretches_of(steps, epoch, start, plan, self._source, end))
+        stretches = list(stretches_of(steps, epoch, start, plan, self._source, self.num_steps_or_none(start)))
         self.skips = self.skips.joined(stretches, list(numbers_of(samples, plan)))
 
     def certificate(self) -> Certificate:

@@ -10,10 +10,18 @@ import numpy as np
 
 from paddle_shard.errors import DifferentDataError, SplitError
 from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.say_once import say_once
 
 _MOST_ROWS = 256
 """Rows of which a rank tells the digests, so that an error can name the samples."""
 _SHOWN = 8
+
+_SAME_DATA = (
+    "Each rank must be given the whole data set, and the same one: this loader splits it. Likely reasons: each rank "
+    "was given a part of its own (a Subset, .shard(), split_dataset_by_node): give it the whole, or "
+    "is_dataset_splitted=True; one machine has another version of the files; or samples draw random numbers from a "
+    "generator that each rank seeds in its own way. With verify=None nobody looks, and then samples may be lost."
+)
 
 Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]
 """(path, array) of each leaf of a batch; the first dim of an array is its rows."""
@@ -53,6 +61,28 @@ class BatchCheck:
             leader = leaders.setdefault(found["key"], rank)
             if found["fields"] != said[leader]["fields"]:
                 raise DifferentDataError(self._different(leader, rank, said[leader], found))
+
+    def compare_contents(self, said: Mapping[int, Sequence[tuple[int, str, int | None, str]]]) -> None:
+        """Compare what samples hold that all ranks have read: (epoch, sample, digest, shown) by global rank.
+
+        Raises:
+            DifferentDataError: A sample is not the same on two ranks.
+        """
+        first = dict[tuple[int, str], tuple[int, int, str]]()
+        for rank, (epoch, sample, digest, shown) in ((number, one) for number in sorted(said) for one in said[number]):
+            if digest is None:
+                say_once(
+                    f"sample {sample} is not the same each time it is read, or cannot be read ({shown}), so the ranks "
+                    "cannot tell whether they have the same data. Draw random numbers from numpy's, Python's or "
+                    "Paddle's global generators, which are seeded for each sample."
+                )
+                continue
+            other, its_digest, its_shown = first.setdefault((epoch, sample), (rank, digest, shown))
+            if its_digest != digest:
+                raise DifferentDataError(
+                    f"the ranks hold different data: sample {sample} is {its_shown} on global rank {other}, and "
+                    f"{shown} on global rank {rank}. {_SAME_DATA}"
+                )
 
     def _different(self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         ours, theirs = dict(one["fields"]), dict(other["fields"])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.step import Ids, Mask, Step
+from paddle_shard.plan.step import Content, Ids, Mask, Step
 from paddle_shard.reading.tensors import arrays_of, as_array
 from paddle_shard.tree import is_sequence, rebuild
 
@@ -31,6 +31,8 @@ class Chunk(NamedTuple):
     """Why missing rows could not be filled."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
+    contents: tuple[Content, ...] = ()
+    """What was asked for by `Step.contents`, with digests."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Batch:
     """Why missing rows could not be filled."""
     digest: int = 0
     """Digest of what was read or drawn so far, for the ranks to compare."""
+    contents: tuple[Content, ...] = ()
+    """See `Chunk.contents`."""
     owned: bool = True
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
@@ -159,7 +163,7 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, e
     one = chunks[0] if places is None else _one_of(chunks, places, even)
     if one.state is not None:
         step = replace(step, sampler_state=one.state)
-    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why)
+    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why, contents=one.contents)
     found.digest = one.digest or step.digest
     if one.real is not None:
         found.real = np.frombuffer(one.real, np.bool_)

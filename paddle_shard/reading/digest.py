@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import deque
 from collections.abc import Mapping
@@ -13,14 +14,16 @@ from paddle_shard.tree import is_sequence
 
 _ITEMS = 64
 """Number of characters of a text that are looked at, at most; of elements of an array or list, less than twice that."""
+WHOLE = sys.maxsize
+"""As many items as any leaf has."""
 
 
-def digest(value: Any, before: int = 0) -> int:
+def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
     """Return a digest in [0, 2^32) of a sample and of the samples before it, whose digest is `before`.
 
-    It looks at some items of each leaf, which is enough to tell the samples of a data set apart. Different samples
+    It looks at `most` items of each leaf: some are enough to tell the samples of a data set apart. Different samples
     nearly always have different digests, and the same sample has the same digest in every process. Of an object that
-    is not a number, text, array or container, only the type counts.
+    is not a number, text, array, image or container, only the type counts.
 
     Examples:
         >>> digest([1, "a"]) == digest([1, "a"]), digest([1, "a"]) == digest([2, "a"])
@@ -28,28 +31,30 @@ def digest(value: Any, before: int = 0) -> int:
     """
     if isinstance(value, Mapping):
         for key in sorted(value, key=repr):
-            before = digest(value[key], zlib.crc32(repr(key).encode(), before))
+            before = digest(value[key], zlib.crc32(repr(key).encode(), before), most)
         return before
     if isinstance(value, np.ndarray) or (hasattr(value, "shape") and hasattr(value, "numpy")):
-        return _of_array(value, before)
+        return _of_array(value, before, most)
     if isinstance(value, str | bytes):
-        seen = value[:_ITEMS] if isinstance(value, bytes) else value[:_ITEMS].encode(errors="replace")
+        seen = value[:most] if isinstance(value, bytes) else value[:most].encode(errors="replace")
         return zlib.crc32(b"%d" % len(value) + seen, before)
     if is_sequence(value):
         before = zlib.crc32(b"%d" % len(value), before)
-        for item in value[:: max(1, len(value) // _ITEMS)]:
-            before = digest(item, before)
+        for item in value[:: max(1, len(value) // most)]:
+            before = digest(item, before, most)
         return before
     known = value is None or isinstance(value, bool | int | float | complex | np.generic)
+    if not known and hasattr(value, "tobytes"):  # an image of PIL
+        return zlib.crc32(value.tobytes()[:most], before)
     return zlib.crc32((repr(value) if known else type(value).__qualname__).encode(), before)
 
 
-def _of_array(value: Any, before: int) -> int:
+def _of_array(value: Any, before: int, most: int) -> int:
     array = value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
     before = zlib.crc32(f"{array.shape}{array.dtype}".encode(), before)
-    some = array.reshape(-1)[:: max(1, array.size // _ITEMS)]
+    some = array.reshape(-1)[:: max(1, array.size // most)]
     if array.dtype.hasobject:
-        return digest(some.tolist(), before)
+        return digest(some.tolist(), before, most)
     return zlib.crc32(np.ascontiguousarray(some).tobytes(), before)
 
 

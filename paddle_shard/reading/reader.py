@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from paddle_shard.collate import collate
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
+from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.tensors import arrays_of, is_tensor
 from paddle_shard.samplers.randomness import Generator, kept, restore, states
@@ -276,14 +278,17 @@ class IdReader(Reader):
         at.update(what=f"reading {len(ids)} samples at once", index=None)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         if not isinstance(samples, list):
-            return Chunk(samples if self._collate_fn is None else self._collate_fn(samples))
+            contents = self._contents(step, (), ()) if step.contents else ()
+            return Chunk(samples if self._collate_fn is None else self._collate_fn(samples), contents=contents)
         if len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
                 "a batch that is no list."
             )
+        contents = self._contents(step, (), ()) if step.contents else ()
         at.update(what=f"collating {len(samples)} samples", index=None)
-        return Chunk(collate_rows(samples, self._collate_fn, rows_are_split=self._splits(step)))
+        value = collate_rows(samples, self._collate_fn, rows_are_split=self._splits(step))
+        return Chunk(value, contents=contents)
 
     def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
@@ -306,6 +311,7 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
+        contents = self._contents(step, ids, samples) if step.contents else ()  # before collating may change them
         if seeded:
             seed = derive_seed(key, "collate", step.number)
             self._seed(seed)
@@ -319,7 +325,34 @@ class IdReader(Reader):
         )
         if watched:
             self._draws = drew or self._drew_since(seed)
-        return Chunk(value, skipped=skipped)
+        return Chunk(value, skipped=skipped, contents=contents)
+
+    def _contents(self, step: Step, ids: Sequence[Any], samples: Sequence[Any]) -> tuple[Content, ...]:
+        """Return what a step's `contents` hold, of which some may be among the samples that were just read.
+
+        What cannot be read has no digest. Neither has any if one differs when it is read again with the same seed: the
+        first is read again if other ranks read it, too, and each if its digest is not the expected one.
+        """
+        found, same = list[Content](), True
+        for one in step.contents:
+            try:
+                here = one.epoch == step.epoch and one.sample in ids
+                sample = samples[ids.index(one.sample)] if here else None
+                sample = self._again(one) if sample is None else sample
+                told = digest(sample, 0, WHOLE)
+                again = self._how.several and not found if one.digest is None else one.digest != told
+                same = same and not (again and digest(self._again(one), 0, WHOLE) != told)
+                found.append(one._replace(digest=told if same else None, shown=_shown(sample)))
+            except Exception as error:
+                raise_if_a_handlers(error)
+                found.append(one._replace(digest=None, shown=described(error)))
+        return tuple(found)
+
+    def _again(self, one: Content) -> Any:
+        """Read a sample with its seed, and leave the generators as they are."""
+        with kept(self.generators):
+            self._seed(_seed_of(_key_of(self._how.seed, one.epoch), one.sample))
+            return self.dataset[one.sample]
 
     def _drew_since(self, seed: int) -> bool:
         """Return whether something was drawn since the generators were seeded with this."""
@@ -355,6 +388,16 @@ def _key_of(seed: int, epoch: int) -> int:
 def _seed_of(key: int, index: Any) -> int:
     """Return the seed of a sample."""
     return mix(key, index) if isinstance(index, int) else derive_seed(key, index)
+
+
+def _shown(sample: Any) -> str:
+    """Return a few words about a sample: the forms and the first numbers of its leaves."""
+    words = []
+    for leaf in islice(leaves(sample), 3):
+        array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+        form = f"{array.dtype}{list(array.shape)} " if array.ndim else ""
+        words.append(form + ", ".join(str(item)[:20] for item in array.reshape(-1)[:3].tolist()))
+    return "; ".join(words)
 
 
 def _itself(index: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paddle_shard.samplers.plan_batches import IndexBatches, PlanBatches
+from paddle_shard.samplers.plan_batches import Batches, IndexBatches, PlanBatches
 from paddle_shard.samplers.user_batches import UserBatches
 
-__all__ = ["IndexBatches", "PlanBatches", "UserBatches"]
+__all__ = ["Batches", "IndexBatches", "PlanBatches", "UserBatches"]

@@ -1,4 +1,4 @@
-"""What are the batches of an epoch of data with an index, and how does a `ShardPlan` become them?"""
+"""What does a run ask of its batches, and how does a `ShardPlan` become them?"""
 
 from __future__ import annotations
 
@@ -6,15 +6,56 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paddle_shard.plan.mixture import Mixing
+from paddle_shard.errors import StateError
+from paddle_shard.plan.mixture import Mixing, first_sample
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batch
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import History, LoaderState
+from paddle_shard.plan.state import History, LoaderState, grown
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
 
 
-class IndexBatches:
-    """All global batches of any epoch, and what a rank reads of them."""
+class Batches:
+    """The global batches of any epoch: what a run asks of them, be their order a plan's, a sampler's or a stream's.
+
+    It also asks for `fingerprint()`, what the order depends on (JSON-able), and for `len()`, the steps of an epoch.
+    """
+
+    __slots__ = ()
+
+    @property
+    def history(self) -> History:
+        """What was changed in the run, but for what is left out."""
+        return History()
+
+    def plan_of(self, start: LoaderState) -> ShardPlan | None:
+        """Return the plan of the epoch of a position; None if no plan decides the order."""
+        return None
+
+    def known_steps(self, start: LoaderState) -> int | None:
+        """Return the steps of the epoch of a position; None if they are not known without drawing it to its end."""
+        raise NotImplementedError
+
+    def resume(self, state: LoaderState) -> None:
+        """Continue a run from a saved position, which has the fingerprint and the history of the run until then.
+
+        Raises:
+            StateError: The order of that run cannot be continued here.
+        """
+        if state.history.lengths or state.history.segments:
+            raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Return the state of the user's own sampler while no pass is open; None if it has none."""
+        return None
+
+    def finished(self, epoch: int) -> None:
+        """Take note that a pass over an epoch was delivered to its end."""
+
+
+class IndexBatches(Batches):
+    """The global batches of data with an index, and what a rank reads of them."""
+
+    __slots__ = ()
 
     deal: Deal | None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
@@ -27,16 +68,14 @@ class IndexBatches:
         """
         raise NotImplementedError
 
-    def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, *, compared: bool = False) -> Iterator[Step]:
+    def steps(self, start: LoaderState, rows_of: RowsOf, skips: Skips, **looks: Any) -> Iterator[Step]:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
         batches, deal = self.batches(start), self.deal
-        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=deal, compared=compared)
+        return rank_steps(batches, start.epoch, start.samples, rows_of, skips=skips, deal=deal, **looks)
 
 
 class PlanBatches(IndexBatches):
     """The batches of a plan, whose mixture may get other weights during a run."""
-
-    knows_length = True
 
     def __init__(self, plan: ShardPlan, data: Mapping[str, Any] | None = None, sizes: BatchSizes | None = None) -> None:
         """Begin a run.
@@ -57,8 +96,12 @@ class PlanBatches(IndexBatches):
 
     @property
     def history(self) -> History:
-        """The changes of the run."""
+        """See `Batches`."""
         return self._changed[0]
+
+    def known_steps(self, start: LoaderState) -> int:
+        """See `Batches`."""
+        return self.plan_of(start).num_steps
 
     def __len__(self) -> int:
         return self.plan.num_steps
@@ -76,7 +119,7 @@ class PlanBatches(IndexBatches):
         if self._sizes is None or start.ended:
             segments = start.continued(plan.batch_size)
         else:
-            origin = history.first_sample(self.plan.num_samples, start.epoch)
+            origin = first_sample(history.lengths, self.plan.num_samples, start.epoch)
             (_, size), *later = self._sizes.segments(origin=origin, at=start.samples, end=plan.num_positions)
             segments = *start.continued(size), *later
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
@@ -101,13 +144,11 @@ class PlanBatches(IndexBatches):
         """Return what the order depends on: JSON-able, without the batch size."""
         return self.plan.fingerprint() | self._data
 
-    def resume(self, state: LoaderState, history: History) -> None:
-        """Continue a run from a saved position: what was requested before is forgotten.
-
-        Args:
-            state: The position.
-            history: The changes of the run until then.
-        """
+    def resume(self, state: LoaderState) -> None:
+        """See `Batches`; what was requested before is forgotten."""
+        history, saved, now = state.history, state.fingerprint, self.fingerprint()
+        if any(saved.get(name) != now.get(name) for name in ("num_samples", "mixture")):
+            history = grown(saved, history, self.plan, state.epoch, state.samples)
         self._changed = history, history.plan(self.plan)
         plan = self.plan_of(LoaderState(epoch=state.epoch))
         if isinstance(plan.ordering, Mixing):

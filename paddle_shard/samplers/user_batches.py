@@ -69,8 +69,8 @@ class UserBatches(IndexBatches):
     _begun: list[int] = field(default_factory=list, compare=False)
     """Epochs of the passes that were begun on a sampler that can serve only one."""
 
-    def _told(self) -> int | None:
-        """Return the steps of an epoch as far as lengths tell; they may be estimates. None: they must be counted."""
+    def known_steps(self, start: LoaderState) -> int | None:
+        """See `Batches`: as far as lengths tell, which may be estimates."""
         if self.num_steps is not None:
             return self.num_steps
         if self.tail.drops and not getattr(self.batch_sampler, "drop_last", False):
@@ -82,11 +82,6 @@ class UserBatches(IndexBatches):
             return None
 
     @property
-    def knows_length(self) -> bool:
-        """True if the length is known without counting."""
-        return self._told() is not None
-
-    @property
     def _name(self) -> str:
         return type(self.batch_sampler).__name__
 
@@ -94,7 +89,7 @@ class UserBatches(IndexBatches):
         return copy.deepcopy(self.batch_sampler, {id(self.dataset): self.dataset})
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the state that resumes the sampler if no pass is open; None if it has no state."""
+        """See `Batches`."""
         owner = owner_of(self.batch_sampler)
         if owner is None:
             return None
@@ -102,15 +97,14 @@ class UserBatches(IndexBatches):
         return {"now": state, "began": state}
 
     def finished(self, epoch: int) -> None:
-        """Set the user's sampler to the state of its copy after a pass that was delivered to its end."""
+        """Set the user's sampler to the state that the pass's copy has at its end."""
         if epoch in self._ends:
             owner = owner_of(self.batch_sampler)
             owner.load_state_dict(self._ends.pop(epoch))
 
     def __len__(self) -> int:
-        told = self._told()
-        if told is not None:
-            return told
+        if (known := self.known_steps(LoaderState())) is not None:
+            return known
         if not isinstance(self.batch_sampler, Sized):
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
@@ -183,7 +177,7 @@ class UserBatches(IndexBatches):
 
         If the length does not tell the end, the end is seen when the next batch is asked for.
         """
-        steps = self._told()
+        steps = self.known_steps(start)
         if steps is not None and start.samples and self.consecutive and self.nominal_size:
             # Perhaps in another size from here on.
             steps += start.steps - -(-start.samples // self.nominal_size)

@@ -26,6 +26,12 @@ def reports(tmp_path_factory):
         ("stream, same", 4),
         ("later", 4),  # only the first batch is compared
         ("never", 4),
+        ("own part, not compared", 1),
+        ("own part, split", 4),
+        ("seeded", 4),
+        ("seeded, workers", 4),
+        ("own noise", 4),  # a warning
+        ("names", 3),
     ],
 )
 def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(case, steps, reports):
@@ -52,6 +58,24 @@ def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_ever
         found, text = report[case]
         assert found == steps
         assert text.startswith("DifferentDataError: ")
+        assert says in text
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("own part", "sample 0 is float32[3] 0.0, 0.0, 0.0; 0 on global rank 0, and float32[3] 1.0, 1.0, 1.0; 1 on "),
+        ("own part, workers", "give it the whole, or is_dataset_splitted=True"),
+        ("other version", "sample 0 is float32[3] 0.0, 0.0, 0.0; 0 on global rank 0, and float32[3] 0.5, 0.5, 0.5; 0 "),
+        ("other text", "sample 'sample 0' is sample 0; 8 on global rank 0, and sample 0!; 8 on global rank 3."),
+    ],
+)
+def test_data_ranks_that_hold_different_data_are_told_both_on_every_rank(case, says, reports):
+    """Data that the user has split, and data of another version, have the lengths that they should have."""
+    for report in reports:
+        found, text = report[case]
+        assert found == 0
+        assert text.startswith("DifferentDataError: the ranks hold different data: ")
         assert says in text
 
 

@@ -26,8 +26,9 @@ class Samples(paddle.io.Dataset):
         return {"image": image + (self.noise.random() if self.noise else 0), "label": index}
 
 
-def sharded(data, *, workers=0, size=8, **options):
-    mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+def sharded(data, *, workers=0, size=8, replicas=True, **options):
+    ids = [[0, 1], [2, 3]] if replicas else [[0], [1], [2], [3]]
+    mesh = dist.ProcessMesh(ids, dim_names=["dp", "mp"])
     given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers)
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
@@ -49,6 +50,47 @@ def numbers(wrong):
 
 def whole(wrong):
     return [np.full((4, 2), i + 100 * (i in wrong)) for i in range(6)]
+
+
+class Seeded(Samples):
+    """Draws from generators that are seeded for each sample."""
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "noise": np.random.rand()}
+
+
+class Named(paddle.io.BatchSampler):
+    """The user's own order, of names."""
+
+    def __init__(self):
+        self.batch_size = 8
+
+    def __iter__(self):
+        yield from ([f"sample {4 * batch + row}" for row in range(8)] for batch in range(3))
+
+    def __len__(self):
+        return 3
+
+
+class ByName(paddle.io.Dataset):
+    def __init__(self, suffix=""):
+        self.suffix = suffix
+
+    def __getitem__(self, name):
+        return {"text": name + self.suffix, "length": np.array(len(name))}
+
+    def __len__(self):
+        return 32
+
+
+def by_name(suffix):
+    mesh = dist.ProcessMesh([[0], [1], [2], [3]], dim_names=["dp", "mp"])
+    given = paddle.io.DataLoader(ByName(suffix), batch_sampler=Named())
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp")
+
+
+def own_part(**options):
+    return sharded(paddle.io.Subset(Samples(), range(RANK, 32, 4)), replicas=False, **options)
 
 
 def outcomes():
@@ -74,6 +116,16 @@ def outcomes():
         "mixture": lambda: sharded(
             paddle_shard.Mixture({"web": Samples(range(32) if other else ()), "code": Samples()}, {"web": 1, "code": 1})
         ),
+        "own part": own_part,
+        "own part, workers": lambda: own_part(workers=2),
+        "own part, not compared": lambda: own_part(verify=None),
+        "own part, split": lambda: own_part(size=2, is_dataset_splitted=True),
+        "other version": lambda: sharded(Samples(range(32) if other else ()), replicas=False),
+        "seeded": lambda: sharded(Seeded(), replicas=False),
+        "seeded, workers": lambda: sharded(Seeded(), workers=2, replicas=False),
+        "own noise": lambda: sharded(Samples(noise=np.random.default_rng(RANK)), replicas=False),
+        "names": lambda: by_name(""),
+        "other text": lambda: by_name("!" if other else ""),
         "other option": lambda: sharded(Samples(), verify=None if other else "first"),
     }
     return {name: steps_of(make()) for name, make in made.items()}

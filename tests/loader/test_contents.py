@@ -1,0 +1,160 @@
+"""A state knows what data it stands on: data that was written anew in the meantime is refused at the first batch."""
+
+import json
+
+import numpy as np
+import paddle
+import pytest
+from paddle.io import DataLoader
+
+import paddle_shard
+from paddle_shard.errors import StateError
+from tests.helpers import ONE, Made, locals_of, sharded
+
+LENGTH = 24
+
+
+def arrays(version):
+    return paddle_shard.ArrayDataset(np.arange(LENGTH) + 100 * version)
+
+
+def texts(version):
+    return Made(lambda i: {"text": f"{i} of version {version}", "length": np.array(1)}, LENGTH)
+
+
+def several(version):
+    return paddle_shard.Mixture({"a": numbers(version), "b": numbers(version)}, {"a": 1, "b": 2})
+
+
+def numbers(version):
+    return Made(lambda i: np.array(i + 100 * version), LENGTH)
+
+
+class Many(paddle.io.Dataset):
+    """Reads batches at once."""
+
+    def __init__(self, version):
+        self.version = version
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return np.array(index + 100 * self.version)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Own(paddle.io.BatchSampler):
+    def __init__(self):
+        self.batch_size = 4
+
+    def __iter__(self):
+        return iter([list(range(i, i + 4)) for i in range(0, LENGTH, 4)])
+
+    def __len__(self):
+        return LENGTH // 4
+
+
+KINDS = {"numbers": numbers, "arrays": arrays, "texts": texts, "mixture": several, "at once": Many}
+
+
+def loader_of(dataset, *, workers=0, sampler=False, **options):
+    how = {"batch_sampler": Own()} if sampler else {"batch_size": 4, "shuffle": True}
+    return sharded(DataLoader(dataset, num_workers=workers, **how), ONE, **options)
+
+
+def saved_after(loader, steps):
+    batches = iter(loader)
+    for _ in range(steps):
+        next(batches)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_data_of_another_version_is_refused_and_the_same_is_resumed(kind, workers, steps):
+    state = saved_after(loader_of(KINDS[kind](0), workers=workers), steps)
+
+    same = loader_of(KINDS[kind](0), workers=workers)
+    same.load_state_dict(state)
+    other = loader_of(KINDS[kind](1), workers=workers)
+    other.load_state_dict(state)
+    resumed = [sum(1 for _ in same) for _ in range(2)]
+    with pytest.raises(StateError, match=r"the data is not what it was .* override=\['contents'\]"):
+        [sum(1 for _ in other) for _ in range(2)]
+    anyway = loader_of(KINDS[kind](1), workers=workers)
+    anyway.load_state_dict(state, override=["contents"])
+
+    assert [sum(1 for _ in anyway) for _ in range(2)] == resumed
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_it_is_refused_with_the_users_own_sampler_too_and_again_at_the_next_try(steps):
+    state = saved_after(loader_of(numbers(0), sampler=True), steps)
+    other = loader_of(numbers(1), sampler=True)
+    other.load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(StateError, match="the data is not what it was"):
+            next(iter(other))
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, lambda: float(paddle.rand([]))])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_draw_seeded_numbers_are_the_same_after_a_resume_in_a_later_epoch(draw, workers):
+    def made():
+        return loader_of(Made(lambda i: np.array([i, draw()]), LENGTH), workers=workers)
+
+    loader = made()
+    straight = [locals_of(loader) for _ in range(2)]
+    again = made()
+    again.load_state_dict(saved_after_epochs(made(), 1, 2))
+    assert locals_of(again) == straight[1][2:]
+
+
+def saved_after_epochs(loader, epochs, steps):
+    for _ in range(epochs):
+        for _ in loader:
+            pass
+    return saved_after(loader, steps)
+
+
+def test_samples_that_are_never_the_same_are_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+    noise = np.random.default_rng()
+    dataset = Made(lambda i: np.array([i, noise.random()]), LENGTH)
+    state = saved_after(loader_of(dataset), 2)
+    again = loader_of(dataset)
+    again.load_state_dict(state)
+
+    assert sum(1 for _ in again) == 4
+    assert caplog.text.count("not the same when it is read again") == 1
+
+
+def test_a_state_that_was_saved_again_before_the_next_batch_still_knows_the_data():
+    state = saved_after(loader_of(numbers(0)), 2)
+    between = loader_of(numbers(0))
+    between.load_state_dict(state)
+    other = loader_of(numbers(1))
+    other.load_state_dict(between.state_dict())
+    with pytest.raises(StateError, match="the data is not what it was"):
+        next(iter(other))
+
+
+def test_without_verify_nobody_looks():
+    state = saved_after(loader_of(numbers(0), verify=None), 2)
+    assert state["contents"] == []
+    other = loader_of(numbers(1), verify=None)
+    other.load_state_dict(state)
+    assert sum(1 for _ in other) == 4
+
+
+def test_one_process_reads_nothing_more_for_it():
+    read = []
+    loader = loader_of(Made(lambda i: read.append(i) or np.array(i), LENGTH), prefetch=0)
+    for _ in range(2):
+        for _ in loader:
+            pass
+    assert sorted(read) == sorted([*range(LENGTH)] * 2)
