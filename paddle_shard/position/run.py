@@ -169,6 +169,7 @@ class Run:
         """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
         self._latest: PassProgress | None = None
         """The pass that was delivered from last, or came to its end."""
+        self._layout = layout
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
         self._epochs: dict[int, OfEpoch] = {}
