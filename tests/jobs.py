@@ -26,7 +26,7 @@ def launch_ranks(script, num_ranks, directory, *, args=(), env=None, timeout=120
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     command = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks), "--log_dir", str(folder)]
-    job = Job(folder, Processes(folder))
+    job = Job("the launcher", folder, Processes(folder))
     with contextlib.ExitStack() as stack:
         stack.callback(job.kill)
         job.start([*command, str(script), *map(str, args)], job_variables(folder, env, timeout), "launcher.log")

@@ -12,13 +12,13 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.inputs.costs import SampleCosts, costs_of, length_or_none
+from paddle_shard.inputs.costs import SampleCosts, costs_of
 from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.balance import dealt
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size

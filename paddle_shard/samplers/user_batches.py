@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -78,11 +78,7 @@ class UserBatches(IndexBatches):
             return self.num_steps
         if self.tail.drops and not getattr(self.batch_sampler, "drop_last", False):
             return None  # whether the last batch is short, and dropped, shows only at the end
-        try:
-            return len(self.batch_sampler)  # type: ignore[arg-type]
-        except Exception as error:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
-            raise_if_a_handlers(error)
-            return None
+        return length_or_none(self.batch_sampler)
 
     @property
     def _name(self) -> str:

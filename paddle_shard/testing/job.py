@@ -79,8 +79,8 @@ class Processes:
 class Job:
     """Ranks that `start_ranks` has started; the others continue when one ends."""
 
-    def __init__(self, directory: Path, processes: Processes) -> None:
-        self._directory, self._processes = directory, processes
+    def __init__(self, name: str, directory: Path, processes: Processes) -> None:
+        self._name, self._directory, self._processes = name, directory, processes
         self._ranks: list[Any] = []
 
     def start(self, command: Sequence[str], variables: Mapping[str, str], log: str) -> None:
@@ -108,15 +108,27 @@ class Job:
         """Return what these ranks have reported, when they have ended.
 
         Raises:
-            RanksFailed: One has not ended in time, or has not reported.
+            RanksFailed: One has ended with an error, has not ended in time, or has not reported.
         """
-        wanted = list(ranks)
-        running = sorted(set(wanted) - set(self.wait(wanted, seconds)))
-        silent = self.silent(wanted)
-        if running or silent:
-            what = f"ranks {running} had not ended after {seconds:g} s; " if running else ""
-            raise RanksFailed(f"{what}no report from ranks {silent}\n{self.logs()}")
-        return [json.loads(_report_path(self._directory, rank).read_text()) for rank in wanted]
+        wanted, deadline, failed = list(ranks), time.monotonic() + seconds, False
+        while True:
+            codes = {rank: code for rank, code in self.exit_codes().items() if rank in wanted}
+            bad = {rank: code for rank, code in codes.items() if code}
+            if bad and not failed:  # the others may be its victims, and say more
+                failed, deadline = True, min(deadline, time.monotonic() + _AFTER_A_FAILURE)
+            if len(codes) == len(wanted) or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL)
+        running, silent = [rank for rank in wanted if rank not in codes], self.silent(wanted)
+        if bad:
+            reason = f"exit codes {bad}; no report from ranks {silent}"
+        elif running:
+            reason = f"the deadline of {seconds:g} s passed; still running: ranks {running}; no report from: {silent}"
+        elif silent:
+            reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
+        else:
+            return [json.loads(_report_path(self._directory, rank).read_text()) for rank in wanted]
+        raise RanksFailed(f"{self._name}: {reason}\n{self.logs()}")
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return which of these ranks have not reported."""
@@ -188,7 +200,8 @@ def start_ranks(
             one.bind(("127.0.0.1", 0))
         endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     variables = job_variables(folder, env, timeout)
-    job = Job(folder, Processes(folder) if processes is None else processes)
+    name = f"{Path(script).name} on {num_ranks} ranks"
+    job = Job(name, folder, Processes(folder) if processes is None else processes)
     try:
         for rank in range(num_ranks):
             command = [str(script), *map(str, args)]
@@ -227,24 +240,8 @@ def run_ranks(
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
     """
-    deadline, codes, ranks = time.monotonic() + timeout, dict[int, int](), range(num_ranks)
     with start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout, processes=processes) as job:
-        while len(found := job.exit_codes()) < num_ranks and time.monotonic() < deadline:
-            if any(found.values()) and not any(codes.values()):  # the others may be its victims, and say more
-                deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
-            codes = found
-            time.sleep(_POLL)
-        codes = job.exit_codes()
-    running, silent = [rank for rank in ranks if rank not in codes], job.silent(ranks)
-    if bad := {rank: code for rank, code in codes.items() if code}:
-        reason = f"exit codes {bad}; no report from ranks {silent}"
-    elif running:
-        reason = f"the deadline of {timeout:g} s passed; still running: ranks {running}; no report from: {silent}"
-    elif silent:
-        reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
-    else:
-        return job.reports(ranks, 0)
-    raise RanksFailed(f"{Path(script).name} on {num_ranks} ranks: {reason}\n{job.logs()}")
+        return job.reports(range(num_ranks), timeout)
 
 
 def job_variables(directory: Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
