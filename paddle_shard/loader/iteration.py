@@ -89,7 +89,7 @@ class ShardIterator:
         try:
             with RecordEvent("paddle_shard: next batch"):
                 found = next(self._pass)
-            if not found.placed:
+            if found.placed is None:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
             local = setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
@@ -125,7 +125,7 @@ class ShardIterator:
         found = self._current
         if self._valid is None or self._valid[0] is not found:  # made once a batch: it is a copy to the device
             place = self._setup.options.dataloader.places[0]
-            self._valid = found, found.rows.valid(found.valid(), found.layout, place)
+            self._valid = found, found.placed.rows.valid(found.valid(), found.placed.last, place)
         return self._valid[1]
 
     def close(self) -> None:
