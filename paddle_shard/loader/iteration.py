@@ -55,7 +55,6 @@ class ShardIterator:
         self._setup, self._loader = setup, loader
         self.start = start = setup.run.start()
         self.epoch = start.epoch
-        self._closed = False
         self._current: Batch | None = None
         self._valid: tuple[Batch, Any] | None = None
         self._clock = PassClock(setup.stats)
@@ -69,7 +68,7 @@ class ShardIterator:
         return self._progress.at.steps
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
+        state = "closed" if self._progress.closed else "open"
         return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._loader})"
 
     def __iter__(self) -> ShardIterator:
@@ -83,7 +82,7 @@ class ShardIterator:
             BatchStructureError: The batch does not fit the meshes.
             PeerLostError: Another rank died, is silent, or has left its loop.
         """
-        if self._closed:
+        if self._progress.closed:
             raise StopIteration
         setup, entered = self._setup, self._clock.enter()
         try:
@@ -130,7 +129,7 @@ class ShardIterator:
 
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
-        self._closed = self._progress.closed = True
+        self._progress.closed = True
         self._pass.close()
 
     def __enter__(self) -> ShardIterator:

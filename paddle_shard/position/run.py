@@ -462,19 +462,18 @@ class Run:
         epoch = self.epoch if last is None else last.epoch
         plan = self._plan_from(self.start(epoch) if self._latest is None else self._latest.start)
         # That of the epoch in which the run stands as well, for a state that is saved now.
-        epochs = sorted({epoch, self.state().epoch})
-        of_epochs = [self._of_epoch(one) for one in epochs]
+        of_epochs = {one: self._of_epoch(one) for one in sorted({epoch, self.state().epoch})}
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._place is None else {self._place: Delivered()}
-        said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs]
+        said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs.values()]
         told = gathered(said, self._ranks, self._timeout, "certificate()")
         accounts = {
             one: [(account_from_json(known), account_from_json(own)) for known, own in (rank[at] for rank in told)]
-            for at, one in enumerate(epochs)
+            for at, one in enumerate(of_epochs)
         }
-        end, drawn_by = of_epochs[epochs.index(epoch)].end, f"the loader's {type(self._sampler).__name__}"
+        end, drawn_by = of_epochs[epoch].end, f"the loader's {type(self._sampler).__name__}"
         found = certify(accounts[epoch], epoch, plan, self.skips, end, drawn_by)
-        for one in epochs:  # what all ranks have delivered replaces what this one has
+        for one in accounts:  # what all ranks have delivered replaces what this one has
             of_one = self._epochs.get(one, OfEpoch())
             passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
             self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)

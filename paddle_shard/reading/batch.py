@@ -86,7 +86,7 @@ class Batch:
         """Return one bool for each row that was read: True if the order serves a sample there."""
         if self.real is None:
             return np.ones(self.num_rows, bool)
-        if self.placed is None or len(self.real) == self.num_rows:
+        if len(self.real) == self.num_rows:
             return self.real
         return np.full(self.num_rows, self.real[0])  # an item that is a whole batch is real or not as a whole
 
