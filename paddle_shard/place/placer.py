@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.place.field import Entry, FieldLayout
+from paddle_shard.place.field import Entry, FieldLayout, layouts_of_fields
 from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
@@ -141,6 +141,13 @@ class BatchPlacer:
     dense_tensor_idx: Sequence[Sequence[int]] | None
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
+
+    @classmethod
+    def of(cls, options: Any, global_rank: int, **others: bool) -> BatchPlacer:
+        """Read the arguments of `shard_dataloader` that say what becomes of fields; see `layouts_of_fields`."""
+        entries, overrides = layouts_of_fields(options, global_rank, **others)
+        given = {"input_keys": options.input_keys, "dense_tensor_idx": options.dense_tensor_idx}
+        return cls(entries=entries, overrides=overrides, **given, pad_to=PadTo.of(options.pad_to))
 
     @cached_property
     def layouts(self) -> list[FieldLayout]:

@@ -269,18 +269,18 @@ class Run:
         self._epochs[start.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
         return progress
 
-    def delivered(self, progress: PassProgress, batch: Step, ids: Ids, lost: int) -> None:
+    def delivered(self, progress: PassProgress, step: Step, ids: Ids, lost: int) -> None:
         """Note that a pass has delivered a batch.
 
         Args:
             progress: Of the pass.
-            batch: The global batch.
+            step: The step of the batch.
             ids: The samples in this process's slice of it.
             lost: How many more could not be read.
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
-        progress.deliver(batch, ids, lost, drawn=not self._source.split)
+        progress.deliver(step, ids, lost, drawn=not self._source.split)
 
     def _of_epoch(self, epoch: int) -> OfEpoch:
         """Return what this process knows of the deliveries of an epoch, with all passes added up."""
