@@ -87,7 +87,7 @@ def train_static(loader):
 
 def train_by_stages(loader):
     """Each rank runs its own stage only, and hands activations and gradients to its peer on the other mesh."""
-    from paddle_shard.testing import Stages
+    from two_stages import Stages
 
     stages, model, losses = Stages(FIRST, SECOND), Mlp(sharded=False), []
     start = model.w0 if stages.index == 0 else model.w1

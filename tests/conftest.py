@@ -4,7 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from paddle_shard.testing import RanksFailed, run_ranks
+from paddle_shard.testing import RanksFailed
+from tests.jobs import run_ranks
 from tests.trials import trials
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background

@@ -10,10 +10,9 @@ import tempfile
 
 import numpy as np
 import paddle.distributed as dist
+from dali_recipe import dali_pipeline
 from nvidia.dali import fn, pipeline_def
 from training import BATCH_SIZE, digits, train, written_once
-
-from paddle_shard.sources.dali import dali_pipeline
 
 
 def write(folder):

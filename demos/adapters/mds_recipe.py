@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.collate import collate
-from paddle_shard.errors import MissingDependencyError, SplitError
+from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources import external
@@ -85,7 +85,8 @@ def mds_stream(
         >>> source = mds_stream(local="/data/mds", batch_size=256, shuffle=True)  # doctest: +SKIP
         >>> loader = shard_dataloader(source, mesh, shard_dims="dp")  # doctest: +SKIP
     """
-    external.refuse_options("mds_stream", options, _OURS)
+    for name in sorted(options.keys() & _OURS.keys()):
+        raise ArgumentError(f"mds_stream: leave {name} out: {_OURS[name]}.")
     import_streaming()
     settings = {"local": os.path.abspath(os.fspath(local)), "remote": remote, "shuffle": shuffle, **options}
 

@@ -25,6 +25,7 @@ from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.step import Deal
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
+from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.say_once import say_once
@@ -192,6 +193,7 @@ def _users(
         accumulation=1 if split else accumulation,
         seed=options.seed,
         generators=(NumpyGenerator(), PythonGenerator(), PaddleGenerator()),
+        around=on_cpu,
         takes_epoch=isinstance(sampler, paddle.io.DistributedBatchSampler),
         consecutive=consecutive,
         dataset=dataset,

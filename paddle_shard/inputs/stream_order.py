@@ -88,13 +88,11 @@ class StreamOrder(Batches):
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
         plan, opening = self.plan, replace(self.opening(start), skip=start.samples // self.plan.num_parts)
         request = ChunkRequest(
-            number=next(_numbers),
+            pass_number=next(_numbers),
             opening=opening,
             step=start.steps,
             first_step=start.steps,
-            stripe=plan.stripe,
-            accumulation=plan.accumulation,
-            pad=plan.ending.pads and not plan.repeats,
+            plan=plan,
             repeat=plan.repeats,
             compared=compared,
         )

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import paddle.distributed as dist
 import paddle.io
@@ -21,13 +21,14 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.compat import mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.plan.orders import Shuffle
+from paddle_shard.plan.tails import TailName
 from paddle_shard.say_once import say_once
 
 _REMOVED = {
     "agree": "The ranks of the meshes always agree on steps. For a loop on one rank alone, give a mesh of that rank: "
     "ProcessMesh([rank]). If nothing may be read ahead, use prefetch=0 and no workers.",
-    "seed_paddle": "Data with an index that draws from Paddle's generator on the CPU is found out. A stream, or a data "
-    "set that draws on a device, says so itself: dataset.seed_paddle = True.",
+    "seed_paddle": "Paddle's generator of the CPU is seeded for each sample. A data set that draws on a device says so "
+    "itself: dataset.seed_paddle = True.",
     "num_parts": "It is the stream's: Stream.in_parts(num_parts), with Stream.of(data) for any other data.",
     "pad_values": "pad_to= says both: pad_to={field: (length, value)}, such as {'input_ids': ('longest', 0)}.",
 }
@@ -64,18 +65,18 @@ def shard_dataloader(
     *,
     shuffle: Shuffle | None = None,
     seed: int = 0,
-    tail: str | None = None,
+    tail: TailName | None = None,
     batch_size: Sequence[tuple[int, int]] | None = None,
     balance: Any = None,
     num_batches: int | None = None,
     placements: Any = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
-    verify: str | int | None = "first",
-    replicas: str = "each",
+    verify: Literal["first"] | int | None = "first",
+    replicas: Literal["each", "leader", "auto"] = "each",
     timeout: float = 1800.0,
     prefetch: int | None = None,
-    on_error: str = "raise",
-    on_lost: str = "raise",
+    on_error: Literal["raise", "skip"] = "raise",
+    on_lost: Literal["raise", "exit"] = "raise",
 ) -> ShardDataloader:
     """Split the batches of a DataLoader along axes of the mesh and yield them as distributed tensors.
 
@@ -104,8 +105,8 @@ def shard_dataloader(
             sample: each block is opened by one data rank. The block size is the data set's `block_size` if it has
             one, or else that of `Blocks()`; `Blocks(size=, window=)` sets it here. "paddle": the order of Paddle's
             `DistributedBatchSampler`, for runs that migrate.
-        seed: Seed of the order, and of the random numbers that samples draw from numpy's, Python's and Paddle's
-            generators. A stream that draws from Paddle's, or a data set that draws on a device, has an attribute
+        seed: Seed of the order, and of the random numbers that samples draw from the global generators of numpy,
+            Python, Paddle and, where it is imported, torch. A data set that draws on a device has an attribute
             `seed_paddle = True`.
         tail: What to do if the data does not fill the last global batch. "pad": pad it up to the padding unit with the
             first samples of the same epoch, marked in the iterator's `valid`. "fill": pad it to a full batch. "drop":

@@ -157,7 +157,7 @@ class Run:
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
         """
-        self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
+        self._source, self._ranks, self._timeout = source, ranks, timeout
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -178,7 +178,7 @@ class Run:
         """What the user leaves out."""
         self._contents: tuple[tuple[int, int | str, int], ...] = ()
         """(epoch, sample, digest) of samples that this run has read: they are part of its state."""
-        self._resumed_with: tuple[Content, ...] = ()
+        self.resumed_with: tuple[Content, ...] = ()
         """The contents of a loaded state, until this rank has read the same samples."""
 
     @property
@@ -322,7 +322,7 @@ class Run:
         batches.resume(resumed)
         self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
         self._resumed, self._contents = resumed, resumed.contents
-        self._resumed_with = tuple(Content(*content) for content in resumed.contents)
+        self.resumed_with = tuple(Content(*content) for content in resumed.contents)
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
@@ -332,17 +332,13 @@ class Run:
 
     # What the data holds
 
-    def contents_to_tell(self) -> tuple[Content, ...] | None:
-        """Return the samples of which the first step of a pass tells the content; see `rank_steps`."""
-        return None if self._source.split or not self._layout.on_mesh else self._resumed_with
-
     def check_contents(self, contents: Sequence[Content]) -> None:
         """Compare what was read with the state that was loaded.
 
         Raises:
             StateError: The data is another.
         """
-        for was, now in zip(self._resumed_with, contents, strict=False):
+        for was, now in zip(self.resumed_with, contents, strict=False):
             if now.digest is None:
                 say_once("a sample is not the same when it is read again, so nobody sees whether the data is.")
             elif now.digest != was.digest:
@@ -357,7 +353,7 @@ class Run:
         """Put what was delivered into the state, as far as JSON can hold it."""
         found = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
         self._contents = tuple((one.epoch, one.sample, one.digest) for one in found if one.digest is not None)
-        self._resumed_with = ()
+        self.resumed_with = ()
 
     # What is delivered
 

@@ -29,7 +29,21 @@ from dataclasses import replace
 
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.group import Group, ProgressTable
-from paddle_shard.ranks.verdict import CLOSED, END, FAIL, NEVER, OK, WIDTH, Decision, Outlook, Terms, decide, error_of
+from paddle_shard.ranks.verdict import (
+    CLOSED,
+    END,
+    FAIL,
+    NEVER,
+    OK,
+    OTHER_DATA,
+    OTHER_PASS,
+    WIDTH,
+    Decision,
+    Outlook,
+    Terms,
+    decide,
+    error_of,
+)
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
@@ -127,7 +141,7 @@ class Agreement:
 
     def report(self, decision: Decision) -> None:
         """Put what the others need to know of a decision into the report; called with the lock held."""
-        if not decision.matches:
+        if decision.kind == OTHER_PASS:
             self.outlook.report = self.terms.label
             return
         # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
@@ -260,7 +274,7 @@ class Agreement:
         released, self._released = self._released, max(decision.step, self._released)
         # The table releases steps without a round, so use it only after the first steps were compared.
         compared = not same_data or self.outlook.read != 0
-        self._confirmed = decision.matches and decision.same and compared
+        self._confirmed = decision.kind not in (OTHER_PASS, OTHER_DATA) and compared
         if same_data and decision.kind == OK:
             if self.outlook.read:  # what was read before `released` has been compared
                 news = news or released > self._compared
@@ -273,9 +287,9 @@ class Agreement:
             self._held = min((step for step, _ in self.unsent), default=NEVER)
         self._post()
         if decision.kind != OK:
-            if same_data and (decision.kind == END or not decision.same):
-                differ = self.terms.first_difference(outlooks) is not None
-                decision = replace(decision, same=decision.same and not differ)
+            if same_data and decision.kind in (END, OTHER_DATA):
+                if self.terms.first_difference(outlooks) is not None:
+                    decision = replace(decision, kind=OTHER_DATA)
                 if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
@@ -322,7 +336,7 @@ class Agreement:
             self._coordinator.table.post(self.number, step)
 
     def _may_deliver(self, step: int) -> bool:
-        known = not self.terms.same_data or (self._verdict is not None and self._verdict.same)
+        known = not self.terms.same_data or (self._verdict is not None and self._verdict.kind != OTHER_DATA)
         if (self._released if known else self._compared) > step or self._on_table > step:
             return True
         if (table := self._table) is not None:

@@ -273,11 +273,10 @@ def connected(name: str | None, follower: int) -> Receiver:
         connection.setblocking(False)
         connection.connect(_address(name, follower))
         _check_user(connection)
-    except ConnectionRefusedError:
+    except BaseException as error:
         connection.close()
-        raise BlockingIOError from None
-    except BaseException:
-        connection.close()
+        if isinstance(error, ConnectionRefusedError):  # nobody listens there yet
+            raise BlockingIOError from None
         raise
     return Receiver(connection, 1)
 

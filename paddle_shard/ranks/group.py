@@ -33,11 +33,7 @@ class Group:
             timeout: Seconds to wait for the others in one call; may be changed between calls.
         """
         self.rank, self.names, self.timeout = rank, tuple(names), timeout
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.names)
+        self.size = len(self.names)
 
     def absent(self) -> Sequence[int]:
         """Return the global ranks that are known not to have connected yet."""

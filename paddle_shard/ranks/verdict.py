@@ -12,6 +12,8 @@ from paddle_shard import errors
 
 FAIL, END, OK, CLOSED = range(4)
 """A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
+OTHER_PASS, OTHER_DATA = 4, 5
+"""Kinds of a decision only: the ranks do not refer to the same pass, or have read different data."""
 
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
@@ -151,10 +153,6 @@ class Decision:
     """Every step before this one may be delivered."""
     kind: int
     """Final event at `step`; OK: it is not decided yet."""
-    matches: bool = True
-    """True if all ranks refer to the same pass."""
-    same: bool = True
-    """True if all ranks that must read the same data have done so."""
 
 
 def decide(least: Sequence[int]) -> Decision:
@@ -168,19 +166,19 @@ def decide(least: Sequence[int]) -> Decision:
         >>> def decided(*outlooks):
         ...     return decide([min(column) for column in zip(*(o.vector() for o in outlooks))])
         >>> decided(ahead, ends)
-        Decision(step=5, kind=1, matches=True, same=True)
+        Decision(step=5, kind=1)
         >>> decided(ahead, ends, fails)
-        Decision(step=5, kind=0, matches=True, same=True)
+        Decision(step=5, kind=0)
         >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
-        Decision(step=5, kind=2, matches=True, same=True)
+        Decision(step=5, kind=2)
         >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
-        Decision(step=6, kind=1, matches=True, same=True)
+        Decision(step=6, kind=1)
     """
     first, negated, known, tag, negated_tag, read, negated_read = least
     if tag != -negated_tag:
-        return Decision(0, CLOSED, matches=False)
+        return Decision(0, OTHER_PASS)
     if read != -negated_read:
-        return Decision(0, CLOSED, same=False)
+        return Decision(0, OTHER_DATA)
     if -negated < NEVER:
         first = min(first, 4 * -negated + END)
     step, kind = divmod(first, 4)
@@ -241,13 +239,13 @@ def error_of(
         terms: Its terms.
     """
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
-    if not verdict.matches:
+    if verdict.kind == OTHER_PASS:
         differ = differences({rank: o.report for rank, o in ranks.items()})
         return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
             "arguments and data, and start every loop on all of them, in the same order."
         )
-    if not verdict.same:
+    if verdict.kind == OTHER_DATA:
         # None: they have differed for so long that no rank keeps the digests.
         first, digests = terms.first_difference(list(ranks.values())) or (None, [0] * len(ranks))
         where = f"Before step {at}" if first is None else f"At step {terms.first_step + first}"
@@ -255,9 +253,9 @@ def error_of(
         return errors.DifferentDataError(
             f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
             "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use "
-            "the same seed on all ranks for every random generator in it: its own generators, or Paddle's "
-            "(dataset.seed_paddle = True); and, with balance=, the same costs. The global generators of numpy and "
-            "Python are already seeded. If each rank has its own data, set is_dataset_splitted=True."
+            "the same seed on all ranks for every random generator of its own; and, with balance=, the same costs. (The "
+            "global generators of numpy, Python, Paddle and torch are seeded.) If each rank has its own data, set "
+            "is_dataset_splitted=True."
         )
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]

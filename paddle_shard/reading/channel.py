@@ -33,7 +33,10 @@ def ample(size: int) -> int:
 
 
 class Slots:
-    """Slots of equal size in an unnamed file in memory. It exists as long as a process has it open or mapped."""
+    """Slots of equal size in an unnamed file in memory. It exists as long as a process has it open or mapped.
+
+    Dropping the slots closes the file, so that its number is free.
+    """
 
     def __init__(self, num_slots: int, room: int) -> None:
         """Make the file and map it; it takes no memory yet.
@@ -49,12 +52,8 @@ class Slots:
         else:
             with tempfile.TemporaryFile(dir="/dev/shm") as file:
                 self.file = os.dup(file.fileno())
-        try:
-            os.ftruncate(self.file, num_slots * self.room)
-            self.memory = memoryview(mmap.mmap(self.file, num_slots * self.room))
-        except BaseException:
-            self.close()
-            raise
+        os.ftruncate(self.file, num_slots * self.room)
+        self.memory = memoryview(mmap.mmap(self.file, num_slots * self.room))
 
     def slot(self, number: int, size: int) -> tuple[int, memoryview]:
         """Return where a slot begins, and its memory, of which at least `size` bytes are allocated.
@@ -69,15 +68,9 @@ class Slots:
             self._there[number] = there
         return start, self.memory[start : start + self.room]
 
-    def close(self) -> None:
-        """Close the file, so that its number is free; safe to call again. Dropping the slots does it, too."""
-        file, self.file = self.file, -1
-        if file >= 0:
-            os.close(file)
-
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self.close()
+        if self.file >= 0 and not ending():
+            os.close(self.file)
 
 
 class Channel:
@@ -156,22 +149,13 @@ class Channel:
     def close(self) -> None:
         """Close this end, and let go of the memory: an error that was caught may keep this object for a while."""
         self._connection.close()
-        self._theirs = None
-        ours, self._ours = self._ours, None
-        if ours is not None:
-            ours.close()
+        self._theirs = self._ours = None
 
     def _slot(self, size: int) -> tuple[int, memoryview]:
         """Return where the next slot begins, and its memory. If that is too small, new memory is made and sent."""
         if self._ours is None or self._ours.room < size:
             slots = Slots(self._num_slots, ample(size))
-            try:
-                socket.send_fds(self._connection, [HEAD.pack(MEMORY, 0, 0, len(slots.memory))], [slots.file])
-            except BaseException:
-                slots.close()
-                raise
-            if self._ours is not None:
-                self._ours.close()
+            socket.send_fds(self._connection, [HEAD.pack(MEMORY, 0, 0, len(slots.memory))], [slots.file])
             self._ours = slots
         return self._ours.slot(self._num_sent % self._num_slots, size)
 

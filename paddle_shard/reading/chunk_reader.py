@@ -13,6 +13,7 @@ import numpy as np
 
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.failure import ReadFailure
@@ -28,7 +29,7 @@ from paddle_shard.stages.steps import in_rounds
 class ChunkRequest:
     """A reader's share of a step: some rows of each part that it holds."""
 
-    number: int
+    pass_number: int
     """Number of the pass. A reader starts over when it gets a request of another pass."""
     opening: Opening
     """The parts, and where the pass begins in them."""
@@ -38,14 +39,11 @@ class ChunkRequest:
     """First step that this reader serves in the pass."""
     stride: int = 1
     """Number of steps from one step that this reader serves to the next."""
-    stripe: int
-    """Rows of a micro-batch that come from one part."""
-    accumulation: int = 1
-    """Micro-batches in the step."""
-    pad: bool = False
-    """True if missing rows are filled."""
+    plan: PartsPlan
+    """How the step is made of its parts."""
     repeat: bool = False
-    """True if a part that has ended is opened again."""
+    """True if a part that has ended is opened again; the plan does not tell, as a stream may be repeated before it is
+    cut."""
     whole_items: bool = False
     """True if each sample is a whole batch, so samples are not put together."""
     local_rows: int | None = None
@@ -54,14 +52,14 @@ class ChunkRequest:
     """True if the samples are compared with those that other readers of the same stream read."""
 
     @property
-    def samples_per_part(self) -> int:
-        """Number of samples of each part."""
-        return self.stripe * self.accumulation
+    def pad(self) -> bool:
+        """True if missing rows are filled."""
+        return self.plan.ending.pads and not self.plan.repeats
 
     @property
     def position(self) -> int:
         """Number of samples of each part before this step."""
-        return self.opening.skip + (self.step - self.first_step) // self.stride * self.samples_per_part
+        return self.opening.skip + (self.step - self.first_step) // self.stride * self.plan.samples_per_part
 
     @property
     def indices(self) -> list[tuple[int, int]]:
@@ -100,7 +98,7 @@ class ChunkReader(Reader):
         """
         super().__init__(dataset, collate_fn, generators, skips=skips)
         self._stage, self._split = stage, split
-        self._number: int | None = None
+        self._pass_number: int | None = None
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
@@ -114,11 +112,11 @@ class ChunkReader(Reader):
 
     def close(self) -> None:
         """Drop the open parts."""
-        self._number, self._parts = None, []
+        self._pass_number, self._parts = None, []
 
     def _begin(self, asked: ChunkRequest) -> None:
         opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._skips)
-        self._number, self._next_step, self._parts = asked.number, asked.first_step, []
+        self._pass_number, self._next_step, self._parts = asked.pass_number, asked.first_step, []
         self._state, whole = opening.state, asked.whole_items
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
         first_of = opening.uncut(opening.skip) if asked.stride > 1 else opening
@@ -134,22 +132,22 @@ class ChunkReader(Reader):
     def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, seeded: bool) -> Chunk:
         """See `Reader`."""
         at["what"] = f"opening parts {list(asked.opening.parts)}"
-        if asked.number != self._number:
+        if asked.pass_number != self._pass_number:
             self._begin(asked)
         if asked.step != self._next_step:
             raise AssertionError(f"step {asked.step} was asked for, but step {self._next_step} is next")
         self._next_step += asked.stride
         columns, fresh = self._columns(asked, at)
-        parts, position, size = asked.opening.parts, asked.position, asked.samples_per_part
+        plan, parts, position, size = asked.plan, asked.opening.parts, asked.position, asked.plan.samples_per_part
         num_real, why = list(map(len, columns)), ""
         if min(num_real) < size:
             why = self._fill(columns, asked, at)
         # Rows of the batch, micro-batch by micro-batch: samples, (part, number in the part), and which are real.
         samples, places, real = list[Any](), list[tuple[int, int]](), list[bool]()
-        for first in range(0, size, asked.stripe):
+        for first in range(0, size, plan.stripe):
             for part, column, count in zip(parts, columns, num_real, strict=True):
-                samples += column[first : first + asked.stripe]
-                for row in range(first, first + asked.stripe):
+                samples += column[first : first + plan.stripe]
+                for row in range(first, first + plan.stripe):
                     places.append((part, position + row))
                     real.append(row < count)
         value, skipped = None, list[tuple[int, str]]()
@@ -176,10 +174,10 @@ class ChunkReader(Reader):
 
     def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
-        columns, fresh = list[list[Any]](), False
+        columns, fresh, size = list[list[Any]](), False, asked.plan.samples_per_part
         for part, items in zip(asked.opening.parts, self._parts, strict=True):
             column: list[Any] = []
-            while len(column) < asked.samples_per_part:
+            while len(column) < size:
                 number = asked.position + len(column)
                 at.update(what=f"reading sample {number} of part {part}", index=(part, number))
                 found = next(items, None)
@@ -192,14 +190,14 @@ class ChunkReader(Reader):
                 column.append(sample)
             columns.append(column)
             if asked.pad or self._skips:
-                self._padding.note(part, column, ended=len(column) < asked.samples_per_part)
+                self._padding.note(part, column, ended=len(column) < size)
         return columns, fresh
 
     def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
         """Fill missing rows if the request says so; return why they cannot be filled."""
         delivers = any(columns)
         for part, column in zip(asked.opening.parts, columns, strict=True):
-            missing = asked.samples_per_part - len(column)
+            missing = asked.plan.samples_per_part - len(column)
             if not asked.pad or not missing:
                 continue
             at.update(what=f"finding what stands in the missing rows of part {part}", index=None)

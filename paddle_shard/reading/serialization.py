@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_shard.reading.tensors import as_array
+
 _ALIGNMENT = 64
 
 
 def _as_array(tensor: Any) -> Any:
     # A bfloat16 tensor becomes a uint16 array, and Paddle reads a uint16 array as bfloat16.
-    if "float8" in str(tensor.dtype):  # it would become an int8 array
-        raise TypeError(f"a tensor of dtype {tensor.dtype} cannot leave a worker; convert it, or view it as int8.")
-    return np.asarray, (tensor.numpy(),)
+    return np.asarray, (as_array(tensor),)
 
 
 def _as_memory(array: np.ndarray[Any, Any]) -> Any:

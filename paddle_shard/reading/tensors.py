@@ -49,7 +49,10 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
         return leaf
     tensor = leaf if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
     if "float8" in str(tensor.dtype):  # it would become an int8 array
-        raise TypeError(f"rows of a tensor of dtype {tensor.dtype} cannot be taken; convert it, or view it as int8.")
+        raise TypeError(
+            f"a tensor of dtype {tensor.dtype} cannot leave a worker, nor can its rows be taken; convert it, or view "
+            "it as int8."
+        )
     found: np.ndarray[Any, Any] = tensor.numpy()
     return found
 

@@ -17,7 +17,7 @@ from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker_guards import end_with_the_parent
-from paddle_shard.reading.worker_info import ShownInfo, shown
+from paddle_shard.reading.worker_info import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +78,13 @@ def _set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | N
     paddle.seed(seed + number)
     np.random.seed(paddle_worker._generate_states(seed, number))
     dataset = settings.reader.dataset
-    own = ShownInfo(number, settings.num_workers, dataset, seed)
+    own = paddle_worker.WorkerInfo(id=number, num_workers=settings.num_workers, dataset=dataset, seed=seed)
     paddle_worker._worker_info = own
     try:
         if settings.init_fn is not None:
             # As Paddle documents, users split a stream here. A stream that is cut later must stay whole.
-            with shown(ShownInfo(0, 1, dataset, seed) if settings.reads_all else own):
+            alone = paddle_worker.WorkerInfo(id=0, num_workers=1, dataset=dataset, seed=seed)
+            with shown(alone if settings.reads_all else own):
                 settings.init_fn(number)
     except BaseException as error:  # also SystemExit, which would end the worker silently
         return ReadFailure.of(error, what="worker_init_fn", worker=number)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
+from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.errors import ArgumentTypeError, SplitError
 from paddle_shard.plan.handlers import raise_if_a_handlers
@@ -17,18 +17,8 @@ from paddle_shard.stages.stage import Opening, Stage
 _END = object()
 
 
-@dataclass(slots=True)
-class ShownInfo:
-    """The `WorkerInfo` that the user's code sees."""
-
-    id: int
-    num_workers: int
-    dataset: Any
-    seed: int = 0
-
-
 @contextmanager
-def shown(info: ShownInfo | None) -> Iterator[None]:
+def shown(info: WorkerInfo | None) -> Iterator[None]:
     """Let `paddle.io.get_worker_info()` return `info` inside the `with` block."""
     own = paddle_worker._worker_info
     paddle_worker._worker_info = info
@@ -51,14 +41,14 @@ class AsOneReader:
         yield from _begun(self._dataset, None)
 
 
-def _begun(dataset: Iterable[Any] | Callable[[], Iterable[Any]], info: ShownInfo | None) -> Iterator[Any]:
+def _begun(dataset: Iterable[Any] | Callable[[], Iterable[Any]], info: WorkerInfo | None) -> Iterator[Any]:
     """Iterate over the user's stream, which sees `info` instead of its worker all the time."""
     with shown(info):
         items = iter(dataset if isinstance(dataset, Iterable) else dataset())
     return _going_on(items, info)
 
 
-def _going_on(items: Iterator[Any], info: ShownInfo | None) -> Iterator[Any]:
+def _going_on(items: Iterator[Any], info: WorkerInfo | None) -> Iterator[Any]:
     while True:
         with shown(info):
             try:
@@ -94,7 +84,8 @@ class SelfSplit(Stage):
     def _items(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> Iterator[Any]:
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        info = ShownInfo(part, opening.num_parts, self._dataset, key & 0x7FFFFFFF)
+        seed = key & 0x7FFFFFFF
+        info = WorkerInfo(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=seed)
         items = opening.drawn(_begun(self._dataset, info), key)
         first, failure = next(items, _END), None
         if first is _END:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any, TypeVar
@@ -54,6 +55,8 @@ class UserBatches(IndexBatches):
     seed: int = 0
     generators: Sequence[Generator] = ()
     """The global generators that the sampler may draw from."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered while the sampler draws."""
     takes_epoch: bool = False
     """True if the order depends on the sampler's attribute `epoch`, as in Paddle's `DistributedBatchSampler`."""
     consecutive: bool = False
@@ -326,7 +329,7 @@ class Draw:
 
     def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
         self._sampler, self.epoch = sampler, epoch
-        self._randomness = PrivateRandomness(of.generators, derive_seed("sampler", of.seed, epoch))
+        self._randomness = PrivateRandomness(of.generators, derive_seed("sampler", of.seed, epoch), of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
         self.head_size = of.nominal_size or of.num_data_ranks * of.accumulation

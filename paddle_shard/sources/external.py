@@ -177,22 +177,6 @@ class IterableSource(Stage):
 # What adapters share
 
 
-def refuse_options(function: str, options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Refuse options of a library that its adapter sets itself.
-
-    Args:
-        function: Name of the user's function, for the message.
-        options: What the user gives.
-        reasons: Option -> why it is not the user's to choose.
-
-    Raises:
-        ArgumentError: One of them is given.
-    """
-    for name, reason in reasons.items():
-        if name in options:
-            raise ArgumentError(f"{function}: leave {name} out: {reason}.")
-
-
 def local_rows(batch_size: int, share: ShardOptions) -> int:
     """Return the rows that one data rank reads of a global batch.
 

@@ -486,14 +486,13 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int
 @contextmanager
 def held(file: IO[bytes]) -> Iterator[bool]:
     """Hold a lock among processes and threads; yield False if the file cannot be locked."""
-    locked = False
-    with ignoring(ImportError, OSError):
-        import fcntl
+    with ExitStack() as stack:
+        locked = False
+        with ignoring(ImportError, OSError):
+            import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX)
-        locked = True
-    try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Closing is not enough: a child that was forked meanwhile has the file open, too.
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            locked = True
         yield locked
-    finally:
-        if locked:  # closing is not enough: a child that was forked meanwhile has the file open, too
-            fcntl.flock(file, fcntl.LOCK_UN)

@@ -69,11 +69,7 @@ class HuggingFaceSource(Stage):
             )
         self._generators = list(_generators(dataset._ex_iterable))
         self._dataset = dataset
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shards (files or pieces) that the library can read separately."""
-        return int(self._dataset.num_shards)
+        self.num_shards: int = int(dataset.num_shards)
 
     cuts = True
     """The library opens a part without reading the others."""

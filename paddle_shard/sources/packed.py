@@ -6,12 +6,11 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
-from paddle_shard.sources.counts import SLOW, said_if_slow
+from paddle_shard.sources.counts import said_if_slow
 from paddle_shard.sources.files import held, replacing
 from paddle_shard.stages.pack import LONG, PackedRows, tokens_of
 
@@ -65,7 +64,7 @@ class Packed:
         *,
         lengths: Sequence[int] | npt.NDArray[Any] | str | os.PathLike[str] | None = None,
         key: str = "input_ids",
-        long: str = "split",
+        long: Literal["split", "drop", "error"] = "split",
         labels: str | None = None,
         ignore_index: int = -100,
         pad_values: Mapping[str, float] | None = None,
@@ -255,17 +254,12 @@ def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
 
 
 def _counted(documents: Any, key: str) -> Indices:
-    numbers: Iterable[int] = range(len(documents))
-    with suppress(ImportError):
-        from tqdm.auto import tqdm
-
-        numbers = tqdm(numbers, desc="counting tokens", unit="document", delay=SLOW)
     found = np.empty(len(documents), np.int64)
     slow = (
         "Packed reads all %d documents once, to count their tokens. Give lengths= an array, or a path that keeps them."
     )
     with said_if_slow(slow, len(documents)):
-        for number in numbers:
+        for number in range(len(documents)):
             try:
                 found[number] = len(tokens_of(documents[number], key))
             except Exception as error:

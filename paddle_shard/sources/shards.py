@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
@@ -14,16 +13,13 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.sources.files import failures_named, is_remote, local_size, shown, within_their_folder
+from paddle_shard.sources.files import failures_named, local_size, shown, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
 
 RECOUNT = (
     "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "
     "-o index.json`)"
 )
-_SEED_RANGE = 1 << 64
-SPREAD = 0.1
-"""Seconds over which readers spread the first opening of remote files."""
 
 Segment = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""
@@ -46,7 +42,6 @@ class ShardSource(Stage):
         counts: Sequence[int] | None = None,
         shuffle_shards: bool = True,
         resample: bool = False,
-        spread: float | None = None,
     ) -> None:
         """Set up the source.
 
@@ -59,8 +54,6 @@ class ShardSource(Stage):
                 is cheap. A shard with fewer or more samples is an error when its end is read.
             shuffle_shards: If True, permute the shards, in another order in each epoch and round.
             resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
-            spread: Seconds over which readers spread their first reads, so that they do not all hit a server at once.
-                None: 0.1 s if a file is remote.
 
         Raises:
             ArgumentTypeError: `names` is one string.
@@ -77,6 +70,7 @@ class ShardSource(Stage):
                 f"names holds {shown(twice)!r} more than once, so its samples would be delivered as often. "
                 "Give each shard once; resample=True reads shards again and again."
             )
+        self.num_shards: int = len(self._names)
         self._counts: npt.NDArray[np.int64] | None = None
         if counts is not None:
             if len(counts) != len(names):
@@ -93,12 +87,6 @@ class ShardSource(Stage):
         self._digest: str | None = None
         self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
         self.endless = self._resample
-        self._spread = SPREAD * any(map(is_remote, self._files)) if spread is None else spread
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shards."""
-        return len(self._names)
 
     @property
     def most_even_parts(self) -> int:
@@ -119,8 +107,7 @@ class ShardSource(Stage):
             ArgumentError: There are fewer shards than parts, and they are not counted.
         """
         self._check(opening)
-        pause = iter([self._spread * opening.key(opening.parts[0], "spread") / _SEED_RANGE])
-        return [self._part(part, opening, pause) for part in opening.parts]
+        return [self._part(part, opening) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the parts; None if the shards are not counted or are resampled."""
@@ -165,9 +152,8 @@ class ShardSource(Stage):
                 "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all."
             )
 
-    def _part(self, part: int, opening: Opening, pause: Iterator[float]) -> Iterator[Any]:
+    def _part(self, part: int, opening: Opening) -> Iterator[Any]:
         key, skip = opening.key(part, "read"), opening.skip
-        time.sleep(next(pause, 0.0))  # only the first part of the opening that is read pauses
 
         def seed(number: int) -> None:
             opening.seed_generators(mix(key, number))

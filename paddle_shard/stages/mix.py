@@ -43,6 +43,10 @@ class Mix(Stage):
         self._every = stop == "all"
         # No end comes: of any source, or with "first" of every one.
         self.endless = (any if self._every else all)(stage.endless for stage in self._stages)
+        # Fewest files of a source, if a part cannot have less than one.
+        one = Opening(parts=(0,), num_parts=1)
+        shards = [stage.source.num_shards for stage in self._stages if stage.lengths(one) is None]
+        self.num_shards = min((number for number in shards if number is not None), default=None)
 
     cuts = True
     """Each stream can open a part."""
@@ -105,13 +109,6 @@ class Mix(Stage):
         at = int(sources[0])
         found = self._stages[at].origin(self._opening(opening, at), part, int(draws[0]))
         return f"source {self._names[at]!r}" + ("" if found is None else f", {found}")
-
-    @property
-    def num_shards(self) -> int | None:
-        """Fewest files of a source, if a part cannot have less than one."""
-        one = Opening(parts=(0,), num_parts=1)
-        found = [stage.source.num_shards for stage in self._stages if stage.lengths(one) is None]
-        return min((shards for shards in found if shards is not None), default=None)
 
     @property
     def most_even_parts(self) -> int | None:

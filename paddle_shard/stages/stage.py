@@ -180,11 +180,8 @@ class Stage:
 
     once: bool = False
     """True if it can be opened only once."""
-
-    @property
-    def num_shards(self) -> int | None:
-        """Number of files of the stream; None if it is not made of files."""
-        return None
+    num_shards: int | None = None
+    """Number of files of the stream; None if it is not made of files."""
 
     @property
     def most_even_parts(self) -> int | None:

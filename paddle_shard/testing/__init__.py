@@ -1,4 +1,4 @@
-"""What a test of distributed training needs: real processes, a CPU static graph, stages without a GPU.
+"""What a test of distributed training needs: real processes, a CPU static graph.
 
 Importing this does not import paddle; what the tests of a script need loads on first use.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 from paddle_shard.testing.cpu_static import StaticGroupsError, cpu_static
 from paddle_shard.testing.job import Job, RanksFailed, report, run_ranks, start_ranks
 from paddle_shard.testing.simulated import on_each_rank
-from paddle_shard.testing.stages import Stages
 
 __all__ = [
     "Job",
     "RanksFailed",
-    "Stages",
     "StaticGroupsError",
     "cpu_static",
     "on_each_rank",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,32 +19,83 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.plan.handlers import ignoring
-from paddle_shard.testing.forks import DUMP_AT, Forks, forks_of_process
 
 _REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
 """Environment variable: where a rank's `report` goes."""
+_DUMP_AT = "PADDLE_SHARD_DUMP_AT"
+"""Environment variable: seconds since the epoch, when a rank that still runs writes its stacks."""
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the other ranks may end by themselves when one has failed."""
 _LAUNCHER_SETS = ("PADDLE_", "POD_", "TRAINER_", "MASTER_", "FLAGS_selected_")
-_READ_AT_IMPORT = ("FLAGS_", "OMP_", "PYTHONHASHSEED")
 _LOG_TAIL = 6000
 _POLL = 0.01
+_KILL_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(AssertionError):
     """A rank failed, hung or left no report; the message holds every rank's log."""
 
 
+class Processes:
+    """The processes of a job: fresh interpreters, and all that these start.
+
+    They are found by the job's directory, which all of them inherit in their environment. So one that a rank has left
+    behind in a session of its own is found, too, also when its rank has died.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._mark = f"{_REPORT_DIR}={directory}".encode()
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str], log: Path) -> Any:
+        """Start a process in this one's folder, and return an object with its `pid` and `poll`, as of a `Popen`.
+
+        Args:
+            command: A Python file and its arguments.
+            variables: All of its environment.
+            log: Where its standard output and error go.
+        """
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-u", *command],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for this process, which ends that one
+                preexec_fn=_end_with_the_parent,  # before the script can run: this process may be killed at once
+            )
+
+    def alive(self) -> set[int]:
+        """Return the processes that were started, or that those have started, and that run."""
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with ignoring(OSError):  # ended meanwhile, or another user's
+                if self._mark in (process / "environ").read_bytes().split(b"\0"):
+                    found.add(int(process.name))
+        return found
+
+
 class Job:
     """Ranks that `start_ranks` has started; the others continue when one ends."""
 
-    def __init__(self, forks: Forks, pids: Sequence[int], directory: Path) -> None:
-        self._forks, self.pids, self._directory = forks, tuple(pids), directory
+    def __init__(self, name: str, directory: Path, processes: Processes) -> None:
+        self._name, self._directory, self._processes = name, directory, processes
+        self._ranks: list[Any] = []
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str], log: str) -> None:
+        """Start the next rank; see `Processes.start`."""
+        self._ranks.append(self._processes.start(command, variables, self._directory / log))
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank."""
+        return [process.pid for process in self._ranks]
 
     def exit_codes(self) -> dict[int, int]:
         """Return {rank: exit code} of the ranks that have ended; -n for signal n."""
-        ended = self._forks.ended()
-        return {rank: ended[pid] for rank, pid in enumerate(self.pids) if pid in ended}
+        codes = {rank: process.poll() for rank, process in enumerate(self._ranks)}
+        return {rank: code for rank, code in codes.items() if code is not None}
 
     def wait(self, ranks: Iterable[int], seconds: float) -> dict[int, int]:
         """Wait until these ranks have ended, or the time is over; return `exit_codes`."""
@@ -53,15 +108,27 @@ class Job:
         """Return what these ranks have reported, when they have ended.
 
         Raises:
-            RanksFailed: One has not ended in time, or has not reported.
+            RanksFailed: One has ended with an error, has not ended in time, or has not reported.
         """
-        wanted = list(ranks)
-        running = sorted(set(wanted) - set(self.wait(wanted, seconds)))
-        silent = self.silent(wanted)
-        if running or silent:
-            what = f"ranks {running} had not ended after {seconds:g} s; " if running else ""
-            raise RanksFailed(f"{what}no report from ranks {silent}\n{self.logs()}")
-        return [json.loads(_report_path(self._directory, rank).read_text()) for rank in wanted]
+        wanted, deadline, failed = list(ranks), time.monotonic() + seconds, False
+        while True:
+            codes = {rank: code for rank, code in self.exit_codes().items() if rank in wanted}
+            bad = {rank: code for rank, code in codes.items() if code}
+            if bad and not failed:  # the others may be its victims, and say more
+                failed, deadline = True, min(deadline, time.monotonic() + _AFTER_A_FAILURE)
+            if len(codes) == len(wanted) or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL)
+        running, silent = [rank for rank in wanted if rank not in codes], self.silent(wanted)
+        if bad:
+            reason = f"exit codes {bad}; no report from ranks {silent}"
+        elif running:
+            reason = f"the deadline of {seconds:g} s passed; still running: ranks {running}; no report from: {silent}"
+        elif silent:
+            reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
+        else:
+            return [json.loads(_report_path(self._directory, rank).read_text()) for rank in wanted]
+        raise RanksFailed(f"{self._name}: {reason}\n{self.logs()}")
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return which of these ranks have not reported."""
@@ -75,20 +142,31 @@ class Job:
     def left(self, seconds: float = 10.0) -> set[int]:
         """Return which processes that the ranks have started run after them, when they have had time to end."""
         deadline = time.monotonic() + seconds
-        while (found := self._forks.alive() - set(self.pids)) and time.monotonic() < deadline:
+        while (found := self._processes.alive() - set(self.pids)) and time.monotonic() < deadline:
             time.sleep(_POLL)
         return found
+
+    def kill(self) -> None:
+        """Kill the ranks, and all that they have started."""
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (left := self._processes.alive()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL)
+        self.exit_codes()  # so that no zombie stays
 
     def logs(self) -> str:
         """Return the end of every rank's log."""
         parts = []
-        for path in [*sorted(self._directory.glob("workerlog.*")), *self._directory.glob("launcher.log")]:
+        for path in sorted(self._directory.glob("*log*")):
             text = path.read_text(errors="replace")
             cut = "" if len(text) <= _LOG_TAIL else "[...]"
             parts.append(f"--- {path.name} ---\n{cut}{text[-_LOG_TAIL:]}")
         return "\n".join(parts)
 
 
+@contextlib.contextmanager
 def start_ranks(
     script: str | Path,
     num_ranks: int,
@@ -97,12 +175,12 @@ def start_ranks(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
-) -> contextlib.AbstractContextManager[Job]:
-    """Start a script on several processes of this host, as `paddle.distributed.launch` does on the CPU.
+    processes: Processes | None = None,
+) -> Iterator[Job]:
+    """Start a script on several processes of this host, with the environment of `paddle.distributed.launch` on the CPU.
 
-    They are forked from a process that has imported Paddle, once for all jobs, so that a job starts in a second.
-    Unlike under the launcher, the others continue when a rank ends. One job at a time; at the end of the `with` block
-    every process that it started, DataLoader workers included, is killed.
+    Unlike under the launcher, the others continue when a rank ends. At the end of the `with` block every process that
+    the job started, DataLoader workers included, is killed.
 
     Args:
         script: A Python file; each rank runs it.
@@ -111,34 +189,26 @@ def start_ranks(
         args: Command-line arguments of the script.
         env: Environment variables on top of this process's; `PADDLE_*` of this process are not passed on.
         timeout: Seconds; shortly before, a rank that still runs writes its stacks to its log.
-
-    Raises:
-        ValueError: `env` has a variable that is read when Paddle is imported, which the ranks do not do.
+        processes: Starts and finds them. None: each is a fresh interpreter, which takes seconds to import Paddle; a
+            large suite may have an object that forks them from a process that has imported it.
     """
-    if at_import := [name for name in env or () if name.startswith(_READ_AT_IMPORT)]:
-        raise ValueError(f"env: {at_import} is read when Paddle is imported, before ranks are forked.")
-    with contextlib.ExitStack() as stack:  # ports of this host that nobody listens at
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:  # ports of this host that nobody listens at: the ranks', then the store's
         sockets = [stack.enter_context(socket.socket()) for _ in range(num_ranks + 1)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    command, variables = [str(script), *map(str, args)], _variables(directory, env, timeout)
-    ranks = {
-        f"workerlog.{rank}": (command, variables | _rank_variables(num_ranks, rank, endpoints))
-        for rank in range(num_ranks)
-    }
-    return _started(ranks, Path(directory))
-
-
-@contextlib.contextmanager
-def _started(commands: Mapping[str, tuple[list[str], dict[str, str]]], directory: Path) -> Iterator[Job]:
-    """Start processes, name of the log -> (command, environment); kill them and theirs at the end."""
-    directory.mkdir(parents=True, exist_ok=True)
-    forks = forks_of_process(os.getpid())
+    variables = job_variables(folder, env, timeout)
+    name = f"{Path(script).name} on {num_ranks} ranks"
+    job = Job(name, folder, Processes(folder) if processes is None else processes)
     try:
-        yield Job(forks, [forks.start(*how, directory / log) for log, how in commands.items()], directory)
+        for rank in range(num_ranks):
+            command = [str(script), *map(str, args)]
+            job.start(command, variables | _rank_variables(num_ranks, rank, endpoints), f"workerlog.{rank}")
+        yield job
     finally:
-        forks.kill()
+        job.kill()
 
 
 def run_ranks(
@@ -149,7 +219,7 @@ def run_ranks(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
-    launcher: bool = False,
+    processes: Processes | None = None,
 ) -> list[Any]:
     """Run `script` on `num_ranks` processes with the environment of `paddle.distributed.launch`; return their reports.
 
@@ -162,62 +232,24 @@ def run_ranks(
         args: Command-line arguments of the script.
         env: Environment variables on top of this process's; `PADDLE_*` of this process are not passed on.
         timeout: Deadline in seconds for the whole run.
-        launcher: Start fresh interpreters by `python -m paddle.distributed.launch`, for tests of what happens under
-            the launcher, or of what is read when Paddle is imported (`FLAGS_*`). False: fork the ranks from a process
-            that has imported Paddle; see `start_ranks`. It takes a fraction of the time.
+        processes: See `start_ranks`.
 
     Returns:
         What each rank gave to `report`, in rank order, after a round trip through JSON.
 
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
-        ValueError: `env` has a variable that is read when Paddle is imported, and `launcher` is False.
     """
-    started: contextlib.AbstractContextManager[Job]
-    if launcher:
-        command = [sys.executable, "-u", "-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
-        command += ["--log_dir", str(directory), str(script), *map(str, args)]
-        started = _started({"launcher.log": (command, _variables(directory, env, timeout))}, Path(directory))
-    else:
-        started = start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout)
-    deadline, codes = time.monotonic() + timeout, dict[int, int]()
-    with started as job:
-        while len(found := job.exit_codes()) < len(job.pids) and time.monotonic() < deadline:
-            if any(found.values()) and not any(codes.values()):  # the others may be its victims, and say more
-                deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
-            codes = found
-            time.sleep(_POLL)
-        codes = job.exit_codes()
-        running = _launched_ranks() if launcher else [rank for rank in range(num_ranks) if rank not in codes]
-    silent = job.silent(range(num_ranks))
-    if bad := {rank: code for rank, code in codes.items() if code}:
-        failure = f"the launcher exited with {bad[0]}" if launcher else f"exit codes {bad}"
-        reason = f"{failure}; no report from ranks {silent}"
-    elif running:
-        reason = f"the deadline of {timeout:g} s passed; still running: ranks {running}; no report from: {silent}"
-    elif silent:
-        reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
-    else:
-        return [json.loads(_report_path(Path(directory), rank).read_text()) for rank in range(num_ranks)]
-    raise RanksFailed(f"{Path(script).name} on {num_ranks} ranks: {reason}\n{job.logs()}")
+    with start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout, processes=processes) as job:
+        return job.reports(range(num_ranks), timeout)
 
 
-def _launched_ranks() -> list[int]:
-    """Return the ranks of a launcher that still run; their environment tells which they are."""
-    found = set[int]()
-    for pid in forks_of_process(os.getpid()).alive():
-        with ignoring(OSError):  # ended meanwhile
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found |= {int(one[18:]) for one in variables if one.startswith(b"PADDLE_TRAINER_ID=")}
-    return sorted(found)
-
-
-def _variables(directory: str | Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
+def job_variables(directory: Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
     """Return the environment of a job's processes, but for what a launcher tells its ranks."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_SETS)}
     ours = {
         _REPORT_DIR: str(directory),
-        DUMP_AT: str(time.time() + max(timeout - 3.0, timeout * 0.8)),
+        _DUMP_AT: str(time.time() + max(timeout - 3.0, timeout * 0.8)),
         "OMP_NUM_THREADS": "1",
     }
     return variables | ours | dict(env or {})
@@ -245,7 +277,7 @@ def _rank_variables(num_ranks: int, rank: int, endpoints: Sequence[str]) -> dict
         "PADDLE_RANK_IN_NODE": str(rank),
         "PADDLE_DISTRI_BACKEND": "gloo",
         "PADDLE_AUTO_CLUSTER": "0",
-        "POD_NAME": "forked",
+        "POD_NAME": "ranks",
     }
 
 
@@ -268,3 +300,17 @@ def report(value: Any) -> None:
 
 def _report_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.json"
+
+
+def _end_with_the_parent() -> None:
+    """In a rank: end it when the process that has started it is killed. DataLoader workers end with their rank."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def arm_stack_dump() -> None:
+    """In a rank: write all threads' stacks to the log shortly before the deadline."""
+    if _DUMP_AT in os.environ and "PADDLE_TRAINER_ID" in os.environ:
+        faulthandler.dump_traceback_later(max(0.1, float(os.environ[_DUMP_AT]) - time.time()))
+
+
+arm_stack_dump()  # its script imports this to report

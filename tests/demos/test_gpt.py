@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
+from tests.jobs import launch_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -42,7 +42,7 @@ def run(tmp_path_factory):
     rank = directory / "rank.py"
     rank.write_text(RANK)
     # Under the launcher, as its reader runs it.
-    reports = run_ranks(rank, 4, directory / "run", args=[str(DEMO)], timeout=400, launcher=True)
+    reports = launch_ranks(rank, 4, directory / "run", args=[str(DEMO)], timeout=400)
     return reports[0], [(directory / "run" / f"workerlog.{k}").read_text() for k in range(4)]
 
 

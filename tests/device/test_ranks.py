@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import launch_ranks
 
 HERE = Path(__file__).parent
 CASES = ["plain", "workers", "padded", "verified", "stream", "leader", "resumed"]
@@ -21,7 +21,7 @@ def jobs(tmp_path_factory):
         if device == "cpu":
             environment |= {"CUSTOM_DEVICE_ROOT": "", "PADDLE_DISTRI_BACKEND": "gloo"}
         folder = tmp_path_factory.mktemp(device)
-        return run_ranks(HERE / "ranks_worker.py", 2, folder, env=environment, timeout=2 * HANG, launcher=True)
+        return launch_ranks(HERE / "ranks_worker.py", 2, folder, env=environment, timeout=2 * HANG)
 
     return {device: run(device) for device in ("standin", "cpu")}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import paddle_shard
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

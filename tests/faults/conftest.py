@@ -41,5 +41,4 @@ def nothing_is_left(request):
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
     monkeypatch.setattr("paddle_shard.sources.files.BACKOFF", 0.01)
-    monkeypatch.setattr("paddle_shard.sources.shards.SPREAD", 0.0)
     monkeypatch.setenv("no_proxy", "*")

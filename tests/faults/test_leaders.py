@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
 from tests.faults.test_ranks import ALL, KINDS, LENGTH, WORKER, environment, ranks, rest_of
+from tests.jobs import run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks, start_ranks
 from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers
+from tests.jobs import run_ranks, start_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
 WORKER = Path(__file__).parent / "ranks_worker.py"

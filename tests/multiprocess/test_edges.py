@@ -8,8 +8,8 @@ import paddle.io
 import pytest
 
 import paddle_shard
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import run_ranks
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import run_ranks
 from tests.multiprocess.lengths_cases import BY_POSITION, CASES, LENGTHS, VALUES, document, padded
 
 pytestmark = pytest.mark.multiprocess

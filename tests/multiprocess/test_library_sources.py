@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import run_ranks
 from tests.sources.laws import ON_RANKS, TOTAL, files, ids_of, joined, make, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
 

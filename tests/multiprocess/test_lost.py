@@ -16,9 +16,9 @@ from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks import rendezvous
 from paddle_shard.ranks.rendezvous import rendezvous_of
 from paddle_shard.ranks.star import StarGroup, group_of
-from paddle_shard.testing import start_ranks
 from paddle_shard.testing.simulated import simulated_rank
 from tests.deadlines import HANG
+from tests.jobs import start_ranks
 
 WORKER = Path(__file__).parent / "lost_worker.py"
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from paddle_shard.plan.weights import Chairman
-from paddle_shard.testing import run_ranks
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
 from tests.helpers import DP2, ONE
+from tests.jobs import run_ranks
 from tests.multiprocess.mixture_worker import LENGTHS, loader_of, rows
 
 pytestmark = pytest.mark.multiprocess

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import run_ranks
 
 WORKER = Path(__file__).parent / "notes_worker.py"
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import run_ranks
 from tests.multiprocess import stream_cases
 from tests.multiprocess.stream_cases import RESUMED, RESUMES, SAMPLES, SOURCES, cases, make, steps_of
 

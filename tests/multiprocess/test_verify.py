@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import run_ranks
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent

@@ -91,7 +91,7 @@ def divisors(number):
 def request(plan, parts, step, start=0, number=0, **opening):
     """What a loader asks of the reader of some parts."""
     return ChunkRequest(
-        number=number,
+        pass_number=number,
         opening=Opening(
             parts=parts,
             num_parts=plan.num_parts,
@@ -101,9 +101,7 @@ def request(plan, parts, step, start=0, number=0, **opening):
         ),
         step=step,
         first_step=start,
-        stripe=plan.stripe,
-        accumulation=plan.accumulation,
-        pad=plan.tail == "pad" and not plan.repeats,
+        plan=plan,
         repeat=plan.repeats,
     )
 
@@ -616,12 +614,11 @@ def test_bfloat16_rows_are_joined_bit_by_bit():
 @pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
 def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
     asked = ChunkRequest(
-        number=0,
+        pass_number=0,
         opening=Opening(parts=(0,), num_parts=1),
         step=0,
         first_step=0,
-        stripe=1,
-        pad=True,
+        plan=PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail="pad"),
         whole_items=True,
         local_rows=0,
     )
@@ -735,13 +732,12 @@ def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=
         first = start + (step - start) % width
         chunk = readers[first - start].read(
             ChunkRequest(
-                number=0,
+                pass_number=0,
                 opening=Opening(parts=(first % width,), num_parts=width, skip=first // width),
                 step=step,
                 first_step=first,
                 stride=width,
-                stripe=1,
-                pad=tail == "pad",
+                plan=PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail),
                 repeat=repeat,
                 whole_items=True,
             ),
@@ -804,12 +800,12 @@ def test_whole_items_are_repeated_in_their_order_by_any_number_of_workers(worker
 def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
     stage = Map(Stripe(IterableSource(range(20))), raising(7, Broken()))  # item 1 * 4 + 3
     asked = ChunkRequest(
-        number=0,
+        pass_number=0,
         opening=Opening(parts=(3,), num_parts=4),
         step=3,
         first_step=3,
         stride=4,
-        stripe=1,
+        plan=PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail="drop"),
         whole_items=True,
     )
     reader = ChunkReader(stage, None, None, ())

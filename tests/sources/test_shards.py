@@ -264,7 +264,6 @@ def test_generators_are_seeded_for_each_sample_by_its_place(counted):
         ({"counts": None}, False),
         ({"shuffle_shards": False}, False),
         ({"resample": True}, False),
-        ({"spread": 0.1}, True),
     ],
 )
 def test_the_fingerprint_is_of_what_samples_and_order_depend_on(change, same):
@@ -309,18 +308,3 @@ def test_resampling_shards_that_are_all_empty_does_not_hang():
 
     with pytest.raises(ShardReadError, match="have no sample"):
         next(stage.open(opening(1))[0])
-
-
-def test_readers_begin_apart_and_a_reader_pauses_once(monkeypatch):
-    pauses = []
-    monkeypatch.setattr("time.sleep", pauses.append)
-    shards = Shards([2] * 8)
-    stage = ShardSource(list(shards.lengths), shards.read, spread=0.1)
-
-    for reader in range(4):
-        for items in stage.open(opening(8, (2 * reader, 2 * reader + 1))):
-            list(items)
-
-    real = [pause for pause in pauses if pause]
-    assert len(set(real)) == 4
-    assert all(0 < pause < 0.1 for pause in real)

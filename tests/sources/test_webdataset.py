@@ -36,7 +36,6 @@ LENGTHS = [7, 150, 1, 30, 64, 90, 2, 11, 65, 3]
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     monkeypatch.setattr(files, "BACKOFF", 0.001)
-    monkeypatch.setattr("paddle_shard.sources.shards.SPREAD", 0.0)
     monkeypatch.setenv("no_proxy", "*")
 
 

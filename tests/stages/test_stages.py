@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.external import IterableSource
@@ -617,13 +618,14 @@ def test_readers_that_read_the_same_stream_never_say_that_they_differ(before, af
     """Each holds one part, and compares what all of them have read up to a step."""
     generators = NumpyGenerator(), PythonGenerator()
     readers = [ChunkReader(chained("function", before, after, [length]), None, list, generators) for _ in range(num)]
+    plan = PartsPlan(
+        batch_size=num * stripe * per_step, num_parts=num, num_data_ranks=num, accumulation=per_step, tail="drop"
+    )
     for step in range(8):
         chunks = []
         for part, reader in enumerate(readers):
             asked = Opening(parts=(part,), num_parts=num, stripe=stripe)
-            request = ChunkRequest(
-                number=1, opening=asked, step=step, first_step=0, stripe=stripe, accumulation=per_step, compared=True
-            )
+            request = ChunkRequest(pass_number=1, opening=asked, step=step, first_step=0, plan=plan, compared=True)
             chunks.append(reader.read(request, 0))
         assert len({chunk.digest for chunk in chunks}) == 1
         if not all(all(chunk.real) for chunk in chunks):

@@ -8,6 +8,8 @@ import pytest
 
 from paddle_shard.testing import RanksFailed, run_ranks, start_ranks
 from tests.deadlines import HANG
+from tests.forks import forks_of_process
+from tests.jobs import launch_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -32,28 +34,28 @@ def live_processes_with(text: str) -> list[str]:
     return found
 
 
-@pytest.fixture(params=[False, True], ids=["forked", "launched"])
-def launcher(request):
-    return request.param
+@pytest.fixture(params=["fresh", "forked"])
+def processes(request):
+    return None if request.param == "fresh" else forks_of_process(os.getpid())
 
 
-def test_reports_come_back_in_rank_order(tmp_path, launcher):
+def test_reports_come_back_in_rank_order(tmp_path, processes):
     path = script(tmp_path, "import numpy as np\nreport({'rank': rank, 'args': sys.argv[1:], 'ids': np.arange(rank)})")
 
-    reports = run_ranks(path, 3, tmp_path / "run", args=["a", "b c"], launcher=launcher)
+    reports = run_ranks(path, 3, tmp_path / "run", args=["a", "b c"], processes=processes)
 
     assert reports == [{"rank": r, "args": ["a", "b c"], "ids": list(range(r))} for r in range(3)]
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, launcher):
+def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, processes):
     child = "[sys.executable, '-c', 'import time; time.sleep(600)', __file__]"
     body = f"import subprocess\ndef stuck_here():\n    subprocess.Popen({child}, start_new_session=True)\n"
     body += "    time.sleep(600)\nif rank == 1: stuck_here()\nreport(rank)"
     path = script(tmp_path, body)
 
-    for timeout in (20 if launcher else 8, 60, 180):  # on a busy machine it takes longer until the ranks have begun
+    for timeout in (8 if processes else 20, 60, 180):  # on a busy machine it takes longer until the ranks have begun
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(path, 2, tmp_path / f"run {timeout}", timeout=timeout, launcher=launcher)
+            run_ranks(path, 2, tmp_path / f"run {timeout}", timeout=timeout, processes=processes)
         if "stuck_here" in str(caught.value):
             break
 
@@ -62,25 +64,25 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, launcher
     assert live_processes_with(str(path)) == [], "what a rank has started is ended, too"
 
 
-def test_every_ranks_log_is_shown_when_one_fails(tmp_path, launcher):
+def test_every_ranks_log_is_shown_when_one_fails(tmp_path, processes):
     body = "print('hello from', rank, flush=True)\nif rank == 1: raise RuntimeError('boom')\ntime.sleep(60)"
     path = script(tmp_path, body)
 
-    with pytest.raises(RanksFailed, match="launcher exited with" if launcher else r"exit codes \{1: 1\}") as caught:
-        run_ranks(path, 2, tmp_path / "run", timeout=HANG, launcher=launcher)
+    with pytest.raises(RanksFailed, match=r"exit codes \{1: 1\}") as caught:
+        run_ranks(path, 2, tmp_path / "run", timeout=HANG, processes=processes)
 
     for text in ("hello from 0", "hello from 1", "RuntimeError: boom"):
         assert text in str(caught.value)
 
 
-def test_a_script_that_does_not_report_is_an_error(tmp_path, launcher):
+def test_a_script_that_does_not_report_is_an_error(tmp_path, processes):
     path = script(tmp_path, "if rank == 0: report(0)")
 
     with pytest.raises(RanksFailed, match=r"no report from ranks \[1\]"):
-        run_ranks(path, 2, tmp_path / "run", launcher=launcher)
+        run_ranks(path, 2, tmp_path / "run", processes=processes)
 
 
-def test_a_forked_rank_sees_what_a_launched_one_sees(tmp_path, monkeypatch):
+def test_a_rank_sees_what_a_launched_one_sees(tmp_path, processes, monkeypatch):
     """Its environment, arguments, folder, import path, signals and standard streams; `__main__` can be pickled."""
     body = """
 import json, pickle, signal
@@ -96,12 +98,10 @@ report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os
 """
     path = script(tmp_path, body)
     monkeypatch.chdir(tmp_path)
-    forked, launched = (
-        run_ranks(path, 2, tmp_path / str(launcher), args=["x"], env={"MY_OWN": "1"}, launcher=launcher)
-        for launcher in (False, True)
-    )
+    found = run_ranks(path, 2, tmp_path / "run", args=["x"], env={"MY_OWN": "1"}, processes=processes)
+    launched = launch_ranks(path, 2, tmp_path / "launched", args=["x"], env={"MY_OWN": "1"}, timeout=HANG)
 
-    for mine, theirs in zip(forked, launched, strict=True):
+    for mine, theirs in zip(found, launched, strict=True):
         assert mine[1:] == theirs[1:]
         for name in ("PADDLE_LOG_DIR", "PADDLE_BACKUP_ENV_PATH"):  # of the launcher's own files
             theirs[0].pop(name, None)
@@ -112,19 +112,20 @@ def test_forked_ranks_draw_apart_as_fresh_processes_do(tmp_path):
     body = "import random\nimport numpy as np, paddle\n"
     body += "report([random.random(), np.random.rand(), paddle.rand([1]).item()])"
 
-    one, two = run_ranks(script(tmp_path, body), 2, tmp_path / "run")
+    one, two = run_ranks(script(tmp_path, body), 2, tmp_path / "run", processes=forks_of_process(os.getpid()))
 
     assert all(a != b for a, b in zip(one, two, strict=True))
 
 
 def test_what_is_read_when_paddle_is_imported_cannot_be_given_to_forked_ranks(tmp_path):
+    forks = forks_of_process(os.getpid())
     with pytest.raises(ValueError, match=r"FLAGS_x.*read when Paddle is imported"):
-        run_ranks(script(tmp_path, ""), 1, tmp_path / "run", env={"FLAGS_x": "1"})
+        run_ranks(script(tmp_path, ""), 1, tmp_path / "run", env={"FLAGS_x": "1"}, processes=forks)
 
 
-def test_the_others_go_on_when_a_rank_of_a_job_is_killed(tmp_path):
+def test_the_others_go_on_when_a_rank_of_a_job_is_killed(tmp_path, processes):
     body = "import signal\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\nreport(rank)"
-    with start_ranks(script(tmp_path, body), 2, tmp_path / "run") as job:
+    with start_ranks(script(tmp_path, body), 2, tmp_path / "run", processes=processes) as job:
         assert job.reports([1], HANG) == [1]
         assert job.exit_codes() == {0: -9, 1: 0}
         assert job.left() == set()

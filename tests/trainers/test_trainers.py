@@ -11,8 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_shard.testing import run_ranks
 from tests.deadlines import HANG
+from tests.jobs import launch_ranks
 from tests.trainers.trainer_worker import Loss, Rows, model
 
 TRAINER = os.environ["PADDLE_SHARD_TRAINER"]
@@ -26,7 +26,7 @@ MODES = [False, pytest.param(True, marks=STATIC, id="static")]
 def trained(folder, **options):
     """[(rows, mean loss)] of each micro-step, over both ranks."""
     options = {"name": TRAINER, "rows": ROWS, "out": str(folder / "out"), **options}
-    reports = run_ranks(WORKER, 2, folder / "run", args=[json.dumps(options)], timeout=3 * HANG, launcher=True)
+    reports = launch_ranks(WORKER, 2, folder / "run", args=[json.dumps(options)], timeout=3 * HANG)
     return [(a[0] + b[0], (a[1] + b[1]) / 2) for a, b in zip(*reports, strict=True)]
 
 

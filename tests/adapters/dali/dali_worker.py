@@ -8,9 +8,9 @@ import numpy as np
 from nvidia.dali import fn, pipeline_def
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
+from dali_recipe import dali_pipeline
 from observe import loader_of, main, observe, refusal, steps_of
-
-from paddle_shard.sources.dali import dali_pipeline
 
 DATA = Path(sys.argv[1])
 

@@ -1,13 +1,17 @@
 """The two-mesh model of Paddle's `shard_dataloader` docstring, as one process and then by stages on named layouts."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from paddle_shard.testing import Stages, report
+from paddle_shard.testing import report
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "demos"))
+from two_stages import Stages
 
 R, S = dist.Replicate(), dist.Shard
 LAYOUTS = {  # meshes, and the placements of each stage's weight

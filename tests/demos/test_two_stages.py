@@ -1,11 +1,16 @@
+"""Do two stages train as one process does, and are meshes and activations that do not fit refused?"""
+
+import sys
 from pathlib import Path
 
 import pytest
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.testing import Stages
 
-WORKER = Path(__file__).with_name("stages_worker.py")
+sys.path.insert(0, str(Path(__file__).parents[2] / "demos"))
+from two_stages import Stages
+
+WORKER = Path(__file__).with_name("two_stages_worker.py")
 LAYOUTS = {8: ["docstring", "partial gradient"], 4: ["data parallel"]}
 
 

@@ -1,4 +1,4 @@
-"""How do I train a pipeline of two meshes on CPU processes, without a GPU?
+"""How do I train a pipeline of two meshes on CPU processes, without a GPU? A recipe to copy; `two_meshes.py` uses it.
 
 On CPU Paddle cannot move a tensor to another mesh (`dist.reshard` to one raises or crashes), nor touch one
 whose mesh does not hold the rank. So each rank runs its own stage only, and hands activations and gradients

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import gc
 import json
@@ -23,27 +22,39 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paddle_shard.plan.handlers import ignoring
+from paddle_shard.testing.job import Processes, arm_stack_dump
 
-DUMP_AT = "PADDLE_SHARD_DUMP_AT"
-"""Environment variable: seconds since the epoch, when a rank that still runs writes its stacks."""
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 10.0
+_READ_AT_IMPORT = ("FLAGS_", "OMP_", "PYTHONHASHSEED")
 _CONNECT_SECONDS = 60.0
 
 
-class Forks:
-    """A process that starts others; all that they start are its descendants, and end with it."""
+class Fork:
+    """A process that was forked."""
+
+    def __init__(self, forks: Forks, pid: int) -> None:
+        self._forks, self.pid = forks, pid
+
+    def poll(self) -> int | None:
+        """Its exit code, -n for signal n; None while it runs."""
+        return self._forks.ended().get(self.pid)
+
+
+class Forks(Processes):
+    """A process that starts others; all that they start are its descendants, and end with it. One job at a time."""
 
     def __init__(self) -> None:
         """Start the process."""
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", "from paddle_shard.testing.forks import serve; serve()"],
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            [sys.executable, "-u", __file__],
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -52,15 +63,16 @@ class Forks:
         )
         self._ended: dict[int, int] = {}
 
-    def start(self, command: list[str], variables: Mapping[str, str], log: Path) -> int:
-        """Start a process in this one's folder, and return its id.
+    def start(self, command: Sequence[str], variables: Mapping[str, str], log: Path) -> Fork:
+        """Start a process in this one's folder. A Python file is run as `__main__` in a fork.
 
-        Args:
-            command: A Python file, which is run as `__main__` in a fork, or an interpreter; and its arguments.
-            variables: All of its environment.
-            log: Where its standard output and error go.
+        Raises:
+            ValueError: A variable was given that is read when Paddle is imported, which the process does not do.
         """
-        return int(self._ask("start", command, dict(variables), str(log), os.getcwd()))
+        changed = sorted(name for name, value in variables.items() if value != self._environment.get(name))
+        if at_import := [name for name in changed if name.startswith(_READ_AT_IMPORT)]:
+            raise ValueError(f"env: {at_import} is read when Paddle is imported, before ranks are forked.")
+        return Fork(self, self._ask("start", list(command), dict(variables), str(log), os.getcwd()))
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit code of each process that was started and has ended; -n for signal n."""
@@ -70,10 +82,6 @@ class Forks:
     def alive(self) -> set[int]:
         """Return the processes that were started, or that those have started, and that run."""
         return set(_descendants(self._process.pid))
-
-    def kill(self) -> None:
-        """Kill all of them."""
-        self._ask("kill")
 
     def close(self) -> None:
         """Kill all, and end the process."""
@@ -136,8 +144,6 @@ def serve() -> None:
             with contextlib.suppress(ChildProcessError):
                 while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                     answer[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-        elif kind == "kill":
-            _kill_all()
         print(json.dumps(answer), flush=True)
     return _kill_all()
 
@@ -163,8 +169,6 @@ def _become(command: list[str], variables: Mapping[str, str], log: str, folder: 
             os.dup2(opened, number)
         os.close(opened)
     os.chdir(folder)
-    if command[0] == sys.executable:
-        os.execve(command[0], command, variables)
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(variables)
@@ -203,10 +207,5 @@ def _connect_late(variables: Mapping[str, str]) -> None:
     core.create_or_get_global_tcp_store = create_or_get_global_tcp_store
 
 
-def arm_stack_dump() -> None:
-    """In a rank: write all threads' stacks to the log shortly before the deadline."""
-    if DUMP_AT in os.environ and "PADDLE_TRAINER_ID" in os.environ:
-        faulthandler.dump_traceback_later(max(0.1, float(os.environ[DUMP_AT]) - time.time()))
-
-
-arm_stack_dump()  # in a rank of the launcher, whose script imports this to report
+if __name__ == "__main__":
+    serve()
