@@ -176,8 +176,8 @@ class Run:
         """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
         self.skips = Skips()
         """What the user leaves out."""
-        self._contents: tuple[tuple[int, int | str, int], ...] = ()
-        """(epoch, sample, digest) of samples that this run has read: they are part of its state."""
+        self._contents: tuple[Content, ...] = ()
+        """Samples that this run has read: they are part of its state."""
         self.resumed_with: tuple[Content, ...] = ()
         """The contents of a loaded state, until this rank has read the same samples."""
 
@@ -321,8 +321,7 @@ class Run:
         resumed = LoaderState.from_dict(state, batches.fingerprint(), override)
         batches.resume(resumed)
         self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
-        self._resumed, self._contents = resumed, resumed.contents
-        self.resumed_with = tuple(Content(*content) for content in resumed.contents)
+        self._resumed, self._contents, self.resumed_with = resumed, resumed.contents, resumed.contents
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
@@ -351,9 +350,8 @@ class Run:
 
     def note_contents(self, contents: Sequence[Content]) -> None:
         """Put what was delivered into the state, as far as JSON can hold it."""
-        found = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
-        self._contents = tuple((one.epoch, one.sample, one.digest) for one in found if one.digest is not None)
-        self.resumed_with = ()
+        told = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
+        self._contents, self.resumed_with = tuple(told), ()
 
     # What is delivered
 
