@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -105,7 +105,10 @@ class StepNotes:
             batch.value = finished(batch.value, self._shapes)
             return batch
         if any(shapes != found for found, shapes in pairwise(self._shapes.values())):
-            shown = "; ".join(f"global rank {rank}: {_shown(shapes)}" for rank, shapes in sorted(self._shapes.items()))
+            shown = "; ".join(
+                f"global rank {rank}: {', '.join(f'{kind}{shape}' for kind, *shape in shapes.values())}"
+                for rank, shapes in sorted(self._shapes.items())
+            )
             kinds = [{path: row[0].partition(",")[0] for path, row in one.items()} for one in self._shapes.values()]
             way_out = RAGGED if all(one == kinds[0] for one in kinds) else _OTHER_FIELDS
             raise BatchStructureError(
@@ -116,7 +119,3 @@ class StepNotes:
 
 
 _OTHER_FIELDS = "Make the samples on all ranks of the same fields, with the same dtypes."
-
-
-def _shown(shapes: Mapping[str, Sequence[Any]]) -> str:
-    return ", ".join(f"{kind}{shape}" for kind, *shape in shapes.values())

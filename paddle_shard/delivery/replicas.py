@@ -29,15 +29,13 @@ def replicas_of(
         ArgumentError: replicas="leader", but it is not known who shares a host.
     """
     hosts, me, asked = hosts_of_ranks(), dist.get_rank(), options.replicas == "leader"
-    if options.replicas == "each" or len(ranks) == 1:
-        return Replicas()
-    if hosts is None and asked:
+    if hosts is None and asked and len(ranks) > 1:
         raise ArgumentError(
             "replicas='leader': which ranks share a host is read from PADDLE_TRAINER_ENDPOINTS, which does not have "
             "one host:port for each rank. Start the ranks with python -m paddle.distributed.launch, or leave replicas "
             "at 'each'."
         )
-    if hosts is None:
+    if options.replicas == "each" or len(ranks) == 1 or hosts is None:
         return Replicas()
     rows = _rows_of(me, source, layouts)
     together = [one for one in sorted(ranks) if hosts[one] == hosts[me] and _rows_of(one, source, layouts) == rows]

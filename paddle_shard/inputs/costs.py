@@ -11,7 +11,7 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.balance import Costs
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import length_or_none
 from paddle_shard.sources.mixture import Mixture
 
 _PROBES = 64
@@ -113,15 +113,6 @@ def _checked(what: str, given: Any, dataset: Any) -> Given:
         raise ArgumentError(f"{what} has {len(costs)} costs, but the {type(dataset).__name__} {length} samples.")
     _check(costs, range(len(costs)), what)
     return costs
-
-
-def length_or_none(something: Any) -> int | None:
-    """Return the length of something of the user's; None if it has none."""
-    try:
-        return len(something)
-    except Exception as error:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
-        raise_if_a_handlers(error)
-        return None
 
 
 def _looked_up(what: str, given: Given, ids: Any) -> Costs:

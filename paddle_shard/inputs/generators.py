@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
-from paddle.base.framework import _current_expected_place
+from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.place.local_tensor import is_cpu
@@ -27,46 +28,62 @@ class _PaddleState:
 
 
 class PaddleGenerator:
-    """Paddle's generator of the CPU and, where a device is in use, those of devices. Workers have the CPU's only."""
+    """Paddle's generator of the CPU, the current place while samples are read; and those of devices, if asked for."""
 
-    def __init__(self, *, watched: bool = True) -> None:
+    def __init__(self, *, watched: bool = True, place: Any = None) -> None:
         """Set it up.
 
         Args:
             watched: True if a state shows whether something was drawn on the CPU. Otherwise no two states are equal, as
                 if something was always drawn.
+            place: A device, if its generator and those of its kind are seeded and kept, too. Workers cannot use it.
         """
-        self._watched = watched
+        self._watched, self._place, self._process = watched, place, os.getpid()
+
+    def _device(self) -> Any:
+        """Return the device, or None."""
+        return self._place if os.getpid() == self._process else None
 
     def seed(self, seed: int) -> None:
         """Seed the generators: 6 us."""
         seed &= 0x7FFFFFFFFFFFFFFF
-        if is_cpu(_current_expected_place()):
+        if (device := self._device()) is None:
             core.default_cpu_generator().manual_seed(seed)
         else:
-            paddle.seed(seed)
+            with _dygraph_place_guard(device):
+                paddle.seed(seed)
 
     def get_state(self) -> Any:
         """Return their states: 1 us."""
-        cpu = core.default_cpu_generator().get_state()
-        device = None if is_cpu(_current_expected_place()) else paddle.get_rng_state()
+        cpu, of_devices = core.default_cpu_generator().get_state(), None
+        if (device := self._device()) is not None:
+            with _dygraph_place_guard(device):
+                of_devices = paddle.get_rng_state()
         _PROBE.set_state(cpu)
-        return _PaddleState(_PROBE.random() if self._watched else object(), cpu, device)
+        return _PaddleState(_PROBE.random() if self._watched else object(), cpu, of_devices)
 
     def set_state(self, state: Any) -> None:
         """Restore the states."""
         if state.device is not None:
-            paddle.set_rng_state(state.device)
+            with _dygraph_place_guard(self._place):
+                paddle.set_rng_state(state.device)
         core.default_cpu_generator().set_state(state.cpu)
 
 
-def generators_of(dataset: Any, *, stream: bool) -> tuple[Generator, ...]:
+def generators_of(dataset: Any, *, stream: bool, place: Any = None) -> tuple[Generator, ...]:
     """Return the generators that are seeded before each sample of a data set: numpy's, Python's and Paddle's.
 
     Data with an index that draws from Paddle's on the CPU is found out. Of a stream, and of what draws on a device, it
     cannot be: seeding Paddle's for each sample would cost more than the others together, and a device's is also drawn
     from by the model. Such a data set says so by an attribute `seed_paddle`.
+
+    Args:
+        dataset: The data set.
+        stream: True if the data set has no index.
+        place: The loader's place; None: the CPU.
     """
-    told = bool(getattr(dataset, "seed_paddle", False))
-    paddles = () if stream and not told else (PaddleGenerator(watched=not told),)
+    if getattr(dataset, "seed_paddle", False):
+        paddles = [PaddleGenerator(watched=False, place=None if place is None or is_cpu(place) else place)]
+    else:
+        paddles = [] if stream else [PaddleGenerator()]
     return (NumpyGenerator(), PythonGenerator(), *paddles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import paddle.io
 
@@ -91,7 +91,11 @@ class Stream(paddle.io.IterableDataset):
 
     @classmethod
     def mixture(
-        cls, sources: Mapping[str, Stream], weights: Mapping[str, float] | None = None, *, stop: str = "first"
+        cls,
+        sources: Mapping[str, Stream],
+        weights: Mapping[str, float] | None = None,
+        *,
+        stop: Literal["first", "all"] = "first",
     ) -> Stream:
         """Return a stream that draws from several streams, from each as often as its weight says, at any moment.
 
@@ -426,7 +430,7 @@ class Stream(paddle.io.IterableDataset):
         *,
         window: int = 1024,
         key: str = "input_ids",
-        long: str = "split",
+        long: Literal["split", "drop", "error"] = "split",
         labels: str | None = None,
         ignore_index: int = -100,
         pad_values: Mapping[str, float] | None = None,

@@ -86,8 +86,7 @@ class StreamOrder(Batches):
 
     def _readers(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
-        plan, skip = self.plan, start.samples // self.plan.num_parts
-        opening = replace(self.opening(start), parts=self.parts, skip=skip)
+        plan, opening = self.plan, replace(self.opening(start), skip=start.samples // self.plan.num_parts)
         request = ChunkRequest(
             pass_number=next(_numbers),
             opening=opening,
@@ -163,13 +162,10 @@ class StreamOrder(Batches):
         return start.steps + plan.ending.num_steps(left, plan.samples_per_part)
 
     def __len__(self) -> int:
-        steps = self.known_steps(LoaderState())
-        if steps is None:  # a TypeError, so that list(loader) works
-            raise ArgumentTypeError(
-                "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known "
-                "length, or a source that knows its counts."
-            )
-        return steps
+        raise ArgumentTypeError(  # a TypeError, so that list(loader) works
+            "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known length, "
+            "or a source that knows its counts."
+        )
 
     @property
     def read_by_all(self) -> bool:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import paddle.distributed as dist
 import paddle.io
@@ -21,6 +21,7 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.compat import mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.plan.orders import Shuffle
+from paddle_shard.plan.tails import TailName
 from paddle_shard.say_once import say_once
 
 _REMOVED = {
@@ -64,18 +65,18 @@ def shard_dataloader(
     *,
     shuffle: Shuffle | None = None,
     seed: int = 0,
-    tail: str | None = None,
+    tail: TailName | None = None,
     batch_size: Sequence[tuple[int, int]] | None = None,
     balance: Any = None,
     num_batches: int | None = None,
     placements: Any = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
-    verify: str | int | None = "first",
-    replicas: str = "each",
+    verify: Literal["first"] | int | None = "first",
+    replicas: Literal["each", "leader", "auto"] = "each",
     timeout: float = 1800.0,
     prefetch: int | None = None,
-    on_error: str = "raise",
-    on_lost: str = "raise",
+    on_error: Literal["raise", "skip"] = "raise",
+    on_lost: Literal["raise", "exit"] = "raise",
 ) -> ShardDataloader:
     """Split the batches of a DataLoader along axes of the mesh and yield them as distributed tensors.
 

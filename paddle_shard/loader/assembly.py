@@ -95,9 +95,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
 
 def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None, on_device: int) -> Reading:
     """Return how steps are read, here or in workers."""
+    given = options.dataloader
     sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
-        generators=generators_of(options.dataloader.dataset, stream=source.stream is not None),
+        generators=generators_of(given.dataset, stream=source.stream is not None, place=given.places[0]),
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
@@ -107,7 +108,7 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
-    to_tensors = partial(TensorMaker, options.dataloader.places[0], queued=on_device > 0)
+    to_tensors = partial(TensorMaker, options.dataloader.places[0], ahead=on_device > 0)
     # Workers have less time than the other ranks, so that these are told what it is.
     return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read)
 

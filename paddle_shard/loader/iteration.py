@@ -16,7 +16,6 @@ from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
 from paddle_shard.inputs.source import Source
-from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
@@ -56,13 +55,13 @@ class ShardIterator:
         self._setup, self._loader = setup, loader
         self.start = start = setup.run.start()
         self.epoch = start.epoch
-        self._progress = setup.run.begin(start)
         self._closed = False
         self._current: Batch | None = None
         self._valid: tuple[Batch, Any] | None = None
         self._clock = PassClock(setup.stats)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass = begin(setup, start) if begun is None else begun
+        self._progress = setup.run.begin(start)  # at last: the run counts what it delivers until it is closed
 
     @property
     def step(self) -> int:
@@ -141,7 +140,7 @@ class ShardIterator:
         self.close()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "_pass") and not ending():  # workers and threads are ended when the process begins to end
+        if hasattr(self, "_progress") and not ending():  # workers and threads are ended when the process begins to end
             self.close()
 
 
@@ -150,15 +149,16 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     stream, stats = setup.source.stream, setup.stats
     if stream is None or stream.whole_items or stream.plan.repeats or stats.total.batches != stats.epoch.batches:
         return
-    plan = stream.plan
+    plan, source = stream.plan, stream.stage.source
+    counted = not isinstance(source, ShardSource) or source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+    remedy = _OWN if stream.split_over is not None else _FILTERED if counted else _COUNT
     counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
     if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
         say_once(
             f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
-            f"because the stream's {plan.num_parts} parts end at different times. {_remedy(stream)}"
+            f"because the stream's {plan.num_parts} parts end at different times. {remedy}"
         )
-    source = stream.stage.source
     if plan.ending.drops and rank == 0 and source.num_shards is not None and stream.known_steps(LoaderState()) is None:
         opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
@@ -169,16 +169,8 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             say_once(
                 f"tail='drop': the epoch had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "
                 f"ended with the shortest of the stream's {plan.num_parts} parts; the rest of the others was dropped: "
-                f"{much}. {_remedy(stream)}"
+                f"{much}. {remedy}"
             )
-
-
-def _remedy(stream: StreamOrder) -> str:
-    if stream.split_over is not None:
-        return _OWN
-    source = stream.stage.source
-    parts = Opening(parts=(0,), num_parts=1)
-    return _COUNT if isinstance(source, ShardSource) and source.lengths(parts) is None else _FILTERED
 
 
 def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import paddle
+from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
 _MOST_PUSHED = 8
 """Batches that fit into the queue of a feed: more than are ever pushed and not pulled."""
+_MOST_QUEUED = 2
+"""Batches whose copies are queued behind the device's work before the oldest is waited for: each holds host memory."""
 
 
 class TensorMaker:
@@ -23,15 +27,24 @@ class TensorMaker:
     `paddle.to_tensor` takes up to four times as long, and in Paddle 3.3 it leaks about 110 bytes per call.
     """
 
-    def __init__(self, place: Any, *, queued: bool = True) -> None:
+    def __init__(self, place: Any, *, ahead: bool = True) -> None:
         """Set the place.
 
         Args:
             place: A `CPUPlace`, `CUDAPlace` or the like.
-            queued: True if copies to a device are asked for ahead; False if each is waited for at once.
+            ahead: True if copies to a device are asked for some batches ahead; False if each is asked for when its
+                batch is due.
         """
         self._place, self._on_cpu = place, is_cpu(place)
-        self._feed = DeviceFeed(place) if queued and not self._on_cpu else None
+        self._feed: DeviceFeed | DeviceQueue | None = None
+        self._host: Any = core.CPUPlace()
+        """Where arrays are put first."""
+        if not self._on_cpu:
+            self._feed = DeviceFeed(place) if ahead else DeviceQueue(place)
+            if not ahead and isinstance(place, core.CUDAPlace):  # else the copy is not asynchronous
+                self._host = core.CUDAPinnedPlace()
+        self._copies = not (ahead or self._on_cpu)
+        """True if the copy may read the host's memory when the loop has changed it."""
 
     def __call__(self, leaves: Sequence[Any], owned: bool) -> Callable[[], list[Any]]:
         """Begin to make tensors of leaves, and return a function that returns them. It is called in the same order.
@@ -53,15 +66,15 @@ class TensorMaker:
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
                 mine = adopt and type(leaf) is np.ndarray and leaf.size > 0 and leaf.flags.c_contiguous
                 one = core.DenseTensor()
-                one.set(leaf, core.CPUPlace(), mine)
+                one.set(leaf, self._host, mine)
             else:
                 made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
                 in_host_memory = is_cpu(made.place) or made.place.is_cuda_pinned_place()
                 if in_host_memory and made.size and not self._on_cpu:
-                    if not isinstance(leaf, paddle.Tensor):
-                        # Paddle frees another library's memory under a lock, and that needs the GIL; from_dlpack takes
-                        # the lock with the GIL held. So the reader's thread must never be the one to free it.
-                        made = made._copy_to(core.CPUPlace(), True)
+                    # Paddle frees another library's memory under a lock, and that needs the GIL; from_dlpack takes the
+                    # lock with the GIL held. So the reader's thread must never be the one to free it.
+                    if self._copies or not isinstance(leaf, paddle.Tensor):
+                        made = made._copy_to(self._host, True)
                     one = made.value().get_tensor()
             if one is not None:
                 dense[number] = one
@@ -75,8 +88,6 @@ class TensorMaker:
                 tensors = self._feed.pull()
             elif dense:
                 tensors = core.eager.read_next_tensor_list(list(dense.values()))
-                if not self._on_cpu:
-                    tensors = [tensor._copy_to(self._place, True) for tensor in tensors]
             for number, tensor in zip(dense, tensors, strict=True):
                 found[number] = tensor
             return found
@@ -87,6 +98,48 @@ class TensorMaker:
 def is_cpu(place: Any) -> bool:
     """Return whether a place is the CPU. Paddle has two classes for it."""
     return isinstance(place, core.CPUPlace) or (isinstance(place, core.Place) and place.is_cpu_place())
+
+
+class DeviceQueue:
+    """Moves batches to a device when they are due: each copy is queued behind what the device has to compute.
+
+    Nobody waits for it, as what is computed from the batch is queued behind the copy. The host's memory is held until
+    it has been copied.
+    """
+
+    def __init__(self, place: Any) -> None:
+        """Set the device."""
+        self._place = place
+        self._made = deque[list[Any]]()
+        """Batches that were pushed and not pulled."""
+        self._held = deque[tuple[Any, Sequence[Any]]]()
+        """Of the last batches, an event that is passed when it was copied, and its tensors in host memory."""
+        weakref.finalize(self, _wait_for_all, self._held, os.getpid())
+
+    def push(self, tensors: Sequence[Any]) -> None:
+        """Queue the copies of a batch.
+
+        Args:
+            tensors: One or more `core.DenseTensor`s in host memory, which nothing else writes to.
+        """
+        found = core.eager.read_next_tensor_list(list(tensors))
+        self._made.append([tensor._copy_to(self._place, False) for tensor in found])
+        with _dygraph_place_guard(self._place):  # an event is the current device's
+            event = paddle.device.Event()
+            event.record()
+        self._held.append((event, found))
+        while self._held and (len(self._held) > _MOST_QUEUED or self._held[0][0].query()):
+            self._held[0][0].synchronize()
+            self._held.popleft()
+
+    def pull(self) -> list[Any]:
+        """Return the tensors of the first batch that was not pulled yet, on the device."""
+        return self._made.popleft()
+
+
+def _wait_for_all(held: deque[tuple[Any, Sequence[Any]]], process: int) -> None:
+    if held and os.getpid() == process:  # in a forked child the device cannot be used
+        held[-1][0].synchronize()
 
 
 class DeviceFeed:

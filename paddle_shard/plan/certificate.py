@@ -341,12 +341,10 @@ def _of_sources(plan: ShardPlan, epoch: int, skips: Skips) -> Mapping[str, int] 
     """Return how many samples of each source of a mixture an epoch delivers; None for other data sets."""
     if not isinstance(plan.ordering, Mixing):
         return None
-    names, counts = plan.ordering.names, np.zeros(0, np.int64)
+    names, first = plan.ordering.names, plan.ordering.first_position(epoch, plan.num_samples)
+    counts = plan.ordering.draws.counts(first + plan.num_served) - plan.ordering.draws.counts(first)
     if skips.concerns(epoch):
         counts = np.zeros(len(names), np.int64)
         for ids in _kept(plan, epoch, skips, 0, plan.num_served):
             counts += np.bincount(source_and_index(ids)[0], minlength=len(names))
-    else:
-        first = plan.ordering.first_position(epoch, plan.num_samples)
-        counts = plan.ordering.draws.counts(first + plan.num_served) - plan.ordering.draws.counts(first)
     return dict(zip(names, counts.tolist(), strict=True))

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 def raised_by_a_handler(error: BaseException) -> bool:
@@ -33,6 +34,15 @@ def ignoring(*kinds: type[BaseException]) -> Iterator[None]:
         yield
     except kinds as error:
         raise_if_a_handlers(error)
+
+
+def length_or_none(something: Any) -> int | None:
+    """Return the length of something of the user's; None if it has none."""
+    try:
+        return len(something)
+    except Exception as error:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
+        raise_if_a_handlers(error)
+        return None
 
 
 def _is_given_one_of(frames: Sequence[FrameType], frame: FrameType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from paddle_shard.errors import ArgumentError
 
@@ -70,6 +71,8 @@ TAILS: dict[str, Tail] = {
     )
 }
 """All tails, by name."""
+TailName = Literal["pad", "fill", "drop", "repeat", "error"]
+"""Their names, for editors and type checkers."""
 INDEX_TAILS = tuple(tail for tail in TAILS.values() if tail.for_indices)
 STREAM_TAILS = tuple(tail for tail in TAILS.values() if tail.for_streams)
 

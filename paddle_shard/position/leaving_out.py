@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.source import Source
@@ -13,24 +14,17 @@ from paddle_shard.plan.mixture import Mixing, sample_ids, source_and_index
 from paddle_shard.plan.shard_plan import ShardPlan, positions_of, step_of_plan
 from paddle_shard.plan.skips import Skips, Stretch
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.samplers import UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler
 
 
 def stretches_of(
-    steps: Iterable[int],
-    epoch: int,
-    start: LoaderState,
-    plan: ShardPlan | None,
-    source: Source,
-    end: int | None,
+    steps: Iterable[int], start: LoaderState, plan: ShardPlan | None, source: Source, end: int | None
 ) -> Iterator[Stretch]:
     """Yield the positions of some steps.
 
     Args:
         steps: The steps.
-        epoch: Their epoch.
-        start: The position of the run in that epoch.
+        start: The position of the run in their epoch.
         plan: The order, unless the user's own sampler decides it.
         source: What the passes read.
         end: Steps of the epoch; None if that is not known.
@@ -39,10 +33,11 @@ def stretches_of(
         ArgumentTypeError: A step is not an int.
         ArgumentError: A step was delivered, does not exist, or its positions are not known.
     """
-    sampler, batches = source.custom_sampler, source.batches
-    # Nobody knows whether each batch of another sampler has as many samples.
-    even = not isinstance(batches, UserBatches) or batches.consecutive or isinstance(sampler, BucketBatchSampler)
-    batch_size = 1 if source.item_is_batch else source.batch_size if even else None
+    epoch, sampler = start.epoch, source.custom_sampler
+    # Of each batch; nobody knows whether those of another sampler have as many samples.
+    batch_size = 1 if source.item_is_batch else None
+    if type(sampler) is paddle.io.BatchSampler or isinstance(sampler, BucketBatchSampler):
+        batch_size = source.batch_size
     for step in _listed("steps", steps, "list or range of ints"):
         step = _number("a step must be an int", step)
         if not start.steps <= step or (end is not None and step >= end):

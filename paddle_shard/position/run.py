@@ -54,12 +54,7 @@ class PassProgress:
     """The position of one pass, and what it has delivered."""
 
     def __init__(
-        self,
-        start: LoaderState,
-        segments: tuple[tuple[int, int], ...],
-        place: Owner | None,
-        num_steps: int | None,
-        plan: ShardPlan | None = None,
+        self, start: LoaderState, segments: tuple[tuple[int, int], ...], place: Owner | None, num_steps: int | None
     ) -> None:
         """Begin at a position.
 
@@ -68,13 +63,12 @@ class PassProgress:
             segments: (first position, batch size) of each stretch of the epoch.
             place: Who owns what this process delivers; None if it is not counted.
             num_steps: Steps of the whole epoch; None if they are only known at its end.
-            plan: The order of the epoch, as this pass continues it; None if a sampler or a stream decides the order.
         """
-        self.start, self.plan, self.epoch = start, plan, start.epoch
+        self.start, self.epoch = start, start.epoch
         self._place, self._num_steps = place, num_steps
         self.number = next(numbers)
-        self.counted = self.closed = False
-        """`counted`: True if the run counts what the pass delivers. `closed`: True if the pass delivers no more."""
+        self.closed = False
+        """True if the pass delivers no more."""
         self.at = replace(start, segments=segments, certificate={})
         """The position, and what was delivered in this pass. It is one value, so that a signal handler that saves the
         state finds a batch as a whole or not at all."""
@@ -132,7 +126,7 @@ class OfEpoch(NamedTuple):
     own: Account = MappingProxyType({})
     """What the closed passes have delivered since then."""
     passes: tuple[tuple[PassProgress, LoaderState], ...] = ()
-    """The other passes, and where each was at the last certificate, or when it was added."""
+    """The other passes, and where each was at the last certificate, or when it began."""
     end: int | None = None
     """The position at which the user's sampler has ended; None if no pass has seen it."""
 
@@ -163,7 +157,7 @@ class Run:
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
         """
-        self._source, self._ranks, self._timeout = source, ranks, timeout
+        self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -175,10 +169,12 @@ class Run:
         """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
         self._latest: PassProgress | None = None
         """The pass that was delivered from last, or came to its end."""
+        self._layout = layout
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
         self._epochs: dict[int, OfEpoch] = {}
         self._num_steps: int | None = None
+        """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
         self.skips = Skips()
         """What the user leaves out."""
         self._contents: tuple[tuple[int, int | str, int], ...] = ()
@@ -229,7 +225,6 @@ class Run:
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
-        self._count(progress)  # also where nothing was delivered: the pass has seen the end
         progress.at = replace(progress.at, ended=True)
         self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
@@ -267,7 +262,13 @@ class Run:
             segments = plan.segments or ((0, plan.batch_size),)
         elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
             segments = start.continued(source.batch_size)
-        return PassProgress(start, segments, self._place, source.batches.known_steps(start), plan)
+        progress = PassProgress(start, segments, self._place, source.batches.known_steps(start))
+        # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
+        for epoch, found in list(self._epochs.items()):
+            self._epochs[epoch] = found.settled()
+        found = self._epochs.get(start.epoch, OfEpoch())
+        self._epochs[start.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
+        return progress
 
     def delivered(self, progress: PassProgress, batch: Step, ids: Ids, lost: int) -> None:
         """Note that a pass has delivered a batch.
@@ -280,20 +281,7 @@ class Run:
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
-        self._count(progress)
         progress.deliver(batch, ids, lost, drawn=not self._source.split)
-
-    def _count(self, progress: PassProgress) -> None:
-        """Let what a pass delivers from here on count, if it is one of this run."""
-        if progress.counted:
-            return
-        if progress.number >= self.first_pass:
-            # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
-            for epoch, found in list(self._epochs.items()):
-                self._epochs[epoch] = found.settled()
-            found = self._epochs.get(progress.epoch, OfEpoch())
-            self._epochs[progress.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
-        progress.counted = True
 
     def _of_epoch(self, epoch: int) -> OfEpoch:
         """Return what this process knows of the deliveries of an epoch, with all passes added up."""
@@ -301,12 +289,10 @@ class Run:
 
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
-        plan = self.plan
-        if plan is not None:
-            return plan.num_steps - num_steps_left_out(plan, self.epoch, self.skips)
-        if self._num_steps is None:  # counted once, as a sampler may have to be drawn to its end
-            self._num_steps = len(self._source.batches)
-        return self._num_steps
+        plan, found = self.plan, self.num_steps_or_none(LoaderState(epoch=self.epoch))
+        if found is None:
+            found = self._num_steps = len(self._source.batches)
+        return found if plan is None else found - num_steps_left_out(plan, self.epoch, self.skips)
 
     def num_steps_or_none(self, start: LoaderState) -> int | None:
         """Return the steps of the whole epoch of a position, if a sampler need not be drawn to its end for it."""
@@ -411,20 +397,16 @@ class Run:
                 )
         at = max(int(one["drawn"]) for one in found)
         batches.set_weights(at, tuple(found[0]["parts"]))
-        # The passes that are asked about their order (`where`, `certificate`); their batches ask for the plan anew.
-        for progress in {self._newest, self._latest} - {None}:
-            assert progress is not None
-            progress.plan = self._plan_from(progress.start)
         return at
 
     def sources(self) -> Mapping[str, Drawn]:
         """Return what was drawn of each source of a mixture, up to the last batch that was delivered."""
         last = self._newest or self._latest
-        start = self.start() if last is None else last.start
-        plan, samples = (self._plan_from(start), start.samples) if last is None else (last.plan, last.at.samples)
+        start, at = (self.start(), self.start()) if last is None else (last.start, last.at)
+        plan = self._plan_from(start)
         mixing = self._mixing(plan, "sources()")
         assert plan is not None
-        return drawn_of(mixing, mixing.first_position(start.epoch, plan.num_samples) + samples)
+        return drawn_of(mixing, mixing.first_position(start.epoch, plan.num_samples) + at.samples)
 
     def _no_index(self) -> str | None:
         """Return why samples have no number of their own that all ranks know; None if they have one."""
@@ -442,7 +424,7 @@ class Run:
         epoch = self.epoch if epoch is None else epoch
         done = self._newest or (self._latest if epoch != self.epoch else None)
         # As the epoch was, is, or would be served.
-        plan = done.plan if done is not None and done.epoch == epoch else self._plan_from(self.start(epoch))
+        plan = self._plan_from(done.start if done is not None and done.epoch == epoch else self.start(epoch))
         if plan is None:
             own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
             raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
@@ -466,7 +448,7 @@ class Run:
                 "another epoch."
             )
         plan = self._plan_from(start)
-        stretches = list(stretches_of(steps, epoch, start, plan, self._source, self.num_steps_or_none(start)))
+        stretches = list(stretches_of(steps, start, plan, self._source, self.num_steps_or_none(start)))
         self.skips = self.skips.joined(stretches, list(numbers_of(samples, plan)))
 
     def certificate(self) -> Certificate:
@@ -475,7 +457,7 @@ class Run:
             raise ArgumentError(f"certificate() cannot tell how often a sample should be delivered: this is {why}.")
         last = self._latest or self._resumed
         epoch = self.epoch if last is None else last.epoch
-        plan = self._plan_from(self.start(epoch)) if self._latest is None else self._latest.plan
+        plan = self._plan_from(self.start(epoch) if self._latest is None else self._latest.start)
         # That of the epoch in which the run stands as well, for a state that is saved now.
         epochs = sorted({epoch, self.state().epoch})
         of_epochs = [self._of_epoch(one) for one in epochs]

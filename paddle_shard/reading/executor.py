@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
+from paddle.framework import core
+
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
@@ -116,6 +119,18 @@ class _Reads(Executor):
             raise ReadFailure.of(error, what=what).error(step) from None
 
 
+def on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Make the CPU the current place, as it is in workers: so samples draw the same numbers, from the same generator.
+
+    All threads of a process have the same current place, so only the caller's thread may do this.
+    """
+    return _dygraph_place_guard(core.CPUPlace()) if _on_device() else contextlib.nullcontext()
+
+
+def _on_device() -> bool:
+    return not isinstance(_current_expected_place_(), core.CPUPlace)
+
+
 class InlineExecutor(_Reads):
     """Reads in this process, when a batch is taken."""
 
@@ -126,8 +141,11 @@ class InlineExecutor(_Reads):
 
     @property
     def runs_free(self) -> bool:
-        """See `Executor`."""
-        return self._reader.runs_free
+        """See `Executor`. In another thread the CPU cannot be the current place.
+
+        So tensors that samples make would go to the device one by one, and wait for what it has to compute.
+        """
+        return self._reader.runs_free and not (self._reader.makes_tensors and _on_device())
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -139,7 +157,12 @@ class InlineExecutor(_Reads):
             raise StopIteration
         step, reader = self._steps[0], self._reader
         asked = step.parts[0] if step.parts else step
-        found = self._batch([reader.read_beside(asked) if beside else reader.read(asked, None)])
+        if beside:
+            answer: Chunk | ReadFailure = reader.read_beside(asked)
+        else:
+            with on_cpu():
+                answer = reader.read(asked, None)
+        found = self._batch([answer])
         found.owned = reader.owns_arrays
         return found
 

@@ -9,8 +9,6 @@ import time
 import weakref
 from collections import deque
 
-from paddle.base.framework import _current_expected_place, _set_expected_place
-
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor, Wrapper
@@ -63,7 +61,7 @@ class Prefetcher(Wrapper):
         self._running = False
         self._over = False
         """True if the thread must end, and never runs again."""
-        self._place, self._process = _current_expected_place(), os.getpid()
+        self._process = os.getpid()
 
     @property
     def depth(self) -> int:
@@ -147,7 +145,6 @@ class Prefetcher(Wrapper):
             self._thread = thread
 
     def _run(self) -> None:
-        _set_expected_place(self._place)  # each thread has a current place of its own
         failure: BaseException | None = None
         try:
             while True:

@@ -52,6 +52,8 @@ class DrewBesideError(Exception):
 class Reader:
     """Reads what a step asks for: the same bytes in every process that is asked."""
 
+    makes_tensors = False
+    """True if samples were seen to hold Paddle's tensors in host memory."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
@@ -325,6 +327,8 @@ class IdReader(Reader):
         )
         if watched:
             self._draws = drew or self._drew_since(seed)
+            tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
+            self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
 
     def _contents(self, step: Step, ids: Sequence[Any], samples: Sequence[Any]) -> tuple[Content, ...]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
-VERSION = 1
+VERSION = 2
 
 
 class BucketBatchSampler:
@@ -58,7 +59,13 @@ class BucketBatchSampler:
 
         Raises:
             ArgumentError: An argument is out of range, or both sizes or none are given.
+            ArgumentTypeError: `lengths` is no array and no list.
         """
+        if not isinstance(lengths, Sequence | np.ndarray) and not hasattr(lengths, "__array__"):
+            raise ArgumentTypeError(
+                f"lengths must be an array or a list of ints, one for each sample, got {type(lengths).__name__}. Of a "
+                "data set, make it once, for instance [len(sample) for sample in dataset], and keep it in a file."
+            )
         self._lengths = np.asarray(lengths)
         if self._lengths.ndim != 1 or self._lengths.dtype.kind not in "iu" or not len(self._lengths):
             raise ArgumentError(
@@ -85,6 +92,8 @@ class BucketBatchSampler:
         self._max_tokens, self._window, self._multiple, self._seed = max_tokens, window, multiple_of, seed
         self._at = (0, 0)
         self._counts: tuple[int, int] | None = None
+        self._settings: dict[str, Any] = {**sizes, "window": window, "seed": seed, "drop_last": drop_last}
+        """All that the order depends on, besides the epoch."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BucketBatchSampler:
         """Return a copy with a position of its own; the lengths, which never change, are shared."""
@@ -121,8 +130,12 @@ class BucketBatchSampler:
         self.epoch, self._at = self.epoch + 1, (0, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: JSON-able."""
-        return {"version": VERSION, "epoch": self.epoch, "window": self._at[0], "batch": self._at[1]}
+        """Return the position, and what the order depends on: JSON-able."""
+        if "lengths" not in self._settings:  # once, and only if there is a state
+            crc = zlib.crc32(np.ascontiguousarray(self._lengths).data)
+            self._settings["lengths"] = f"{len(self._lengths)}, CRC {crc:08x}"
+        place = {"epoch": self.epoch, "window": self._at[0], "batch": self._at[1]}
+        return {"version": VERSION, **place, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position.
@@ -131,12 +144,21 @@ class BucketBatchSampler:
             state: A result of `state_dict`.
 
         Raises:
-            StateError: It is not such a state.
+            StateError: It is not such a state, or is of a sampler with other lengths or settings.
         """
-        wanted = {"version", "epoch", "window", "batch"}
-        fine = isinstance(state, Mapping) and set(state) == wanted and state["version"] == VERSION
-        if not fine or not all(isinstance(value, int) and value >= 0 for value in state.values()):
+        mine = self.state_dict()
+        fine = isinstance(state, Mapping) and set(state) == set(mine) and state["version"] == VERSION
+        if not fine or not all(
+            isinstance(state[name], int) and state[name] >= 0 for name in ("epoch", "window", "batch")
+        ):
             raise StateError(f"state must be what BucketBatchSampler.state_dict() returned, got {state!r}.")
+        was, now = state["settings"], mine["settings"]
+        changes = [f"{name}: saved {was.get(name)}, now {now[name]}" for name in now if was.get(name) != now[name]]
+        if changes:
+            raise StateError(
+                f"state is of a BucketBatchSampler with another order ({', '.join(changes)}), so its position holds "
+                "other samples here. Give it the same lengths and settings, or begin a new epoch without this state."
+            )
         self.epoch, self._at = state["epoch"], (state["window"], state["batch"])
 
     def _batches(self, window: int) -> list[Indices]:

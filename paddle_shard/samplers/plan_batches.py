@@ -17,7 +17,8 @@ from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
 class Batches:
     """The global batches of any epoch: what a run asks of them, be their order a plan's, a sampler's or a stream's.
 
-    It also asks for `fingerprint()`, what the order depends on (JSON-able), and for `len()`, the steps of an epoch.
+    It also asks for `fingerprint()`, what the order depends on (JSON-able), and where `known_steps` does not tell, for
+    `len()`.
     """
 
     __slots__ = ()
@@ -102,9 +103,6 @@ class PlanBatches(IndexBatches):
     def known_steps(self, start: LoaderState) -> int:
         """See `Batches`."""
         return self.plan_of(start).num_steps
-
-    def __len__(self) -> int:
-        return self.plan.num_steps
 
     def plan_of(self, start: LoaderState) -> ShardPlan:
         """Return the plan of an epoch, with all changes of the run.

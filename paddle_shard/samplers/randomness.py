@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,14 +94,19 @@ class PrivateRandomness:
     states that depend on the seed alone. Outside, they are as the user left them.
     """
 
-    def __init__(self, generators: Sequence[Generator], seed: int) -> None:
-        self._generators, self._seed = generators, seed
+    def __init__(
+        self,
+        generators: Sequence[Generator],
+        seed: int,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._generators, self._seed, self._around = generators, seed, around
         self._states: list[Any] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Let the generators hold the private states."""
-        with _private, kept(self._generators):
+        with _private, self._around(), kept(self._generators):
             if self._states is None:
                 for generator in self._generators:
                     generator.seed(self._seed)

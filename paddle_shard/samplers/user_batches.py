@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -54,6 +55,8 @@ class UserBatches(IndexBatches):
     seed: int = 0
     generators: Sequence[Generator] = ()
     """The global generators that the sampler may draw from."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered while the sampler draws."""
     takes_epoch: bool = False
     """True if the order depends on the sampler's attribute `epoch`, as in Paddle's `DistributedBatchSampler`."""
     consecutive: bool = False
@@ -75,11 +78,7 @@ class UserBatches(IndexBatches):
             return self.num_steps
         if self.tail.drops and not getattr(self.batch_sampler, "drop_last", False):
             return None  # whether the last batch is short, and dropped, shows only at the end
-        try:
-            return len(self.batch_sampler)  # type: ignore[arg-type]
-        except Exception as error:  # Paddle's WeightedRandomSampler given a list has a __len__ that raises
-            raise_if_a_handlers(error)
-            return None
+        return length_or_none(self.batch_sampler)
 
     @property
     def _name(self) -> str:
@@ -330,7 +329,7 @@ class Draw:
 
     def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
         self._sampler, self.epoch = sampler, epoch
-        self._randomness = PrivateRandomness(of.generators, derive_seed("sampler", of.seed, epoch))
+        self._randomness = PrivateRandomness(of.generators, derive_seed("sampler", of.seed, epoch), of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
         self.head_size = of.nominal_size or of.num_data_ranks * of.accumulation

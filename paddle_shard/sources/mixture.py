@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Mixture:
         weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None = None,
         *,
         num_samples: int | None = None,
-        stop: str = "first",
+        stop: Literal["first", "all"] = "first",
     ) -> None:
         """Take note of the sources; nothing is read but their lengths.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class Packed:
         *,
         lengths: Sequence[int] | npt.NDArray[Any] | str | os.PathLike[str] | None = None,
         key: str = "input_ids",
-        long: str = "split",
+        long: Literal["split", "drop", "error"] = "split",
         labels: str | None = None,
         ignore_index: int = -100,
         pad_values: Mapping[str, float] | None = None,

@@ -15,6 +15,7 @@ from tests.deadlines import HANG
 ROWS = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 STEPS = 16
+COMPUTE = paddle.device.current_stream("standin:0").stream_base.raw_stream
 SETTLE = 0.3
 """Seconds in which workers read, and copies end, that nothing holds up."""
 
@@ -28,12 +29,10 @@ class Data(paddle.io.Dataset):
 
 
 class DeviceTensors(Data):
-    rows = None
+    """Samples that are tensors on the device on purpose: the current place is the CPU while they are read."""
 
     def __getitem__(self, index):
-        if self.rows is None:
-            self.rows = [paddle.to_tensor(row) for row in ROWS]
-        return self.rows[index], index
+        return paddle.to_tensor(ROWS[index], place=paddle.CustomPlace("standin", 0)), index
 
 
 def given(data=None, **more):
@@ -77,9 +76,15 @@ def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
     batches.close()
 
 
-@pytest.mark.parametrize("options", [{"prefetch": 0}, {}])
-def test_where_nothing_is_to_be_read_ahead_each_leaf_costs_one_copy_when_its_batch_is_asked_for(options, counters):
-    batches = iter(loader_of(given(use_buffer_reader=bool(options)), **options))
+NOT_AHEAD = {
+    "prefetch 0": lambda data=None: loader_of(given(data), prefetch=0),
+    "unbuffered": lambda data=None: loader_of(given(data, use_buffer_reader=False)),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_AHEAD)
+def test_where_nothing_is_to_be_read_ahead_each_leaf_is_copied_once_when_its_batch_is_asked_for(kind, counters):
+    batches = iter(NOT_AHEAD[kind]())
     next(batches)
     counters()
 
@@ -87,9 +92,46 @@ def test_where_nothing_is_to_be_read_ahead_each_leaf_costs_one_copy_when_its_bat
         next(batches)
 
     found = counters()
-    assert found.pop("h2d")[0] == 2 * STEPS
-    assert not {"d2h", "d2h_async", "d2d", "d2d_async", "h2d_async", "sync_device"} & set(found), found
+    assert found.pop("h2d_async")[0] == 2 * STEPS
+    assert not {"h2d", "d2h", "d2h_async", "d2d", "d2d_async", "sync_device", "sync_stream"} & set(found), found
     batches.close()
+
+
+class OneBuffer(Data):
+    """A data set that gives the same memory for every batch: an array, and a tensor in host memory."""
+
+    def __init__(self):
+        self.array = np.empty([8, 16], "float32")
+        self.tensor = paddle.zeros([8]).cpu()
+
+    def __getitems__(self, indices):
+        self.array[:] = ROWS[indices]
+        paddle.assign(paddle.to_tensor(np.array(indices, "float32"), place=paddle.CPUPlace()), self.tensor)
+        return self.array, self.tensor
+
+
+@pytest.mark.parametrize("data", [None, OneBuffer])
+@pytest.mark.parametrize("kind", NOT_AHEAD)
+def test_a_copy_that_is_queued_reads_what_its_batch_held_when_it_was_asked_for(kind, data, plugin):
+    batches = iter(NOT_AHEAD[kind](data and data()))
+    found = [next(batches)]
+    plugin.standin_close(COMPUTE)
+    found += [next(batches), next(batches)]
+    plugin.standin_open()
+    found += batches
+
+    assert np.concatenate([x._local_value().numpy() for x, _ in found]).tolist() == ROWS.tolist()
+    assert [i for _, y in found for i in y._local_value().numpy().tolist()] == list(range(len(ROWS)))
+
+
+@pytest.mark.parametrize("kind", NOT_AHEAD)
+def test_what_is_queued_is_copied_before_a_dropped_loader_frees_the_memory(kind, plugin):
+    batches = iter(NOT_AHEAD[kind]())
+    plugin.standin_work(COMPUTE, int(SETTLE * 1e6))
+    x, _ = next(batches)
+    del batches
+
+    assert x._local_value().numpy().tolist() == ROWS[:8].tolist()
 
 
 def test_samples_that_are_device_tensors_are_stacked_on_the_device(monkeypatch):
@@ -111,13 +153,13 @@ WAYS = {
     "workers": lambda: loader_of(given(num_workers=2)),
     "stream": lambda: loader_of(given(stream())),
     "padded": lambda: loader_of(given(), pad_to={0: ("longest", 0)}),
+    **NOT_AHEAD,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
-    """Work is queued that does not end: a batch whose copy was asked for before it comes all the same."""
-    compute = paddle.device.current_stream("standin:0").stream_base.raw_stream
+    """Work is queued that does not end: a batch whose copy was asked for before, or is queued behind it, comes."""
     loader = WAYS[way]()
     for _ in range(2):  # the second epoch meets an idle device first
         batches = iter(loader)
@@ -125,7 +167,7 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
         time.sleep(SETTLE)  # workers have read ahead
         next(batches)
         time.sleep(SETTLE)  # what was asked for is copied
-        plugin.standin_close(compute)
+        plugin.standin_close(COMPUTE)
         found = []
         waiting = threading.Thread(target=lambda batches=batches, found=found: found.append(next(batches)), daemon=True)
         try:

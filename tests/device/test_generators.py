@@ -1,6 +1,8 @@
 """What samples draw is the same on every place and with any workers, and the user's generators stay as they were."""
 
 import random
+import threading
+import time
 
 import numpy as np
 import paddle
@@ -9,6 +11,7 @@ import pytest
 from paddle.framework import core
 
 import paddle_shard
+from paddle_shard.errors import DataReadError
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -17,8 +20,7 @@ class Draws(paddle.io.Dataset):
     """Samples that draw from numpy's, Python's and Paddle's generators."""
 
     def __getitem__(self, index):
-        drawn = paddle.rand([2]) if paddle.io.get_worker_info() is None else paddle.rand([2]).cpu()
-        return np.concatenate([[index, np.random.rand(), random.random()], drawn.numpy()])
+        return np.concatenate([[index, np.random.rand(), random.random()], paddle.rand([2]).numpy()])
 
     def __len__(self):
         return 24
@@ -30,13 +32,17 @@ def generators():
     return [seeds, str(np.random.get_state()), random.getstate()]
 
 
-def rows(device, workers):
+def loader_of(given):
+    return paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", seed=3)
+
+
+def rows(device, workers, told=True):
     paddle.set_device(device)
     try:
         dataset = Draws()
-        dataset.seed_paddle = True
+        dataset.seed_paddle = told
         given = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, shuffle=True)
-        loader = paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", seed=3)
+        loader = loader_of(given)
         before = generators()
         found = [row for _ in range(2) for batch in loader for row in batch._local_value().numpy().tolist()]
         assert generators() == before
@@ -45,12 +51,119 @@ def rows(device, workers):
         paddle.set_device("standin:0")
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("device", ["cpu", "standin:0"])
-def test_samples_draw_the_same_and_leave_the_users_generators_alone(device, workers):
+def test_samples_draw_the_same_and_leave_the_users_generators_alone(device, workers, told):
+    """Whether the data set says that it draws from Paddle's generator, or it is found out."""
     paddle.seed(5)
-    found = rows(device, workers)
+    found = rows(device, workers, told)
 
     paddle.seed(17)
     assert found == rows("cpu", 0)
     assert len({tuple(row[1:]) for row in found}) == len(found)
+
+
+def order(device):
+    paddle.set_device(device)
+    try:
+        sampler = paddle.io.BatchSampler(sampler=paddle.io.SubsetRandomSampler(list(range(24))), batch_size=8)
+        before = generators()
+        batches = list(loader_of(paddle.io.DataLoader(Draws(), batch_sampler=sampler)))
+        assert generators() == before
+        return [int(row[0]) for batch in batches for row in batch._local_value().numpy()]
+    finally:
+        paddle.set_device("standin:0")
+
+
+def test_a_sampler_draws_the_same_order_on_every_place():
+    """Paddle's SubsetRandomSampler calls `paddle.randperm`, which draws from the generator of the current place."""
+    found = order("standin:0")
+
+    assert sorted(found) == list(range(24)) != found
+    paddle.seed(17)
+    assert found == order("cpu")
+
+
+class DrawsOnTheDevice(paddle.io.Dataset):
+    """Samples that draw from the device's generator on purpose, and say so."""
+
+    seed_paddle = True
+
+    def __getitem__(self, index):
+        with paddle.device.device_guard("standin:0"):
+            return [index, paddle.rand([1]).cpu().item()]
+
+    def __len__(self):
+        return 24
+
+
+def test_what_is_drawn_on_the_device_on_purpose_is_seeded_too():
+    def drawn():
+        return [
+            batch[1]._local_value().numpy().tolist() for batch in loader_of(paddle.io.DataLoader(DrawsOnTheDevice()))
+        ]
+
+    before = generators()
+    first = drawn()
+    paddle.rand([3])
+    between = generators()
+
+    assert first == drawn()
+    assert generators()[0] == between[0] == before[0]
+
+
+class Places(paddle.io.Dataset):
+    """Samples that are slow enough for a thread to read them, and note the current place."""
+
+    def __init__(self, tensors=False):
+        self.seen, self.tensors = [], tensors
+
+    def __getitem__(self, index):
+        time.sleep(0.0005)
+        self.seen.append((paddle.device.get_device(), threading.current_thread() is threading.main_thread()))
+        return paddle.to_tensor([float(index)]) if self.tensors else index
+
+    def __len__(self):
+        return 64
+
+
+def test_samples_are_read_on_the_cpu_and_the_users_device_stays():
+    data = Places()
+    for _ in loader_of(paddle.io.DataLoader(data, batch_size=4)):
+        assert paddle.device.get_device() == "standin:0"
+
+    places = {on_main: {place for place, main in data.seen if main == on_main} for on_main in (True, False)}
+    assert places[True] == {"cpu"}
+    assert places[False] == {"standin:0"}  # the place of all threads: another would be the training loop's, too
+
+
+def test_a_thread_that_reads_does_not_undo_the_users_set_device():
+    batches = iter(loader_of(paddle.io.DataLoader(Places(), batch_size=4)))
+    paddle.set_device("standin:1")
+    try:
+        for _ in batches:
+            assert paddle.device.get_device() == "standin:1"
+    finally:
+        paddle.set_device("standin:0")
+
+
+def test_samples_that_make_tensors_are_read_on_the_loops_thread_where_these_stay_in_host_memory(counters):
+    data = Places(tensors=True)
+    batches = iter(loader_of(paddle.io.DataLoader(data, batch_size=4)))
+    counters()
+    found = list(batches)
+
+    assert set(data.seen) == {("cpu", True)}
+    copies = counters()
+    assert sum(copies.get(what, (0,))[0] for what in ("h2d", "h2d_async")) == len(found)
+
+
+def test_the_users_device_stays_when_reading_fails():
+    class Fails(Draws):
+        def __getitem__(self, index):
+            raise ValueError(index)
+
+    with pytest.raises(DataReadError):
+        next(iter(loader_of(paddle.io.DataLoader(Fails(), batch_size=4))))
+    assert paddle.device.get_device() == "standin:0"

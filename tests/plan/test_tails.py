@@ -1,9 +1,11 @@
 """What each tail does with the end of an epoch."""
 
+from typing import get_args
+
 import pytest
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.tails import INDEX_TAILS, STREAM_TAILS, TAILS, find_tail
+from paddle_shard.plan.tails import INDEX_TAILS, STREAM_TAILS, TAILS, TailName, find_tail
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,7 @@ def test_what_is_no_tail_is_refused_with_those_there_are(tail, stream):
 
 def test_a_tail_is_equal_to_its_name():
     assert all(tail == name and str(tail) == name and repr(tail) == repr(name) for name, tail in TAILS.items())
+
+
+def test_editors_offer_every_tail():
+    assert set(get_args(TailName)) == set(TAILS)

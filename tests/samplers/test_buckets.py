@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paddle.io import DataLoader
 
 from paddle_shard import BucketBatchSampler
-from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, locals_of, mesh, sharded
 from tests.trials import trials
@@ -165,3 +165,34 @@ def test_any_number_of_samples_is_served_on_two_data_ranks(size, number, tail):
     found = sorted(per_rank[0] + per_rank[1])
     assert len(set(found)) == len(found)
     assert len(found) == number or tail == "drop"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 6}, "batch_size: saved 4, now 6"),
+        ({"window": 32}, "window: saved 16, now 32"),
+        ({"seed": 1}, "seed: saved 0, now 1"),
+        ({"multiple_of": 2}, "multiple_of: saved 1, now 2"),
+        ({"drop_last": True}, "drop_last: saved False, now True"),
+        ({"lengths": range(46, 0, -1)}, "lengths: saved 46, CRC "),
+        ({"lengths": range(1, 46)}, "lengths: saved 46, CRC "),
+        ({"batch_size": None, "max_tokens": 90}, "max_tokens: saved None, now 90"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_with_both_values(change, says):
+    def made(lengths=range(1, 47), batch_size=4, **settings):
+        return BucketBatchSampler(list(lengths), batch_size, **{"window": 16, **settings})
+
+    sampler = made()
+    next(iter(sampler))
+    with pytest.raises(StateError) as caught:
+        made(**change).load_state_dict(sampler.state_dict())
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [Made(), iter([1, 2]), {1: 2}, "12"])
+def test_what_are_no_lengths_is_refused(wrong):
+    """A data set without an end was read for ever."""
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="lengths must be an array"):
+        BucketBatchSampler(wrong, 2)
