@@ -30,7 +30,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "ranks": (PURE | {"say_once", "reading"}, {"numpy", "paddle"}),
     "inputs": (
         PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},
-        {"numpy", "paddle", "typing_extensions"},
+        {"numpy", "paddle", "torch", "typing_extensions"},
     ),
     "position": (PURE | {"say_once", "samplers", "place", "ranks", "inputs"}, {"numpy", "paddle"}),
     "delivery": (

@@ -98,7 +98,7 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     given = options.dataloader
     sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
-        generators=generators_of(given.dataset, stream=source.stream is not None, place=given.places[0]),
+        generators=generators_of(given.dataset, given.places[0]),
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,

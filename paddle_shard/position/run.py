@@ -157,7 +157,7 @@ class Run:
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
         """
-        self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
+        self._source, self._ranks, self._timeout = source, ranks, timeout
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -169,7 +169,6 @@ class Run:
         """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
         self._latest: PassProgress | None = None
         """The pass that was delivered from last, or came to its end."""
-        self._layout = layout
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
         self._epochs: dict[int, OfEpoch] = {}
