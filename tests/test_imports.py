@@ -12,7 +12,6 @@ import paddle_shard
 
 PACKAGE = Path(paddle_shard.__file__).parent
 PURE = {"errors", "plan"}
-ADAPTED = {"torch", "torchdata"}  # inside functions
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
     "plan": ({"errors"}, {"numpy"}),
@@ -24,14 +23,14 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "stages": (PURE, {"numpy"}),
     "sources": (
         PURE | {"stages", "say_once"},
-        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED,
+        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "torch"},
     ),
     "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),
     "ranks": (PURE | {"say_once", "reading"}, {"numpy", "paddle"}),
     "inputs": (
         PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},
-        {"numpy", "paddle", "typing_extensions"},
+        {"numpy", "paddle", "torch", "typing_extensions"},
     ),
     "position": (PURE | {"say_once", "samplers", "place", "ranks", "inputs"}, {"numpy", "paddle"}),
     "delivery": (

@@ -32,7 +32,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         num_steps = None if known is None else known - start.steps
         steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
         place = partial(placed_of_stream, setup, start, num_steps)
-    feed, look = Feed(steps), partial(note_summary, setup, start)
+    feed = Feed(steps)
     reading, replicas = setup.reading, setup.replicas
     # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
     follows, agreement = replicas.follows, None
@@ -40,6 +40,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     try:
         agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         shared = replicas.shared(core, reading.core, agreement)
+        look = partial(note_summary, setup, start)
         feed.executor = executor = reading.start(feed.more, shared, look=look, elsewhere=follows)
         # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
         if setup.prefetch and (reading.num_workers or not follows):

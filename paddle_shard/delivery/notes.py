@@ -45,15 +45,15 @@ class StepNotes:
 
     def say(self, batch: Batch) -> str | None:
         """Return the note on a step; None if there is nothing to say."""
-        if not batch.placed:
+        if batch.placed is None:
             return None
         told: dict[str, Any] = {}
-        if batch.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
-            self._said = told["shapes"] = batch.row_shapes
+        if batch.placed.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
+            self._said = told["shapes"] = batch.placed.row_shapes
         if self._split and self._holds_rows and batch.num_rows != self._said_rows:
             self._said_rows = told["rows"] = batch.num_rows
         if batch.skipped is not None and self._holds_rows:
-            told["skipped"] = batch.rows.read[batch.skipped].tolist()
+            told["skipped"] = batch.placed.rows.read[batch.skipped].tolist()
         if batch.summary is not None:
             told["read"] = batch.summary
         if batch.contents and self._batch_check is not None:
@@ -62,8 +62,8 @@ class StepNotes:
 
     def alone(self, batch: Batch) -> Batch:
         """Return what would be delivered if there were no other ranks."""
-        if batch.placed and self._pad_to is not None:
-            batch.value = finished(batch.value, {0: batch.row_shapes})
+        if batch.placed is not None and self._pad_to is not None:
+            batch.value = finished(batch.value, {0: batch.placed.row_shapes})
         return batch
 
     def heed(self, batch: Batch, heard: Sequence[tuple[int, str]]) -> Batch:
@@ -74,7 +74,7 @@ class StepNotes:
             BatchStructureError: The rows of the ranks do not fit together.
             DifferentDataError: Ranks that have read the same samples hold different data.
         """
-        if not batch.placed or not (heard or self._pad_to):
+        if batch.placed is None or not (heard or self._pad_to):
             return batch
         read, contents = {}, {}
         for rank, said in heard:
@@ -88,7 +88,7 @@ class StepNotes:
             if "rows" in told:
                 self._rows[rank] = told["rows"]
             if "skipped" in told and self._holds_rows:
-                found = np.isin(batch.rows.read, told["skipped"])
+                found = np.isin(batch.placed.rows.read, told["skipped"])
                 batch.skipped = found if batch.skipped is None else batch.skipped | found
         if self._batch_check is not None and read:
             self._batch_check.compare(read)

@@ -120,10 +120,7 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     value, first = batch.value, batch.is_first
     if batch.contents:
         setup.run.check_contents(batch.contents)
-    batch.rows = setup.rows.of(batch, setup.placer)
-    found = setup.placer.place(value, batch.rows)
-    batch.value, batch.layout = found.batch, found.last
-    batch.row_shapes, batch.num_bytes = found.row_shapes, found.num_bytes
+    batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))

@@ -124,7 +124,7 @@ class PassClock:
             counts.samples += samples
             counts.skipped += skipped
             counts.padding += num_rows - samples - skipped
-            counts.bytes += batch.num_bytes
+            counts.bytes += batch.placed.num_bytes
             counts.wait_seconds += now - entered
             counts.largest_cost += largest
             counts.mean_cost += mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,20 +71,41 @@ class PaddleGenerator:
         core.default_cpu_generator().set_state(state.cpu)
 
 
-def generators_of(dataset: Any, *, stream: bool, place: Any = None) -> tuple[Generator, ...]:
-    """Return the generators that are seeded before each sample of a data set: numpy's, Python's and Paddle's.
+class TorchGenerator:
+    """torch's generator of the CPU, which the transforms of torchvision draw from."""
 
-    Data with an index that draws from Paddle's on the CPU is found out. Of a stream, and of what draws on a device, it
-    cannot be: seeding Paddle's for each sample would cost more than the others together, and a device's is also drawn
-    from by the model. Such a data set says so by an attribute `seed_paddle`.
+    def seed(self, seed: int) -> None:
+        """Seed it."""
+        import torch
+
+        torch.default_generator.manual_seed(seed)
+
+    def get_state(self) -> bytes:
+        """Return its state."""
+        import torch
+
+        return bytes(torch.default_generator.get_state().numpy())
+
+    def set_state(self, state: bytes) -> None:
+        """Restore a state."""
+        import torch
+
+        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def generators_of(dataset: Any, place: Any = None) -> tuple[Generator, ...]:
+    """Return the generators that are seeded before each sample of a data set.
+
+    They are numpy's, Python's and Paddle's, and torch's where it is imported. What a sample draws on a device cannot be
+    found out, since the model draws from that device's generator, too. Such a data set says so by an attribute
+    `seed_paddle`.
 
     Args:
         dataset: The data set.
-        stream: True if the data set has no index.
         place: The loader's place; None: the CPU.
     """
+    paddles = PaddleGenerator()
     if getattr(dataset, "seed_paddle", False):
-        paddles = [PaddleGenerator(watched=False, place=None if place is None or is_cpu(place) else place)]
-    else:
-        paddles = [] if stream else [PaddleGenerator()]
-    return (NumpyGenerator(), PythonGenerator(), *paddles)
+        paddles = PaddleGenerator(watched=False, place=None if place is None or is_cpu(place) else place)
+    torchs = [TorchGenerator()] if "torch" in sys.modules else []
+    return (NumpyGenerator(), PythonGenerator(), paddles, *torchs)

@@ -27,8 +27,8 @@ from paddle_shard.say_once import say_once
 _REMOVED = {
     "agree": "The ranks of the meshes always agree on steps. For a loop on one rank alone, give a mesh of that rank: "
     "ProcessMesh([rank]). If nothing may be read ahead, use prefetch=0 and no workers.",
-    "seed_paddle": "Data with an index that draws from Paddle's generator on the CPU is found out. A stream, or a data "
-    "set that draws on a device, says so itself: dataset.seed_paddle = True.",
+    "seed_paddle": "Paddle's generator of the CPU is seeded for each sample. A data set that draws on a device says so "
+    "itself: dataset.seed_paddle = True.",
     "num_parts": "It is the stream's: Stream.in_parts(num_parts), with Stream.of(data) for any other data.",
     "pad_values": "pad_to= says both: pad_to={field: (length, value)}, such as {'input_ids': ('longest', 0)}.",
 }
@@ -105,8 +105,8 @@ def shard_dataloader(
             sample: each block is opened by one data rank. The block size is the data set's `block_size` if it has
             one, or else that of `Blocks()`; `Blocks(size=, window=)` sets it here. "paddle": the order of Paddle's
             `DistributedBatchSampler`, for runs that migrate.
-        seed: Seed of the order, and of the random numbers that samples draw from numpy's, Python's and Paddle's
-            generators. A stream that draws from Paddle's, or a data set that draws on a device, has an attribute
+        seed: Seed of the order, and of the random numbers that samples draw from the global generators of numpy,
+            Python, Paddle and, where it is imported, torch. A data set that draws on a device has an attribute
             `seed_paddle = True`.
         tail: What to do if the data does not fill the last global batch. "pad": pad it up to the padding unit with the
             first samples of the same epoch, marked in the iterator's `valid`. "fill": pad it to a full batch. "drop":

@@ -20,7 +20,7 @@ from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetc
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import in_auto_dp_mode
-from paddle_shard.place.field import FieldLayout, layouts_of_fields
+from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
@@ -41,18 +41,9 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     Raises:
         ArgumentError: An argument cannot be honoured.
     """
-    auto_dp, me, pad_to = in_auto_dp_mode(), dist.get_rank(), PadTo.of(options.pad_to)
-    entries, overrides = layouts_of_fields(
-        options.meshes, options.input_keys, options.shard_dims, options.placements, me, replicated_in_name=auto_dp
-    )
-    placer = BatchPlacer(
-        entries=entries,
-        overrides=overrides,
-        input_keys=options.input_keys,
-        dense_tensor_idx=options.dense_tensor_idx,
-        pad_to=pad_to,
-    )
-    layouts = placer.layouts
+    auto_dp, me = in_auto_dp_mode(), dist.get_rank()
+    placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
+    layouts, pad_to = placer.layouts, placer.pad_to
     members = _members(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
@@ -98,7 +89,7 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
     given = options.dataloader
     sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
-        generators=generators_of(given.dataset, stream=source.stream is not None, place=given.places[0]),
+        generators=generators_of(given.dataset, given.places[0]),
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,

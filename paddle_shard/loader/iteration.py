@@ -55,7 +55,6 @@ class ShardIterator:
         self._setup, self._loader = setup, loader
         self.start = start = setup.run.start()
         self.epoch = start.epoch
-        self._closed = False
         self._current: Batch | None = None
         self._valid: tuple[Batch, Any] | None = None
         self._clock = PassClock(setup.stats)
@@ -69,7 +68,7 @@ class ShardIterator:
         return self._progress.at.steps
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
+        state = "closed" if self._progress.closed else "open"
         return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._loader})"
 
     def __iter__(self) -> ShardIterator:
@@ -83,13 +82,13 @@ class ShardIterator:
             BatchStructureError: The batch does not fit the meshes.
             PeerLostError: Another rank died, is silent, or has left its loop.
         """
-        if self._closed:
+        if self._progress.closed:
             raise StopIteration
         setup, entered = self._setup, self._clock.enter()
         try:
             with RecordEvent("paddle_shard: next batch"):
                 found = next(self._pass)
-            if not found.placed:
+            if found.placed is None:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
             local = setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
@@ -125,12 +124,12 @@ class ShardIterator:
         found = self._current
         if self._valid is None or self._valid[0] is not found:  # made once a batch: it is a copy to the device
             place = self._setup.options.dataloader.places[0]
-            self._valid = found, found.rows.valid(found.valid(), found.layout, place)
+            self._valid = found, found.placed.rows.valid(found.valid(), found.placed.last, place)
         return self._valid[1]
 
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
-        self._closed = self._progress.closed = True
+        self._progress.closed = True
         self._pass.close()
 
     def __enter__(self) -> ShardIterator:

@@ -128,7 +128,7 @@ class ShardDataloader(PaddleShardDataloader):
                 shared.described = None
                 described.close()
             raise
-        if not found.placed:
+        if found.placed is None:
             raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
         return found.value
 

@@ -181,10 +181,13 @@ AS_READ = "as read"
 """A field's entry in `placements`: its rows are not the samples; each data rank keeps what was made of its samples."""
 
 
-def layouts_of_fields(
-    meshes: Any, input_keys: Sequence[Any] | None, shard_dims: Any, placements: Any, global_rank: int, **others: bool
-) -> tuple[list[Entry], dict[Any, FieldLayout]]:
+def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[list[Entry], dict[Any, FieldLayout]]:
     """Read the arguments of `shard_dataloader` that say where fields go.
+
+    Args:
+        options: They are its `meshes`, `input_keys`, `shard_dims` and `placements`.
+        global_rank: Paddle's process id.
+        others: Further fields of every `FieldLayout`.
 
     Returns:
         An entry for each given mesh, and the layouts of single fields from `placements`, by key or position.
@@ -193,6 +196,7 @@ def layouts_of_fields(
         ArgumentError: An argument is empty, or does not match the others.
         AxisError: A mesh does not have a given axis.
     """
+    meshes, input_keys = options.meshes, options.input_keys
     given = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
     if meshes is None or not given or any(isinstance(m, list | tuple) and not m for m in given):
         raise ArgumentError(f"meshes must hold at least one ProcessMesh, got {meshes!r}.")
@@ -203,7 +207,7 @@ def layouts_of_fields(
             f"input_keys {list(input_keys)} has {len(input_keys)} entries and meshes has {len(given)}: "
             "give one mesh per key, or one for all."
         )
-    axes = _axes_by_mesh(shard_dims, len(given))
+    axes = _axes_by_mesh(options.shard_dims, len(given))
     entries: list[Entry] = []
     for number, (mesh, dims) in enumerate(zip(given, axes, strict=True)):
         if not isinstance(mesh, list | tuple) and not (isinstance(dims, list) and len(given) > 1):
@@ -219,7 +223,7 @@ def layouts_of_fields(
             )
         entries.append([field_layout(m, d, global_rank, **others) for m, d in zip(of_items, each, strict=True)])
     overrides = {}
-    for key, number, wanted in _overridden(placements, given, input_keys):
+    for key, number, wanted in _overridden(options.placements, given, input_keys):
         as_read = wanted == AS_READ
         split = axes[number] if as_read else wanted
         overrides[key] = field_layout(given[number], split, global_rank, own_rows=as_read, **others)

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.place.field import Entry, FieldLayout
+from paddle_shard.place.field import Entry, FieldLayout, layouts_of_fields
 from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
@@ -74,16 +74,15 @@ class BatchRows:
 
 
 class Placed:
-    """A batch of distributed tensors; its leaves are placed one by one."""
+    """What is known of a batch of distributed tensors, whose leaves it places one by one."""
 
-    __slots__ = ("_pad_to", "_rows", "batch", "last", "local", "num_bytes", "padded", "row_shapes")
+    __slots__ = ("_pad_to", "last", "local", "num_bytes", "padded", "row_shapes", "rows")
 
-    batch: Any
     last: FieldLayout
     """The layout of its last field."""
 
     def __init__(self, rows: BatchRows, pad_to: PadTo | None) -> None:
-        self._rows, self._pad_to = rows, pad_to
+        self.rows, self._pad_to = rows, pad_to
         self.local, self.padded = set[str](), set[str]()
         """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
         self.row_shapes: dict[str, Row] = {}
@@ -93,7 +92,7 @@ class Placed:
 
     def leaf(self, value: Any, path: str, *, layout: FieldLayout, dense: bool) -> Any:
         """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
-        rows = self._rows
+        rows = self.rows
         if not isinstance(value, paddle.Tensor):
             if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
                 positions = rows.positions(layout)
@@ -143,6 +142,13 @@ class BatchPlacer:
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
 
+    @classmethod
+    def of(cls, options: Any, global_rank: int, **others: bool) -> BatchPlacer:
+        """Read the arguments of `shard_dataloader` that say what becomes of fields; see `layouts_of_fields`."""
+        entries, overrides = layouts_of_fields(options, global_rank, **others)
+        given = {"input_keys": options.input_keys, "dense_tensor_idx": options.dense_tensor_idx}
+        return cls(entries=entries, overrides=overrides, **given, pad_to=PadTo.of(options.pad_to))
+
     @cached_property
     def layouts(self) -> list[FieldLayout]:
         """Every layout."""
@@ -186,8 +192,8 @@ class BatchPlacer:
         found = zip(wanted, entries, dense, strict=False)  # there may be more entries in dense_tensor_idx
         return [(key, self.overrides.get(key, entry), items) for key, entry, items in found]
 
-    def place(self, batch: Any, rows: BatchRows) -> Placed:
-        """Return the batch as distributed tensors.
+    def place(self, batch: Any, rows: BatchRows) -> tuple[Any, Placed]:
+        """Return the batch as distributed tensors, and what is known of it.
 
         Args:
             batch: A batch with the rows `rows.read`.
@@ -197,13 +203,13 @@ class BatchPlacer:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
         placed = Placed(rows, self.pad_to)
-        placed.batch, placed.last = self._mapped(batch, placed.leaf)
+        value, placed.last = self._mapped(batch, placed.leaf)
         for path in placed.local - placed.padded:
             raise BatchStructureError(
                 f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
                 "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
             )
-        return placed
+        return value, placed
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""

@@ -18,6 +18,7 @@ from paddle_shard.plan.mixture import Mixing, first_sample
 from paddle_shard.plan.shard_plan import ShardPlan, Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Skips, counted
+from paddle_shard.plan.step import Content
 from paddle_shard.plan.weights import Segment
 
 VERSION = 4
@@ -104,8 +105,8 @@ class LoaderState:
     """Values that the order depends on."""
     history: History = field(default_factory=History)
     """What was changed since the run began."""
-    contents: tuple[tuple[int, int | str, int], ...] = ()
-    """(epoch, sample, digest) of samples by which a resumed run finds out that it has the same data."""
+    contents: tuple[Content, ...] = ()
+    """Samples, with their digests, by which a resumed run finds out that it has the same data."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -116,7 +117,7 @@ class LoaderState:
             "certificate": account_to_json(self.certificate),
             "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
             "history": self.history.to_json(),
-            "contents": [list(content) for content in self.contents],
+            "contents": [[one.epoch, one.sample, one.digest] for one in self.contents],
         }
 
     @classmethod
@@ -218,7 +219,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "fingerprint": partial(_checked, Mapping),
     "history": History.from_json,
     "contents": lambda rows: tuple(
-        (_checked(int, epoch), _checked(int | str, sample), counted(digest)) for epoch, sample, digest in rows
+        Content(_checked(int, epoch), _checked(int | str, sample), counted(digest)) for epoch, sample, digest in rows
     ),
 }
 """Reads each field of a saved state, in their order; what raises a TypeError or a ValueError is damaged."""

@@ -157,7 +157,7 @@ class Run:
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
         """
-        self._source, self._layout, self._ranks, self._timeout = source, layout, ranks, timeout
+        self._source, self._ranks, self._timeout = source, ranks, timeout
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -169,7 +169,6 @@ class Run:
         """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
         self._latest: PassProgress | None = None
         """The pass that was delivered from last, or came to its end."""
-        self._layout = layout
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
         self._epochs: dict[int, OfEpoch] = {}
@@ -177,15 +176,20 @@ class Run:
         """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
         self.skips = Skips()
         """What the user leaves out."""
-        self._contents: tuple[tuple[int, int | str, int], ...] = ()
-        """(epoch, sample, digest) of samples that this run has read: they are part of its state."""
+        self._contents: tuple[Content, ...] = ()
+        """Samples that this run has read: they are part of its state."""
         self.resumed_with: tuple[Content, ...] = ()
         """The contents of a loaded state, until this rank has read the same samples."""
 
     @property
     def plan(self) -> ShardPlan | None:
-        """The order of the present epoch, unless the user's own sampler decides it."""
-        return self._plan_from(LoaderState(epoch=self.epoch))
+        """The order of the present epoch as this run serves it, unless the user's own sampler decides it."""
+        return self._plan_from(self._present())
+
+    def _present(self) -> LoaderState:
+        """Return where the pass that is the position of the run began; if there is none, where the next one begins."""
+        newest = self._newest
+        return self.start() if newest is None or newest.epoch != self.epoch else newest.start
 
     # The epoch
 
@@ -270,18 +274,18 @@ class Run:
         self._epochs[start.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
         return progress
 
-    def delivered(self, progress: PassProgress, batch: Step, ids: Ids, lost: int) -> None:
+    def delivered(self, progress: PassProgress, step: Step, ids: Ids, lost: int) -> None:
         """Note that a pass has delivered a batch.
 
         Args:
             progress: Of the pass.
-            batch: The global batch.
+            step: The step of the batch.
             ids: The samples in this process's slice of it.
             lost: How many more could not be read.
         """
         if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
             self._newest = self._latest = progress
-        progress.deliver(batch, ids, lost, drawn=not self._source.split)
+        progress.deliver(step, ids, lost, drawn=not self._source.split)
 
     def _of_epoch(self, epoch: int) -> OfEpoch:
         """Return what this process knows of the deliveries of an epoch, with all passes added up."""
@@ -289,7 +293,7 @@ class Run:
 
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
-        plan, found = self.plan, self.num_steps_or_none(LoaderState(epoch=self.epoch))
+        plan, found = self.plan, self.num_steps_or_none(self._present())
         if found is None:
             found = self._num_steps = len(self._source.batches)
         return found if plan is None else found - num_steps_left_out(plan, self.epoch, self.skips)
@@ -322,8 +326,7 @@ class Run:
         resumed = LoaderState.from_dict(state, batches.fingerprint(), override)
         batches.resume(resumed)
         self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
-        self._resumed, self._contents = resumed, resumed.contents
-        self.resumed_with = tuple(Content(*content) for content in resumed.contents)
+        self._resumed, self._contents, self.resumed_with = resumed, resumed.contents, resumed.contents
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
@@ -352,9 +355,8 @@ class Run:
 
     def note_contents(self, contents: Sequence[Content]) -> None:
         """Put what was delivered into the state, as far as JSON can hold it."""
-        found = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
-        self._contents = tuple((one.epoch, one.sample, one.digest) for one in found if one.digest is not None)
-        self.resumed_with = ()
+        told = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
+        self._contents, self.resumed_with = tuple(told), ()
 
     # What is delivered
 
@@ -383,7 +385,9 @@ class Run:
         batches = self._source.batches
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         try:
-            said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights)), "drawn": batches.drawn}
+            position, parts = self.state(), list(integer_weights(mixing.names, weights))
+            after = f"step {position.steps} of epoch {position.epoch}"
+            said: dict[str, Any] = {"parts": parts, "drawn": batches.drawn, "after": after}
         except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank
             said = {"error": f"{type(error).__name__}: {error}"}
         found = gathered(said, self._ranks, self._timeout, "set_weights()")
@@ -394,6 +398,11 @@ class Run:
                 raise ArgumentError(
                     f"set_weights(): the weights must be the same on all ranks, got {found[0]['parts']} (in parts of "
                     f"the sum) on global rank {self._ranks[0]} and {one['parts']} on global rank {rank}."
+                )
+            if one["after"] != found[0]["after"]:
+                raise ArgumentError(
+                    f"set_weights(): called before {found[0]['after']} on global rank {self._ranks[0]}, and before "
+                    f"{one['after']} on global rank {rank}. Call it on all ranks at the same step."
                 )
         at = max(int(one["drawn"]) for one in found)
         batches.set_weights(at, tuple(found[0]["parts"]))
@@ -459,19 +468,18 @@ class Run:
         epoch = self.epoch if last is None else last.epoch
         plan = self._plan_from(self.start(epoch) if self._latest is None else self._latest.start)
         # That of the epoch in which the run stands as well, for a state that is saved now.
-        epochs = sorted({epoch, self.state().epoch})
-        of_epochs = [self._of_epoch(one) for one in epochs]
+        of_epochs = {one: self._of_epoch(one) for one in sorted({epoch, self.state().epoch})}
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._place is None else {self._place: Delivered()}
-        said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs]
+        said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs.values()]
         told = gathered(said, self._ranks, self._timeout, "certificate()")
         accounts = {
             one: [(account_from_json(known), account_from_json(own)) for known, own in (rank[at] for rank in told)]
-            for at, one in enumerate(epochs)
+            for at, one in enumerate(of_epochs)
         }
-        end, drawn_by = of_epochs[epochs.index(epoch)].end, f"the loader's {type(self._sampler).__name__}"
+        end, drawn_by = of_epochs[epoch].end, f"the loader's {type(self._sampler).__name__}"
         found = certify(accounts[epoch], epoch, plan, self.skips, end, drawn_by)
-        for one in epochs:  # what all ranks have delivered replaces what this one has
+        for one in accounts:  # what all ranks have delivered replaces what this one has
             of_one = self._epochs.get(one, OfEpoch())
             passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
             self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)

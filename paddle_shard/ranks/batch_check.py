@@ -73,8 +73,8 @@ class BatchCheck:
             if digest is None:
                 say_once(
                     f"sample {sample} is not the same each time it is read, or cannot be read ({shown}), so the ranks "
-                    "cannot tell whether they have the same data. Draw random numbers from numpy's, Python's or "
-                    "Paddle's global generators, which are seeded for each sample."
+                    "cannot tell whether they have the same data. Draw random numbers from the global "
+                    "generators of numpy, Python, Paddle or torch, which are seeded for each sample."
                 )
                 continue
             other, its_digest, its_shown = first.setdefault((epoch, sample), (rank, digest, shown))
@@ -95,8 +95,8 @@ class BatchCheck:
         return (
             f"step {one['step']}: global ranks {leader} and {rank} have read the same samples, but their data differ "
             f"in {', '.join(fields) or 'their fields'}{where}{more}. Ranks that share rows must have the same bytes: "
-            "give all of them the same version of the data, and draw random numbers from numpy's, Python's or "
-            "Paddle's global generators, which are seeded for each sample (Paddle's of a stream, and of a device, with "
+            "give all of them the same version of the data, and draw random numbers from the global generators of "
+            "numpy, Python, Paddle or torch, which are seeded for each sample (on a device: with the attribute "
             "dataset.seed_paddle = True). verify=None leaves this check out."
         )
 

@@ -253,9 +253,9 @@ def error_of(
         return errors.DifferentDataError(
             f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
             "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use "
-            "the same seed on all ranks for every random generator in it: its own generators, or Paddle's "
-            "(dataset.seed_paddle = True); and, with balance=, the same costs. The global generators of numpy and "
-            "Python are already seeded. If each rank has its own data, set is_dataset_splitted=True."
+            "the same seed on all ranks for every random generator of its own; and, with balance=, the same costs. "
+            "(The global generators of numpy, Python, Paddle and torch are seeded.) If each rank has its own data, set "
+            "is_dataset_splitted=True."
         )
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]

@@ -58,26 +58,16 @@ class Batch:
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its pass."""
+    num_bytes: int = 0
+    """Size in bytes of its arrays; counted only where batches are kept ahead."""
 
     exhausted: bool = False
     """True if it holds nothing new, and nothing new will come."""
 
-    # What is known once the batch is placed:
-    rows: Any = None
-    """The rows of the global batch that were read (`place.placer.BatchRows`)."""
-    layout: Any = None
-    """Layout of the batch's last field (`place.field.FieldLayout`)."""
-    row_shapes: Any = None
-    """Path -> (dtype, *shape of a row) of each tensor; with `pad_to`, of each that is `Unplaced`."""
-    num_bytes: int = 0
-    """Size in bytes of the rows that were read."""
+    placed: Any = None
+    """What is known once the batch is placed (`place.placer.Placed`); it stays None if nothing could be read for it."""
     summary: dict[str, Any] | None = None
     """Summary of the batch for the ranks to compare; None: this one is not compared."""
-
-    @property
-    def placed(self) -> bool:
-        """True if it can be delivered; False if nothing could be read for it."""
-        return self.layout is not None
 
     @property
     def whole(self) -> bool:
@@ -92,13 +82,13 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """Number of rows that this process reads."""
-        return len(self.rows.read)
+        return len(self.placed.rows.read)
 
     def served(self) -> Mask:
         """Return one bool for each row that was read: True if the order serves a sample there."""
         if self.real is None:
             return np.ones(self.num_rows, bool)
-        if self.rows is None or len(self.real) == self.num_rows:
+        if len(self.real) == self.num_rows:
             return self.real
         return np.full(self.num_rows, self.real[0])  # an item that is a whole batch is real or not as a whole
 
@@ -124,7 +114,7 @@ class Batch:
             return ids, 0
         if not layout.on_mesh:
             return [], 0
-        mine, lost = self.rows.positions(layout), 0
+        mine, lost = self.placed.rows.positions(layout), 0
         if self.skipped is not None:
             lost = int(np.count_nonzero((self.skipped & self.served())[mine]))
         if self.real is not None or self.skipped is not None:

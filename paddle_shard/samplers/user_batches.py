@@ -158,13 +158,13 @@ class UserBatches(IndexBatches):
             sampler = copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
-        if only_once is not None and self._begun:
-            raise ArgumentError(
-                f"epoch {epoch}: {only_once}, and it has served a pass over epoch {self._begun[0]}, or at least its "
-                "first batch. Give a sampler whose __iter__ starts again each time. If it has a state_dict, "
-                "copy.deepcopy must be able to copy it."
-            )
         if only_once is not None:
+            if self._begun:
+                raise ArgumentError(
+                    f"epoch {epoch}: {only_once}, and it has served a pass over epoch {self._begun[0]}, or at least "
+                    "its first batch. Give a sampler whose __iter__ starts again each time. If it has a state_dict, "
+                    "copy.deepcopy must be able to copy it."
+                )
             self._begun.append(epoch)
         if self.consecutive and sampler.drop_last:  # the tail drops instead, since batches may be cut again
             sampler = sampler if sampler is not self.batch_sampler else copy.copy(sampler)

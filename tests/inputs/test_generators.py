@@ -1,5 +1,9 @@
 """What samples draw from Paddle's generator is the same whoever reads them."""
 
+import pickle
+import random
+import sys
+
 import numpy as np
 import paddle
 import pytest
@@ -7,7 +11,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.inputs.generators import PaddleGenerator
-from tests.helpers import ONE
+from tests.helpers import ONE, Made
 
 
 def noise():
@@ -56,15 +60,68 @@ def test_data_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(fir
     assert rows(Noisy(first), seed=1, prefetch=0)[first:] != straight[first:]
 
 
-def test_a_stream_is_seeded_if_it_says_that_it_draws():
+@pytest.mark.parametrize("first", [0, 9])
+def test_a_stream_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(first):
     def noisy():
-        stream = Stream.of(range(24)).map(lambda _: noise())
-        stream.seed_paddle = True
-        return stream.shuffle(4)  # a stream that is made of it says so, too
+        return Stream.of(range(24)).map(lambda i: noise() if i >= first else np.zeros(2, "float32")).shuffle(4)
 
     straight = rows(noisy())
-    assert len({tuple(row) for row in straight}) == 24
+    assert len({tuple(row) for row in straight}) == 24 - first + (first > 0)
     assert rows(noisy(), 2) == straight
+    assert rows(noisy(), passed=2) == straight[8:]
+    assert rows(noisy(), seed=1) != straight
+
+
+class StandInTorch:
+    """What is used of torch, which is not installed here; `tests/adapters/torchdata` has the real one."""
+
+    uint8 = "uint8"
+
+    class Generator(random.Random):
+        manual_seed = random.Random.seed
+
+        def get_state(self):
+            return np.frombuffer(pickle.dumps(self.getstate()), np.uint8).view(Bytes)
+
+        def set_state(self, state):
+            self.setstate(pickle.loads(bytes(state)))
+
+    def __init__(self):
+        self.default_generator = self.Generator(4)
+
+    @staticmethod
+    def frombuffer(data, dtype):
+        return data
+
+
+class Bytes(np.ndarray):
+    def numpy(self):
+        return self
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_samples_draw_from_torch_differs_by_sample_and_epoch_and_is_the_same_for_all_readers(stream, monkeypatch):
+    """In workers, its draws were the same in each of them and in each epoch."""
+    monkeypatch.setitem(sys.modules, "torch", StandInTorch())
+    own = sys.modules["torch"].default_generator
+
+    def sample(index):
+        return np.array([index, own.random()])
+
+    def made(workers):
+        data = Stream.of(range(24)).map(sample) if stream else Made(sample, 24)
+        given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
+        return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
+
+    def epochs(workers):
+        loader = made(workers)
+        return [[row for batch in loader for row in batch._local_value().numpy().tolist()] for _ in range(2)]
+
+    before = own.getstate()
+    straight = epochs(0)
+    assert own.getstate() == before
+    assert len({number for epoch in straight for _, number in epoch}) == 48
+    assert epochs(2) == straight
 
 
 def test_the_users_state_is_left_alone():
