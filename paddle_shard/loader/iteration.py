@@ -16,6 +16,7 @@ from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
 from paddle_shard.inputs.source import Source
+from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
@@ -57,6 +58,7 @@ class ShardIterator:
         self.epoch = start.epoch
         self._current: Batch | None = None
         self._valid: tuple[Batch, Any] | None = None
+        self._make = TensorMaker(setup.options.dataloader.places[0], ahead=False)
         self._clock = PassClock(setup.stats)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass = begin(setup, start) if begun is None else begun
@@ -123,8 +125,7 @@ class ShardIterator:
             raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
         found = self._current
         if self._valid is None or self._valid[0] is not found:  # made once a batch: it is a copy to the device
-            place = self._setup.options.dataloader.places[0]
-            self._valid = found, found.placed.rows.valid(found.valid(), found.placed.last, place)
+            self._valid = found, found.placed.rows.valid(found.valid(), found.placed.last, self._make)
         return self._valid[1]
 
     def close(self) -> None:

@@ -191,8 +191,9 @@ def _end(queue: Any, reader: Any, process: int) -> None:
         return
     # The destructor joins the reader's thread with the GIL held, and that thread needs the GIL to free an array; and
     # shutdown() forgets what is pending, so that buffers go while they are used. So it comes to its end first.
+    # After an error of a copy, such as too little memory on the device, it has no end: each read fails.
     queue.close()
-    with suppress(StopIteration):
+    with suppress(Exception):
         while reader.read_next_list()[0]:
             pass
     reader.shutdown()

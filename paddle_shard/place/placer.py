@@ -14,6 +14,7 @@ import paddle
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.place.field import Entry, FieldLayout, layouts_of_fields
 from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
+from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
 
@@ -61,16 +62,16 @@ class BatchRows:
             found = self._positions[id(layout)] = np.searchsorted(self.read, self._rows_of(layout))
         return found
 
-    def valid(self, mask: np.ndarray[Any, Any], layout: FieldLayout, place: Any) -> Any:
+    def valid(self, mask: np.ndarray[Any, Any], layout: FieldLayout, make: TensorMaker) -> Any:
         """Return one bool per row of a field, True if the row is real, placed like the rows.
 
         Args:
             mask: bool[len(read)], for the rows that were read.
             layout: The layout of the field.
-            place: Where the batch is.
+            make: Makes tensors where the batch is.
         """
         mine = mask[self.positions(layout)] if layout.on_mesh else np.ones(self.num_rows // layout.num_data_ranks, bool)
-        return layout.rows_only.distributed(paddle.to_tensor(mine, place=place), "valid")
+        return layout.rows_only.distributed(make([mine], True)()[0], "valid")
 
 
 class Placed:

@@ -1,5 +1,8 @@
 """What a delivered batch costs on the device: copies, synchronisations, and what the training thread waits for."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -196,3 +199,51 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
             plugin.standin_open()
             waiting.join(HANG)
         del batches
+
+
+def test_valid_does_not_wait_for_what_the_device_has_to_compute(plugin):
+    batches = iter(loader_of(given(), tail="fill"))
+    next(batches)
+    plugin.standin_close(COMPUTE)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(batches.valid), daemon=True)
+    try:
+        waiting.start()
+        waiting.join(HANG)
+        assert found, "valid waits for what the device has to compute"
+    finally:
+        plugin.standin_open()
+        waiting.join(HANG)
+    assert found[0]._local_value().numpy().all()
+
+
+def test_too_little_memory_on_the_device_names_the_step_and_does_not_hang():
+    code = """
+import numpy as np, paddle, paddle.distributed as dist
+paddle.set_device("standin:0")
+import paddle_shard
+from paddle_shard.errors import DataReadError
+given = paddle.io.DataLoader([np.zeros(1 << 22, "float32")] * 8)
+batches = iter(paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"))
+held = []
+try:
+    while True:
+        held.append(next(batches))
+except DataReadError as error:
+    print("step", len(held), error)
+del batches
+print("dropped")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"STANDIN_MEMORY_MB": "64"},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "making tensors of the batch" in done.stdout
+    assert done.stdout.endswith("dropped\n")
+    assert "Traceback" not in done.stderr
