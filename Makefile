@@ -1,6 +1,7 @@
 # The one list of commands. Each works on a fresh clone: the first to run makes .venv.
 PYTHON ?= python3
 VENV ?= .venv
+GPU_PYTHON ?= $(PYTHON)
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
@@ -14,7 +15,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-device test-oldest test-pythons test-adapters test-trainers faults bench bench-device soak lint clean
+.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-trainers faults bench bench-device soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -40,6 +41,10 @@ quick: $(READY)
 test-device: $(READY)
 	@if command -v $(CXX) >/dev/null; then $(MAKE) --no-print-directory on-device; \
 	else echo "tests/device skipped: no C++ compiler ($(CXX)); Debian's g++ is enough"; fi
+
+## test-gpu: ten minutes on a real GPU, docs/gpu.md (GPU_PYTHON=a Python with paddlepaddle-gpu); else it says why it skips
+test-gpu:
+	@PYTHONPATH=$(CURDIR) $(GPU_PYTHON) tests/device/gpu.py
 
 ## test-oldest: all tests on Paddle 3.0.0
 test-oldest: $(OLDEST)/.ready

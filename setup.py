@@ -16,7 +16,7 @@ GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10
 S3 = ["s3fs"]
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
-# Not among the tests' own: `make test-adapters` gives each an environment. "mds" and "dali" are for recipes.
+# Not among the tests' own: `make test-adapters` gives each an environment. They are for recipes.
 ADAPTERS = {
     "torchdata": ["torchdata>=0.11", "torch"],
     "mds": ["mosaicml-streaming==0.13.*", "filelock==3.16.1", "numpy<2.2"],

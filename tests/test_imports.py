@@ -12,7 +12,6 @@ import paddle_shard
 
 PACKAGE = Path(paddle_shard.__file__).parent
 PURE = {"errors", "plan"}
-ADAPTED = {"torch", "torchdata"}  # inside functions
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
     "plan": ({"errors"}, {"numpy"}),
@@ -24,7 +23,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "stages": (PURE, {"numpy"}),
     "sources": (
         PURE | {"stages", "say_once"},
-        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain"} | ADAPTED,
+        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "torch"},
     ),
     "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),

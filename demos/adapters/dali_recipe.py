@@ -1,7 +1,7 @@
 """A recipe: an NVIDIA DALI pipeline, on the CPU or on a GPU, as an `ExternalLoader`.
 
-Copy this file beside your training script. DALI says only by a private attribute whether a pipeline has checkpoints:
-pip install 'paddle_shard[dali]'. `make test-adapters ADAPTERS=dali` runs its tests.
+Copy this file and `shares.py` beside your training script. DALI says only by a private attribute whether a pipeline has
+checkpoints: pip install 'paddle_shard[dali]'. `make test-adapters ADAPTERS=dali` runs its tests.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import shares
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.sources import external
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
 
@@ -71,21 +71,21 @@ class _Pass:
     def __init__(
         self, build_pipeline: Callable[..., Any], share: ShardOptions, batch_size: int, fields: list[str] | None
     ) -> None:
-        self._fields, self._rows = fields, external.local_rows(batch_size, share)
-        external.check_same(share, batch_size=batch_size)
+        self._fields, self._rows = fields, shares.local_rows(batch_size, share)
+        shares.check_same(share, batch_size=batch_size)
         state = share.state or {"delivered": 0, "checkpoint": None}
         self._delivered = state["delivered"]
         self._pipeline = build_pipeline(
             shard_id=share.shard,
             num_shards=share.num_shards,
             batch_size=self._rows,
-            seed=external.seed_of(share, share.shard),
+            seed=shares.seed_of(share, share.shard),
             enable_checkpointing=True,
             checkpoint=state["checkpoint"],
         )
         self._length = _checked(self._pipeline, share, self._rows)
         self._same = {"batch_size": batch_size, "samples": self._length}
-        external.check_same(share, **self._same)
+        shares.check_same(share, **self._same)
 
     def __iter__(self) -> Iterator[Any]:
         while self._delivered < self._length:
@@ -154,7 +154,7 @@ def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
     for name, meta in readers.items():
         found = {"shard_id": meta["shard_id"], "num_shards": meta["number_of_shards"]}
         fix = "Give the reader the shard_id and num_shards that build_pipeline is called with."
-        external.check_share(found, share, f"dali: the reader {name!r}", fix)
+        shares.check_share(found, share, f"dali: the reader {name!r}", fix)
     sizes = {name: meta["epoch_size"] for name, meta in readers.items()}
     if len(set(sizes.values())) > 1:
         raise ArgumentError(f"dali_pipeline: the readers differ in their number of samples: {sizes}.")

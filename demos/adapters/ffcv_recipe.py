@@ -1,4 +1,4 @@
-"""A recipe: an FFCV Loader as an `ExternalLoader`. Copy this file beside your training script.
+"""A recipe: an FFCV Loader as an `ExternalLoader`. Copy this file and `shares.py` beside your training script.
 
 FFCV is compiled and pinned to old libraries, and can seldom be installed; so this is no part of the package.
 `make test-adapters ADAPTERS=ffcv` runs its tests where FFCV can be compiled.
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from shares import check_same, local_rows, seed_of
 
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.sources.external import ExternalLoader, ShardOptions, check_same, local_rows, seed_of
+from paddle_shard.sources.external import ExternalLoader, ShardOptions
 
 NAME = "ffcv"
 _OURS = ("distributed", "order", "seed", "drop_last", "recompile")

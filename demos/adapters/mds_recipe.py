@@ -1,7 +1,7 @@
 """A recipe: a MosaicML StreamingDataset, in MDS format, as an `ExternalLoader`.
 
-Copy this file beside your training script. It tells the library its data rank by private attributes, and so needs one
-version of it: pip install 'paddle_shard[mds]'. `make test-adapters ADAPTERS=mds` runs its tests.
+Copy this file and `shares.py` beside your training script. It tells the library its data rank by private attributes,
+and so needs one version of it: pip install 'paddle_shard[mds]'. `make test-adapters ADAPTERS=mds` runs its tests.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import shares
 
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.sources import external
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import held, needs
 
@@ -108,7 +108,7 @@ class _Pass:
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
         self._share, self._transform, self._collate_fn = share, transform, collate_fn
-        self._rows = external.local_rows(batch_size, share)
+        self._rows = shares.local_rows(batch_size, share)
         self._dataset, self._close = _open(share, settings, self._rows)
         # Close in a new thread: the garbage collector may run this in any thread and under any lock.
         weakref.finalize(self, start_new_thread, self._close, ()).atexit = False
@@ -117,7 +117,7 @@ class _Pass:
         if share.state is None:
             self._dataset.next_epoch = share.epoch
         else:
-            external.check_same(share, **self._same)
+            shares.check_same(share, **self._same)
             self._delivered = share.state["delivered"]
             self._dataset.load_state_dict(share.state["library"])
 

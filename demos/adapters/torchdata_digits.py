@@ -6,9 +6,8 @@ Asserts that each image is read once, that the ranks make equal steps, and that 
 """
 
 import paddle.distributed as dist
+from torchdata_recipe import stateful_dataloader
 from training import BATCH_SIZE, digits, train
-
-from paddle_shard.sources.torchdata import stateful_dataloader
 
 
 class Digits:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from paddle_shard.delivery.notes import StepNotes
-from paddle_shard.delivery.placing import PassSetup, placed, placed_of_stream
+from paddle_shard.delivery.placing import PassSetup, note_summary, placed, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import SplitError, UnequalEndsError
 from paddle_shard.plan.state import LoaderState
@@ -40,7 +40,8 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     try:
         agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         shared = replicas.shared(core, reading.core, agreement)
-        feed.executor = executor = reading.start(feed.more, shared, elsewhere=follows)
+        look = partial(note_summary, setup, start)
+        feed.executor = executor = reading.start(feed.more, shared, look=look, elsewhere=follows)
         # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
         if setup.prefetch and (reading.num_workers or not follows):
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)

@@ -25,6 +25,7 @@ from paddle_shard.ranks.batch_check import BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.reading import Reading
+from paddle_shard.reading.tensors import as_array, becomes_tensor
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import named_leaves
 
@@ -117,10 +118,6 @@ class PassSetup:
 def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
     value, first = batch.value, batch.is_first
-    every: Any = setup.options.verify
-    due = setup.batch_check is not None and (first or (every != "first" and batch.step.number % every == 0))
-    if due and batch.skipped is None:  # a row that holds another sample than its own tells nothing
-        batch.summary = _summary(setup, batch)
     if batch.contents:
         setup.run.check_contents(batch.contents)
     batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
@@ -169,19 +166,36 @@ def placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None
     return batch  # most likely the pass was resumed past the end, so there is nothing to deliver
 
 
-def _summary(setup: PassSetup, batch: Batch) -> dict[str, Any]:
-    """Return what the ranks compare of a batch."""
+def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
+    """Note what the ranks compare of a batch that was read, if they compare this one.
+
+    Args:
+        setup: Of the loader.
+        start: Where the pass began.
+        batch: What was read. Arrays have not gone to a device yet, so that nothing is copied back.
+    """
+    every: Any = setup.options.verify
+    due = setup.batch_check is not None and (batch.is_first or (every != "first" and batch.step.number % every == 0))
+    if (
+        not due or batch.skipped is not None or batch.value is None
+    ):  # a row of another sample than its own tells nothing
+        return
     ids, stream = batch.step.ids, setup.source.stream
     if stream is not None:
         key = f"parts {stream.parts}"
     else:
         key = f"{zlib.crc32(ids.tobytes() if isinstance(ids, np.ndarray) else repr(ids).encode())} of {len(ids)}"
-    found: dict[str, Any] = summary(
-        [(path, leaf.numpy()) for path, leaf in named_leaves(batch.value) if isinstance(leaf, paddle.Tensor)],
+    batch.summary = summary(
+        [(path, _array(leaf)) for path, leaf in named_leaves(batch.value) if becomes_tensor(leaf)],
         step=batch.step.number,
         first=batch.is_first,
         key=key,
         ids=[one if isinstance(one, int | str) else repr(one) for one in np.asarray(ids).tolist()],
-        num_steps=setup.run.num_steps_or_none(setup.run.start()),
+        num_steps=setup.run.num_steps_or_none(start),
     )
+
+
+def _array(leaf: Any) -> np.ndarray[Any, Any]:
+    """Return the array of a leaf, also of a dtype whose rows cannot be taken."""
+    found: np.ndarray[Any, Any] = leaf.numpy() if isinstance(leaf, paddle.Tensor) else as_array(leaf)
     return found

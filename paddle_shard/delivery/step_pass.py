@@ -185,7 +185,6 @@ class StepPass:
             raise feed.failure
         found = self._executor.take()
         self._taken += 1
-        found.is_first = self._taken == 1
         return found
 
     def _read(self) -> None:

@@ -183,8 +183,13 @@ class Run:
 
     @property
     def plan(self) -> ShardPlan | None:
-        """The order of the present epoch, unless the user's own sampler decides it."""
-        return self._plan_from(LoaderState(epoch=self.epoch))
+        """The order of the present epoch as this run serves it, unless the user's own sampler decides it."""
+        return self._plan_from(self._present())
+
+    def _present(self) -> LoaderState:
+        """Return where the pass that is the position of the run began; if there is none, where the next one begins."""
+        newest = self._newest
+        return self.start() if newest is None or newest.epoch != self.epoch else newest.start
 
     # The epoch
 
@@ -288,7 +293,7 @@ class Run:
 
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
-        plan, found = self.plan, self.num_steps_or_none(LoaderState(epoch=self.epoch))
+        plan, found = self.plan, self.num_steps_or_none(self._present())
         if found is None:
             found = self._num_steps = len(self._source.batches)
         return found if plan is None else found - num_steps_left_out(plan, self.epoch, self.skips)
@@ -380,7 +385,9 @@ class Run:
         batches = self._source.batches
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         try:
-            said: dict[str, Any] = {"parts": list(integer_weights(mixing.names, weights)), "drawn": batches.drawn}
+            position, parts = self.state(), list(integer_weights(mixing.names, weights))
+            after = f"step {position.steps} of epoch {position.epoch}"
+            said: dict[str, Any] = {"parts": parts, "drawn": batches.drawn, "after": after}
         except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank
             said = {"error": f"{type(error).__name__}: {error}"}
         found = gathered(said, self._ranks, self._timeout, "set_weights()")
@@ -391,6 +398,11 @@ class Run:
                 raise ArgumentError(
                     f"set_weights(): the weights must be the same on all ranks, got {found[0]['parts']} (in parts of "
                     f"the sum) on global rank {self._ranks[0]} and {one['parts']} on global rank {rank}."
+                )
+            if one["after"] != found[0]["after"]:
+                raise ArgumentError(
+                    f"set_weights(): called before {found[0]['after']} on global rank {self._ranks[0]}, and before "
+                    f"{one['after']} on global rank {rank}. Call it on all ranks at the same step."
                 )
         at = max(int(one["drawn"]) for one in found)
         batches.set_weights(at, tuple(found[0]["parts"]))

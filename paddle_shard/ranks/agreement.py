@@ -58,7 +58,9 @@ _SHORTEST_LOOK, _LONGEST_LOOK = 50e-6, 20e-3
 _LOOKS_FOR = 2e-3
 """Seconds for which a rank only reads the table before it asks for a round."""
 _LONGEST_PAUSE = 0.02
+"""Most seconds between two rounds without news: the rank has sent all it knows, and waits for the others."""
 _LEAVE = 1.0
+"""Seconds for which a process that ends waits until the others have heard which passes it has left."""
 _SHORTEST = 4.0
 """Least number of seconds that a rank may take to enter a round: several heartbeats, for any timeout of a pass."""
 

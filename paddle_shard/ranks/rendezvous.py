@@ -25,6 +25,7 @@ from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 
 _PAUSE = 0.02
+"""Seconds between two attempts to reach a store that its owner may not have made yet."""
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _making = threading.RLock()

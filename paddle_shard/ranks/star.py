@@ -28,7 +28,11 @@ from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rend
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")
-_POLL, _GRACE = 0.02, 2.0
+_POLL = 0.02
+"""Seconds between two looks at the store, whose own waits cannot be ended; also the least timeout of a socket."""
+_GRACE = 2.0
+"""Seconds in which rank 0 tells who is missing after a timeout: the others wait so much longer, and name the same
+ranks. Also for the first words of a connection."""
 
 MAX_STAR = 64
 """Most ranks that one rank talks to if they are on several hosts."""

@@ -58,6 +58,8 @@ class Batch:
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its pass."""
+    num_bytes: int = 0
+    """Size in bytes of its arrays; counted only where batches are kept ahead."""
 
     exhausted: bool = False
     """True if it holds nothing new, and nothing new will come."""

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
@@ -26,7 +27,7 @@ from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import DrewBesideError, Reader
-from paddle_shard.reading.tensors import ToTensors, begin_tensors
+from paddle_shard.reading.tensors import ToTensors, arrays_of, begin_tensors
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
@@ -348,6 +349,23 @@ class Wrapper(Executor):
         self._inner.close(ended=ended)
 
 
+MOST_BYTES = 256 << 20
+"""Bytes on a device that batches ahead of the one to hand over may take, if there is more than one of them."""
+
+
+def has_room(sizes: Sequence[int], most: int) -> bool:
+    """Return whether one more batch may be ahead on the device, beside those of these sizes in bytes.
+
+    There may be `most`, but only one where two take more than `MOST_BYTES`: these are copied for 10 ms and more each,
+    so that a second one hides no more of it, and the model needs the memory.
+    """
+    return len(sizes) < most and (not sizes or sum(sizes) + sizes[-1] <= MOST_BYTES)
+
+
+def nothing(batch: Batch) -> None:
+    """Do nothing with a batch."""
+
+
 class Tensors(Wrapper):
     """Makes tensors of the arrays of each batch, on the loader's place; on a device, some batches ahead of the caller.
 
@@ -359,7 +377,15 @@ class Tensors(Wrapper):
     has to compute after that.
     """
 
-    def __init__(self, inner: Executor, to_tensors: ToTensors, *, ahead: int = 0, patient: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Executor,
+        to_tensors: ToTensors,
+        *,
+        ahead: int = 0,
+        patient: bool = False,
+        look: Callable[[Batch], None] = nothing,
+    ) -> None:
         """Wrap an executor.
 
         Args:
@@ -367,8 +393,10 @@ class Tensors(Wrapper):
             to_tensors: Makes the tensors of one pass.
             ahead: Batches whose copies are asked for before the one that is handed over is waited for.
             patient: True if the inner executor reads elsewhere, so that what it has not read yet is left to it.
+            look: Is shown each batch before tensors are made of it.
         """
         super().__init__(inner)
+        self._look, self._any_taken = look, False
         self._to_tensors, self._ahead, self._patient = to_tensors, ahead, patient
         self._begun: deque[tuple[Batch, Callable[[], Any]] | Exception] = deque()
         """Batches whose tensors are being made, and at last what the next one has failed with."""
@@ -381,11 +409,15 @@ class Tensors(Wrapper):
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
         begun = self._begun
-        while len(begun) <= self._ahead and not (begun and isinstance(begun[-1], Exception)):
+        while not begun or (not isinstance(begun[-1], Exception) and has_room(self._sizes(), self._ahead)):
             if begun and self._patient and not self._inner.ready():
                 break
             try:
                 found = self._inner.take(beside=beside)
+                found.is_first, self._any_taken = not self._any_taken, True
+                self._look(found)
+                if self._ahead:
+                    found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
                 begin = partial(begin_tensors, found.value, self._to_tensors, found.owned)
                 begun.append((found, _made(found, begin)))
             except DrewBesideError:  # what is begun stays: the caller's thread takes it, and then reads on
@@ -403,6 +435,10 @@ class Tensors(Wrapper):
         batch, finish = first
         batch.value = _made(batch, finish)
         return batch
+
+    def _sizes(self) -> list[int]:
+        """Return the bytes of the batches that are begun ahead of the one to hand over."""
+        return [one[0].num_bytes for one in islice(self._begun, 1, None) if isinstance(one, tuple)]
 
     def ready(self) -> bool:
         """See `Executor`."""

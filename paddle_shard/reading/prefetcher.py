@@ -11,7 +11,7 @@ from collections import deque
 
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.executor import Executor, Wrapper
+from paddle_shard.reading.executor import Executor, Wrapper, has_room
 from paddle_shard.reading.reader import DrewBesideError
 from paddle_shard.reading.worker_guards import signals_held
 from paddle_shard.say_once import say_once
@@ -129,6 +129,11 @@ class Prefetcher(Wrapper):
             self._inner.submit(self._waiting.popleft())
         return self._inner.take(beside=beside)
 
+    def _has_room(self) -> bool:
+        if self._always:  # the user's number
+            return len(self._done) < self._count
+        return has_room([found.num_bytes for found in self._done if isinstance(found, Batch)], self._count)
+
     def _may_run(self) -> bool:
         return not self._over and (self._always or self._seconds >= QUICK) and self._inner.runs_free
 
@@ -149,7 +154,7 @@ class Prefetcher(Wrapper):
         try:
             while True:
                 with self._changed:
-                    while not self._over and not (self._left and len(self._done) < self._count):
+                    while not self._over and not (self._left and self._has_room()):
                         self._changed.wait()
                     if self._over:
                         return

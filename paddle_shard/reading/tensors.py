@@ -31,6 +31,11 @@ def arrays_of(value: Any) -> Iterator[Any]:
     return (leaf for leaf in leaves(value) if hasattr(leaf, "shape"))
 
 
+def becomes_tensor(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor, or an array that Paddle can hold."""
+    return leaf.dtype.kind not in _NO_TENSOR if isinstance(leaf, np.ndarray) else is_tensor(leaf)
+
+
 def num_rows_of(batch: Any) -> int:
     """Return the number of rows of a batch: the first dim of its first array or tensor that has a dim."""
     for leaf in arrays_of(batch):

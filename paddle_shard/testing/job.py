@@ -27,9 +27,11 @@ _DUMP_AT = "PADDLE_SHARD_DUMP_AT"
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the other ranks may end by themselves when one has failed."""
 _LAUNCHER_SETS = ("PADDLE_", "POD_", "TRAINER_", "MASTER_", "FLAGS_selected_")
+"""Beginnings of what a launcher tells its ranks: this process may be one, and its job is another."""
 _LOG_TAIL = 6000
 _POLL = 0.01
 _KILL_SECONDS = 10.0
+"""Seconds in which a process that was killed must be gone: one that waits for a disk ends late."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.reading import executor
 from tests.deadlines import HANG
 
 ROWS = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")
@@ -132,6 +133,23 @@ def test_what_is_queued_is_copied_before_a_dropped_loader_frees_the_memory(kind,
     del batches
 
     assert x._local_value().numpy().tolist() == ROWS[:8].tolist()
+
+
+BATCH = 8 * 16 * 4 + 8 * 8
+"""Bytes of a batch."""
+
+
+@pytest.mark.parametrize(("most", "ahead"), [(2 * BATCH, 2), (2 * BATCH - 1, 1), (1, 1)])
+@pytest.mark.parametrize("kind", ["workers", "stream"])
+def test_fewer_batches_are_on_the_device_where_they_are_large(kind, most, ahead, monkeypatch, counters):
+    monkeypatch.setattr(executor, "MOST_BYTES", most)
+    batches = iter(KINDS[kind]())
+    for _ in range(3):
+        next(batches)
+        time.sleep(SETTLE)  # workers have read ahead
+
+    copies = counters()
+    assert sum(copies.get(what, (0,))[0] for what in ("h2d", "h2d_async")) == 2 * (3 + ahead)
 
 
 def test_samples_that_are_device_tensors_are_stacked_on_the_device(monkeypatch):

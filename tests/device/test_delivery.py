@@ -7,10 +7,12 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from tests.device.devices import DEVICE, OTHER, needs_two, place
 
 ROWS = np.random.default_rng(0).normal(size=(45, 8)).astype("float32")
+pytestmark = pytest.mark.gpu
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
-CPU, DEVICE = paddle.CPUPlace(), paddle.CustomPlace("standin", 0)
+CPU, PLACE = paddle.CPUPlace(), place()
 
 
 class Data(paddle.io.Dataset):
@@ -127,10 +129,10 @@ def passes(kind, places):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_batch_is_on_the_device_with_the_bytes_of_the_cpu(kind):
-    on_device, on_cpu = passes(kind, [DEVICE]), passes(kind, [CPU])
+    on_device, on_cpu = passes(kind, [PLACE]), passes(kind, [CPU])
 
     tensors = [t for batches in on_device for batch in batches for t in batch if isinstance(t, paddle.Tensor)]
-    assert {str(tensor.place) for tensor in tensors} == {str(DEVICE)}
+    assert {str(tensor.place) for tensor in tensors} == {str(PLACE)}
     assert [[list(map(shown, batch)) for batch in one] for one in on_device] == [
         [list(map(shown, batch)) for batch in one] for one in on_cpu
     ]
@@ -141,7 +143,7 @@ def test_what_a_collate_function_makes_on_the_device_stays_there():
 
     batches = list(loader)
 
-    assert {str(leaf.place) for batch in batches for leaf in batch} == {str(DEVICE)}
+    assert {str(leaf.place) for batch in batches for leaf in batch} == {str(PLACE)}
     assert [i for batch in batches for i in batch[1]._local_value().numpy().tolist()] == list(range(45))
 
 
@@ -153,13 +155,14 @@ def test_a_batch_that_the_user_holds_keeps_its_numbers():
     assert np.concatenate([x._local_value().numpy() for x, _ in held]).tolist() == ROWS.tolist()
 
 
+@needs_two
 def test_valid_is_where_the_batch_is_and_counts_its_rows():
-    loader = paddle_shard.shard_dataloader(given(places=[DEVICE]), MESH, shard_dims="dp", tail="fill")
-    paddle.set_device("standin:1")  # after the DataLoader was made
+    loader = paddle_shard.shard_dataloader(given(places=[PLACE]), MESH, shard_dims="dp", tail="fill")
+    paddle.set_device(OTHER)  # after the DataLoader was made
     try:
         batches = iter(loader)
         for x, _ in batches:
             assert str(batches.valid.place) == str(x.place)
         assert batches.valid._local_value().numpy().tolist() == [True] * 5 + [False] * 3
     finally:
-        paddle.set_device("standin:0")
+        paddle.set_device(DEVICE)

@@ -11,7 +11,7 @@ import faulthandler, gc, os, random, sys, threading
 import numpy as np, paddle, paddle.distributed as dist
 faulthandler.enable()
 if os.environ.get("CUSTOM_DEVICE_ROOT"):
-    paddle.set_device("standin:0")
+    paddle.set_device("standin:0")  # a GPU is the current place without being asked
 import paddle_shard
 times, kind = int(sys.argv[1]), sys.argv[2]
 ROWS = np.zeros((64, 300), "float32")
@@ -47,6 +47,7 @@ print("dropped", times)
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["default", "prefetch", "inline"])
 def test_dropped_loaders_neither_hang_nor_crash(kind):
     times = os.environ.get("DROPS", "300")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.deadlines import HANG
+from tests.device.devices import NAME, needs_two
 from tests.jobs import launch_ranks
 
 HERE = Path(__file__).parent
@@ -23,15 +24,21 @@ def jobs(tmp_path_factory):
         folder = tmp_path_factory.mktemp(device)
         return launch_ranks(HERE / "ranks_worker.py", 2, folder, env=environment, timeout=2 * HANG)
 
-    return {device: run(device) for device in ("standin", "cpu")}
+    return {device: run(device) for device in (NAME, "cpu")}
 
 
+@pytest.mark.gpu
+@needs_two
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_losses_are_those_of_the_cpu(jobs, case):
-    for rank, (on_device, on_cpu) in enumerate(zip(jobs["standin"], jobs["cpu"], strict=True)):
-        assert on_device[case]["places"] == [f"Place(standin:{rank})"]
+    for rank, (on_device, on_cpu) in enumerate(zip(jobs[NAME], jobs["cpu"], strict=True)):
+        assert on_device[case]["places"] == [f"Place({NAME}:{rank})"]
         assert on_device[case]["rows"] == on_cpu[case]["rows"]
         assert on_device[case]["losses"] == pytest.approx(on_cpu[case]["losses"], abs=1e-4)
+
+
+def test_what_is_compared_is_what_was_read_and_nothing_is_copied_back(jobs):
+    assert [rank["copied back"] for rank in jobs["standin"]] == [0, 0]
 
 
 def test_nothing_of_ours_touches_device_memory_from_the_host(tmp_path):

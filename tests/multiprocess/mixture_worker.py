@@ -63,6 +63,8 @@ if __name__ == "__main__":
             found["other weights"] = said(lambda given=given: loader.set_weights(given))
             given = {"web": 1} if rank == 1 else {"web": 1, "code": 1, "chat": 1}
             found["wrong on one"] = said(lambda given=given: loader.set_weights(given))
+        if step == (5 if rank == 1 else 6):
+            found["at other steps"] = said(lambda: loader.set_weights({"web": 1, "code": 1, "chat": 1}))
         if step == 8:
             break
     state = json.loads(json.dumps(loader.state_dict()))

@@ -42,6 +42,7 @@ def test_real_ranks_switch_weights_together_and_resume_on_another_mesh(tmp_path)
     for report in reports:
         assert "must be the same on all ranks" in report["other weights"]
         assert "on global rank 2" in report["other weights"]
+        assert "before step 7 of epoch 0 on global rank 0, and before step 6 of epoch 0 on" in report["at other steps"]
         assert "set_weights() on global rank 1: ArgumentError: weights must name each source" in report["wrong on one"]
 
 

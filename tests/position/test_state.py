@@ -1142,3 +1142,19 @@ def test_a_pass_draws_a_sampler_once_though_its_length_is_not_told():
 
     assert len(rest(make(sampler=NotTold()))) == 2
     assert len(drawn) <= 2, "once for the pass, and once if somebody asks for the length"
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_plan_and_length_are_those_of_the_epoch_that_is_served_with_another_batch_size(steps):
+    loader = make(50, 4)
+    batches = iter(loader)
+    for _ in range(steps):
+        next(batches)
+    again = make(50, 10)
+    again.load_state_dict(loader.state_dict())
+    told = len(again), again.plan.num_steps
+    batches = iter(again)
+    delivered = steps + sum(1 for _ in batches)
+
+    assert told == (delivered, delivered)
+    assert len(again) == again.plan.num_steps == 5  # of the next epoch

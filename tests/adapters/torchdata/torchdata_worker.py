@@ -11,9 +11,9 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
 from observe import loader_of, main, observe, refusal, steps_of
-
-from paddle_shard.sources.torchdata import stateful_dataloader, torchdata_loader
+from torchdata_recipe import stateful_dataloader, torchdata_loader
 
 LENGTH = 23
 

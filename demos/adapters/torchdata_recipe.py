@@ -1,4 +1,8 @@
-"""How are torchdata's loaders, `torchdata.nodes` and `StatefulDataLoader`, used as a source?"""
+"""A recipe: torchdata's loaders, `torchdata.nodes` and `StatefulDataLoader`, as an `ExternalLoader`.
+
+Copy this file and `shares.py` beside your training script: pip install 'paddle_shard[torchdata]'. `make test-adapters
+ADAPTERS=torchdata` runs its tests.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import shares
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.sources import external
 from paddle_shard.sources.arrays import check_indexed
-from paddle_shard.sources.external import ExternalLoader, ShardOptions
+from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched
 from paddle_shard.sources.files import needs
 
 
@@ -43,7 +47,7 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     _import()
 
     def build_pass(share: ShardOptions) -> _Pass:
-        return _Pass(external.build_watched(build, share, "torchdata"), share)
+        return _Pass(build_watched(build, share, "torchdata"), share)
 
     return ExternalLoader(build_pass, name="torchdata", save=_Pass.state)
 
@@ -81,14 +85,14 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         length = len(dataset)
         order = np.arange(length)
         if shuffle:
-            order = np.random.default_rng(external.seed_of(share, "order", bits=63)).permutation(length)
+            order = np.random.default_rng(shares.seed_of(share, "order", bits=63)).permutation(length)
         # The data ranks take samples in turns, so their shares differ by at most one sample.
         mine = order[share.shard :: share.num_shards]
         loader = StatefulDataLoader(
             dataset,
-            batch_size=external.local_rows(batch_size, share),
+            batch_size=shares.local_rows(batch_size, share),
             sampler=mine.tolist(),
-            generator=torch.Generator().manual_seed(external.seed_of(share, "workers", share.shard, bits=63)),
+            generator=torch.Generator().manual_seed(shares.seed_of(share, "workers", share.shard, bits=63)),
             **options,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
@@ -130,7 +134,7 @@ class _Pass:
         self._same = {"kind": type(self._loader).__name__, **same}
         self._batches = 0
         if share.state is not None:
-            external.check_same(share, **self._same)
+            shares.check_same(share, **self._same)
             self._batches = share.state["batches"]
             self._loader.load_state_dict(share.state["library"])
 
@@ -177,7 +181,7 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
             if hasattr(found, "rank") and hasattr(found, count_name):
                 has = {"rank": found.rank, count_name: getattr(found, count_name)}
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
-                external.check_share(has, share, f"torchdata: the {name}", fix)
+                shares.check_share(has, share, f"torchdata: the {name}", fix)
         if not isinstance(found, IterableDataset):  # look at the samplers and nodes that it holds
             held = list(vars(found).values())
             todo += held + [item for value in held if isinstance(value, dict) for item in value.values()]
