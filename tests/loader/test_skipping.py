@@ -305,7 +305,11 @@ def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_read
 
     assert rows == [[None if x == LOST else x for x in batch] for batch in wanted]
     assert sum(skipped for _, skipped in found.values()) == num_lost
-    assert caplog.text.count("skipped sample") == num_lost
+    told = [record.getMessage() for record in caplog.records if "skipped sample" in record.getMessage()]
+    if paddle.device.get_device() == "cpu":
+        assert len(told) == num_lost
+    else:  # batches are read ahead of the end, which another part may bring
+        assert len(told) >= num_lost
     assert leaked == []
 
 
