@@ -76,23 +76,17 @@ class StepNotes:
         """
         if batch.placed is None or not (heard or self._pad_to):
             return batch
-        read, contents = {}, {}
+        read, contents = dict[int, Any](), dict[int, Any]()
+        of_ranks = {"read": read, "contents": contents, "shapes": self._shapes, "rows": self._rows}
         for rank, said in heard:
             told = json.loads(said)
-            if "contents" in told:
-                contents[rank] = told["contents"]
-            if "read" in told:
-                read[rank] = told["read"]
-            if "shapes" in told:
-                self._shapes[rank] = told["shapes"]
-            if "rows" in told:
-                self._rows[rank] = told["rows"]
+            for what in of_ranks.keys() & told.keys():
+                of_ranks[what][rank] = told[what]
             if "skipped" in told and self._holds_rows:
                 found = np.isin(batch.placed.rows.read, told["skipped"])
                 batch.skipped = found if batch.skipped is None else batch.skipped | found
-        if self._batch_check is not None and read:
+        if self._batch_check is not None:
             self._batch_check.compare(read)
-        if self._batch_check is not None and contents:
             self._batch_check.compare_contents(contents)
         if len(set(self._rows.values())) > 1:
             shown = ", ".join(f"{rows} on global rank {rank}" for rank, rows in sorted(self._rows.items()))

@@ -24,10 +24,11 @@ from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
+from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.tensors import as_array, becomes_tensor
 from paddle_shard.say_once import say_once
-from paddle_shard.tree import named_leaves
+from paddle_shard.tree import leaves, named_leaves
 
 
 class LoaderRows:
@@ -176,26 +177,36 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
     """
     every: Any = setup.options.verify
     due = setup.batch_check is not None and (batch.is_first or (every != "first" and batch.step.number % every == 0))
-    if (
-        not due or batch.skipped is not None or batch.value is None
-    ):  # a row of another sample than its own tells nothing
+    if not due or batch.value is None:
         return
-    ids, stream = batch.step.ids, setup.source.stream
-    if stream is not None:
-        key = f"parts {stream.parts}"
-    else:
-        key = f"{zlib.crc32(ids.tobytes() if isinstance(ids, np.ndarray) else repr(ids).encode())} of {len(ids)}"
+    ids, stream = np.asarray(batch.step.ids).tolist(), setup.source.stream
+    key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
+    arrays = [(path, _compared(leaf)) for path, leaf in named_leaves(batch.value, "", _is_list_of_values)]
+    if batch.skipped is not None:  # a row of another sample than its own tells nothing
+        kept, num_rows = ~batch.skipped, len(batch.skipped)
+        arrays = [(path, leaf[kept] if leaf.shape[:1] == (num_rows,) else leaf) for path, leaf in arrays]
+        ids = [one for one, stays in zip(ids, kept.tolist(), strict=True) if stays] if len(ids) == num_rows else ids
+        key += f" but for {np.flatnonzero(batch.skipped).tolist()}"
     batch.summary = summary(
-        [(path, _array(leaf)) for path, leaf in named_leaves(batch.value) if becomes_tensor(leaf)],
+        arrays,
         step=batch.step.number,
         first=batch.is_first,
         key=key,
-        ids=[one if isinstance(one, int | str) else repr(one) for one in np.asarray(ids).tolist()],
+        ids=[one if isinstance(one, int | str) else repr(one) for one in ids],
         num_steps=setup.run.num_steps_or_none(start),
     )
 
 
-def _array(leaf: Any) -> np.ndarray[Any, Any]:
-    """Return the array of a leaf, also of a dtype whose rows cannot be taken."""
-    found: np.ndarray[Any, Any] = leaf.numpy() if isinstance(leaf, paddle.Tensor) else as_array(leaf)
-    return found
+def _is_list_of_values(value: Any) -> bool:
+    """Return whether a list has an item for each row, such as a text, and no tensors."""
+    return isinstance(value, list) and not any(becomes_tensor(leaf) for leaf in leaves(value))
+
+
+def _compared(leaf: Any) -> np.ndarray[Any, Any]:
+    """Return the array of a leaf; of what becomes no tensor, digests: one for each item of a list or array."""
+    if becomes_tensor(leaf):  # `as_array` refuses dtypes whose rows cannot be taken
+        found: np.ndarray[Any, Any] = leaf.numpy() if isinstance(leaf, paddle.Tensor) else as_array(leaf)
+        return found
+    if isinstance(leaf, list | np.ndarray):
+        return np.array([digest(item, 0, WHOLE) for item in leaf], np.uint32)
+    return np.array(digest(leaf, 0, WHOLE), np.uint32)

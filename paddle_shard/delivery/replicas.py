@@ -47,8 +47,6 @@ def replicas_of(
 
 def _rows_of(rank: int, source: Source, layouts: Sequence[FieldLayout]) -> Hashable:
     """Return what stands for the rows that a rank reads; equal for ranks that read the same."""
-    stream = source.stream
-    whole = source.item_is_batch if stream is None else stream.whole_items and stream.split_over is None
-    if whole and not source.split:
+    if source.item_is_batch and not source.split:
         return "whole global batches"
     return tuple(dict.fromkeys(found for layout in layouts if (found := layout.slice_of(rank)) is not None))

@@ -24,6 +24,9 @@ _OF_ROWS = ("cu_seqlens", "max_seqlen")
 
 Arrays = dict[str, npt.NDArray[Any]]
 
+_WIDER = {paddle.bool: "int32", paddle.int8: "int32", paddle.float16: "float32", paddle.bfloat16: "float32"}
+"""Dtypes for which Paddle has no kernel on the CPU, or gloo no message -> one that holds the same numbers."""
+
 
 class SequenceSplit:
     """Splits the tokens of each row over an axis of the mesh, for context parallelism.
@@ -110,8 +113,8 @@ class SequenceSplit:
             batch: A dict of arrays; fields `segment_ids` or `cu_seqlens`, as `Packed` makes them, tell the documents.
 
         Raises:
-            BatchStructureError: It has no field of tokens, or no documents for layout="documents"; or labels that are
-                to be shifted are shifted already.
+            BatchStructureError: It has no field of tokens, or no documents for layout="documents"; `segment_ids` begin
+                at 0, which is padding; or labels that are to be shifted are shifted already.
         """
         if not isinstance(batch, Mapping) or self.key not in batch:
             shown = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -141,8 +144,15 @@ class SequenceSplit:
             if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (rows, length):
                 tokens = padded(value, [whole, *value.shape[2:]], self._pads.get(name, 0))
                 found[name] = np.take_along_axis(tokens, order.reshape(rows, whole, *(1,) * (value.ndim - 2)), axis=1)
-            elif name == "cu_seqlens" and whole > length:  # what is padded is a sequence of its own
-                found[name] = np.where(np.cumsum(value == length, axis=1) > 1, whole, value).astype(value.dtype)
+            elif name == "cu_seqlens" and whole > length:  # what is padded is a sequence of its own, to the last entry
+                ends = np.where(np.cumsum(value == length, axis=1) > 1, whole, value).astype(value.dtype)
+                ends[:, -1] = whole
+                found[name] = ends
+        if "max_seqlen" in fields and "cu_seqlens" in fields:
+            given = np.asarray(fields["max_seqlen"])
+            found["max_seqlen"] = (
+                np.diff(found["cu_seqlens"], axis=1).max(axis=1).astype(given.dtype).reshape(given.shape)
+            )
         found["token_index"] = order
         return found
 
@@ -192,6 +202,8 @@ class SequenceSplit:
         if not isinstance(outputs, np.ndarray | paddle.Tensor):
             raise ArgumentTypeError(f"unsplit: outputs must be a tensor or an array, got {type(outputs).__name__}.")
         with paddle.no_grad():
+            if isinstance(outputs, paddle.Tensor) and outputs.dtype in _WIDER:
+                return self.unsplit(outputs.astype(_WIDER[outputs.dtype]), token_index).astype(outputs.dtype)
             whole, mesh, placements = self._gathered(outputs)
             rows, length, *others = whole.shape
             if token_index is not None:
@@ -229,7 +241,13 @@ class SequenceSplit:
     def _segments(self, fields: Mapping[str, Any], rows: int, length: int) -> npt.NDArray[np.int64]:
         """Return the number of each token's document, int64 [rows, length]; 0 for padding."""
         if "segment_ids" in fields:
-            return np.asarray(fields["segment_ids"]).astype(np.int64)
+            found = np.asarray(fields["segment_ids"]).astype(np.int64)
+            if ((found[:, 0] == 0) & (found > 0).any(axis=1)).any() or not found.any():
+                raise BatchStructureError(
+                    "SequenceSplit: segment_ids begin at 0, which means padding, as Packed makes them: the tokens of "
+                    "the first document would get no labels. Number the documents of a row from 1."
+                )
+            return found
         if "cu_seqlens" in fields:
             ends = np.asarray(fields["cu_seqlens"])
             return np.stack([np.searchsorted(row, np.arange(length), side="right") for row in ends])

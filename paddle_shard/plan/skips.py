@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,8 @@ from paddle_shard.plan.mixture import without_epoch
 
 Stretch = tuple[int, int, int]
 """(epoch, first position, position after the last)."""
+LeftOut = tuple[int | str, int, int]
+"""(id of a sample, epoch and position from which on it is left out): what was delivered before stays delivered."""
 
 
 @dataclass(frozen=True)
@@ -22,28 +24,31 @@ class Skips:
     """The positions and the samples that are never read.
 
     Examples:
-        >>> skips = Skips().joined([(0, 4, 8), (0, 6, 10)], [17])
-        >>> skips.stretches, skips.rows(0, 3, np.array([5, 17, 6])).tolist()
-        (((0, 4, 10),), [False, True, True])
+        >>> skips = Skips().joined([(0, 4, 8), (0, 6, 10)], [(17, 0, 3)])
+        >>> skips.stretches, skips.rows(0, 2, np.array([17, 5, 6])).tolist(), skips.rows(1, 0, np.array([17])).tolist()
+        (((0, 4, 10),), [False, False, True], [True])
     """
 
     stretches: tuple[Stretch, ...] = ()
     """In order, disjoint, none empty."""
-    samples: tuple[int | str, ...] = field(default=())
-    """Ids of samples in the data set, in every epoch; those of a mixture without the epoch of their source."""
+    samples: tuple[LeftOut, ...] = ()
+    """Samples of the data set, each once; ids of a mixture are without the epoch of their source."""
 
-    def joined(self, stretches: Iterable[Stretch], samples: Iterable[int | str]) -> Skips:
+    def joined(self, stretches: Iterable[Stretch], samples: Iterable[LeftOut]) -> Skips:
         """Return skips that leave out more."""
         of_epochs: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for epoch, first, end in (*self.stretches, *stretches):
             of_epochs[epoch].append((first, end))
         found = [(epoch, *stretch) for epoch in sorted(of_epochs) for stretch in united(of_epochs[epoch])]
-        known = {*self.samples, *samples}
-        return Skips(tuple(found), tuple(sorted(known, key=lambda one: (isinstance(one, str), one))))
+        earliest: dict[int | str, tuple[int, int]] = {}
+        for sample, *since in (*self.samples, *samples):
+            earliest[sample] = min(earliest.get(sample, (since[0], since[1])), (since[0], since[1]))
+        known = sorted(earliest, key=lambda one: (isinstance(one, str), one))
+        return Skips(tuple(found), tuple((sample, *earliest[sample]) for sample in known))
 
     def concerns(self, epoch: int) -> bool:
         """Return False if nothing of an epoch can be left out."""
-        return bool(self.samples) or any(stretch[0] == epoch for stretch in self.stretches)
+        return any(since <= epoch for since, _ in self._since) or any(of == epoch for of, _, _ in self.stretches)
 
     def rows(self, epoch: int, first: int, ids: Any) -> npt.NDArray[np.bool_]:
         """Return which rows are left out: one bool for each id.
@@ -57,28 +62,36 @@ class Skips:
         for of_epoch, start, end in self.stretches:
             if of_epoch == epoch:
                 found[max(0, start - first) : max(0, end - first)] = True
-        if not self.samples:
-            return found
-        array = ids if isinstance(ids, np.ndarray) else np.asarray(ids)
-        if array.dtype.kind in "iu":  # a sampler of the user's own may draw texts, too
-            found |= np.isin(without_epoch(array), self._numbers)
-        else:
-            found |= np.array([one in self._known for one in ids], bool)
+        for (since, position), samples in self._since.items():
+            if since > epoch:
+                continue
+            begin = max(0, position - first) if since == epoch else 0
+            some = ids[begin:]
+            array = some if isinstance(some, np.ndarray) else np.asarray(some)
+            if array.dtype.kind in "iu":  # a sampler of the user's own may draw texts, too
+                numbers = np.array([one for one in samples if isinstance(one, int)], np.int64)
+                found[begin:] |= np.isin(without_epoch(array), numbers)
+            else:
+                found[begin:] |= np.array([one in samples for one in some], bool)
         return found
 
     @cached_property
-    def _known(self) -> frozenset[int | str]:
-        return frozenset(self.samples)
-
-    @cached_property
-    def _numbers(self) -> npt.NDArray[np.int64]:
-        return np.array([one for one in self.samples if isinstance(one, int)], np.int64)
+    def _since(self) -> dict[tuple[int, int], set[int | str]]:
+        """(epoch, position) -> the samples that are left out from there on."""
+        found: dict[tuple[int, int], set[int | str]] = defaultdict(set)
+        for sample, epoch, position in self.samples:
+            found[epoch, position].add(sample)
+        return dict(found)
 
     @classmethod
     def checked(cls, stretches: Any, samples: Any) -> Skips:
         """Return the skips of a saved state; a TypeError or ValueError if they are damaged."""
         read = [(counted(epoch), counted(first), counted(end, first + 1)) for epoch, first, end in stretches]
-        return cls().joined(read, [sample if isinstance(sample, str) else counted(sample) for sample in samples])
+        left = [
+            (sample if isinstance(sample, str) else counted(sample), counted(epoch), counted(position))
+            for sample, epoch, position in samples
+        ]
+        return cls().joined(read, left)
 
 
 def united(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

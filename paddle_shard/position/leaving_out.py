@@ -105,7 +105,7 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
         low, high = plan.step_of(position=first), plan.step_of(position=end - 1)
         inside.append(range(low + 1, min(high, plan.num_steps)))
         perhaps |= {low, high}
-    for sample in skips.samples:
+    for sample, _, _ in skips.samples:
         named: Any = sample
         if isinstance(plan.ordering, Mixing) and isinstance(sample, int):
             source, index = source_and_index(sample)  # in any epoch of its source

@@ -458,7 +458,8 @@ class Run:
             )
         plan = self._plan_from(start)
         stretches = list(stretches_of(steps, start, plan, self._source, self.num_steps_or_none(start)))
-        self.skips = self.skips.joined(stretches, list(numbers_of(samples, plan)))
+        now = self.start()
+        self.skips = self.skips.joined(stretches, [(one, now.epoch, now.samples) for one in numbers_of(samples, plan)])
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""

@@ -86,10 +86,11 @@ class BatchCheck:
 
     def _different(self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         ours, theirs = dict(one["fields"]), dict(other["fields"])
-        fields = [path or "the batch" for path in ours if ours[path] != theirs.get(path)]
+        fields = [path or "the batch" for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
         rows = [at for at, pair in enumerate(zip(one["rows"], other["rows"], strict=False)) if pair[0] != pair[1]]
         ids = one["ids"]
-        samples = [self._named(ids[row]) for row in rows[:_SHOWN]] if ids else [f"row {row}" for row in rows[:_SHOWN]]
+        named = len(ids) == len(one["rows"])  # an item that is a whole batch has rows without ids
+        samples = [self._named(ids[row]) if named else f"row {row}" for row in rows[:_SHOWN]]
         where = f" at the samples {samples}" if samples else ""
         more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
         return (
@@ -157,7 +158,7 @@ def summary(arrays: Arrays, *, step: int, first: bool, key: str, ids: Iterable[A
         "key": key,
         "what": what,
         "size": f"{num_steps} steps, first batch of {num_rows}" if first else "",
-        "fields": fields,
+        "fields": sorted(fields),  # dicts may have their keys in any order
         "varies": varies,
         "rows": rows,
         "ids": list(ids) if rows else [],

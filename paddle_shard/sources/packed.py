@@ -101,6 +101,8 @@ class Packed:
         self.documents = documents
         """The documents, as given."""
         counts = _lengths(documents, lengths, key)
+        self._said = counts
+        """The tokens of each document, also of those that are in no row."""
         too_long = counts > length if isinstance(length, int | np.integer) else np.zeros(len(counts), bool)
         if long == "error" and too_long.any():
             first = int(np.argmax(too_long))
@@ -181,8 +183,9 @@ class Packed:
     @cached_property
     def _token_fields(self) -> frozenset[str]:
         """The fields that have an entry for each token, by some documents that are spread over the data set."""
-        filled = np.flatnonzero(self.packing.lengths)
-        some = filled[np.unique(np.linspace(0, len(filled) - 1, _LOOKED_AT).astype(np.int64))]
+        filled, left_out = np.flatnonzero(self.packing.lengths), np.flatnonzero(self.packing.lengths == 0)
+        # Documents that are in no row are not read otherwise: wrong lengths would lose them.
+        some = np.concatenate([_spread(filled), _spread(left_out)])
         plain, drawn = replace(self.rows, labels=None), (np.random.get_state(), random.getstate())
         of_tokens, others = set[str](), set[str]()
         for at in some.tolist():
@@ -192,6 +195,7 @@ class Packed:
             except Exception as error:  # it is raised when its row is read
                 raise_if_a_handlers(error)
                 continue
+            self._check_length(at, document)
             of_tokens |= found.keys()
             others |= (document.keys() if isinstance(document, dict) else found.keys()) - found.keys()
         np.random.set_state(drawn[0])  # the sample that is being read has random numbers of its own
@@ -201,17 +205,25 @@ class Packed:
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
         document, what = self.documents[piece.document], f"document {piece.document}"
-        num = len(tokens_of(document, self.rows.key))
-        if num != self.packing.lengths[piece.document]:
-            raise ValueError(
-                f"{what} has {num} tokens, but lengths says {self.packing.lengths[piece.document]}. "
-                "Count the documents again: remove the file of lengths, or leave lengths out."
-            )
+        self._check_length(piece.document, document)
         found = self.rows.fields(document, what, self._token_fields)
         if isinstance(document, dict) and not found.keys() >= document.keys():
             left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
             say_once("Packed: fields without an entry for each token are left out of the rows: %s", left_out)
         return found
+
+    def _check_length(self, number: int, document: Any) -> None:
+        num, said = len(tokens_of(document, self.rows.key)), int(self._said[number])
+        if num != said:
+            raise ValueError(
+                f"document {number} has {num} tokens, but lengths says {said}. Count the documents again: remove the "
+                "file of lengths, or leave lengths out."
+            )
+
+
+def _spread(numbers: Indices) -> Indices:
+    """Return some of the numbers, spread over all of them."""
+    return numbers[np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), _LOOKED_AT)).astype(np.int64))]
 
 
 VERSION = 1

@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import paddle
 import paddle.distributed as dist
 import pytest
 from hypothesis import given, settings
@@ -161,3 +162,36 @@ def test_what_cannot_be_split_or_joined_is_refused():
 def test_samples_of_a_plain_data_set_are_prepared():
     given = DataLoader(Made(lambda i: {"input_ids": np.arange(5) + i}, 4), batch_size=2, collate_fn=None)
     assert SequenceSplit("sep", 5).collate()([given.dataset[0]])["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint8", "int16", "float16", "bfloat16", "float32", "float64", "int64"]
+)
+def test_outputs_of_any_dtype_are_put_in_order(dtype):
+    split = SequenceSplit("sep", 2, layout="balanced")
+    whole = paddle.arange(16).reshape([2, 8]).astype("float32") % 5
+    held = whole[:, [0, 1, 6, 7, 2, 3, 4, 5]].astype(dtype)
+    found = split.unsplit(held)
+    assert found.dtype == held.dtype
+    assert (found.astype("float32") == whole.astype(dtype).astype("float32")).all()
+
+
+@pytest.mark.parametrize(("sizes", "length"), [([5, 4], 9), ([5, 3], 9), ([9], 9), ([2, 2, 1], 9)])
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_every_token_and_all_padding_belong_to_a_sequence_after_padding(sizes, length, most):
+    """Else attention crosses from one row into the next."""
+    rows = Packed([np.arange(n) for n in sizes], length, max_pieces=len(sizes) + most)
+    batch = SequenceSplit("sep", 4).collate()([rows[0]])
+    (ends,), whole = batch["cu_seqlens"].tolist(), batch["input_ids"].shape[1]
+
+    assert ends[: len(sizes) + 1] == np.cumsum([0, *sizes]).tolist()
+    assert ends == sorted(ends)
+    assert ends[-1] == whole == 12
+    assert batch["max_seqlen"].tolist() == [max(np.diff(ends))]
+
+
+@pytest.mark.parametrize("ids", [[[0, 0, 1, 1]], [[0, 0, 0, 0]]])
+def test_documents_that_are_numbered_from_0_are_refused(ids):
+    batch = {"input_ids": np.arange(4)[None], "segment_ids": np.array(ids)}
+    with pytest.raises(BatchStructureError, match="segment_ids begin at 0"):
+        SequenceSplit("sep", 2, labels="labels").prepare(batch)

@@ -317,3 +317,25 @@ def test_streams_and_damaged_states_are_refused():
     for damaged in ({"stretches": [[0, 3]], "samples": []}, {"stretches": []}, {"stretches": [], "samples": [None]}):
         with pytest.raises(StateError, match="state is damaged: history is .*'skips'"):
             make(ONE, 4).load_state_dict({**state, "history": {**state["history"], "skips": damaged}})
+
+
+@pytest.mark.parametrize("steps", [0, 2, 5])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_was_delivered_before_it_is_left_out_is_no_false_alarm(steps, workers):
+    """The epoch of the stop stays exact, and so do those after it, without the sample."""
+    loader = make(ONE, 4, workers=workers)
+    with iter(loader) as batches:
+        served = real(rows_of(batches, steps))
+    state = loader.state_dict()
+    resumed = make(ONE, 4, workers=workers)
+    resumed.load_state_dict(state)
+    gone = [*served[:2], *(sample for sample in range(LENGTH) if sample not in served)][:3]
+    resumed.skip(samples=gone)
+
+    for epoch in range(3):
+        with iter(resumed) as batches:
+            found = real(rows_of(batches))
+        certificate = resumed.certificate()
+        assert certificate.exact, str(certificate)
+        expected = set(range(LENGTH)) - (set(served) if epoch == 0 else set()) - set(gone)
+        assert sorted(found) == sorted(expected)

@@ -32,6 +32,9 @@ def reports(tmp_path_factory):
         ("seeded, workers", 4),
         ("own noise", 4),  # a warning
         ("names", 3),
+        ("mixed, nothing", 4),
+        ("mixed, order", 4),
+        ("damaged, nothing", 4),
     ],
 )
 def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(case, steps, reports):
@@ -51,6 +54,13 @@ def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(case, step
         ("stream", 0, "step 0: global ranks 2 and 3 "),
         ("whole", 0, "have read"),  # the comparison of streams that all read may come first
         ("mixture", 0, "at the samples [('web', "),
+        ("mixed, text", 0, "differ in ['text'] at the samples [5]."),
+        ("mixed, number", 0, "differ in ['number'] at the samples [5]."),
+        ("mixed, pair", 0, "differ in ['pair'] at the samples [5]."),
+        ("mixed, objects", 0, "differ in ['objects'] at the samples [5]."),
+        ("mixed, more", 0, "differ in ['more']"),
+        ("items", 1, "differ in ['image'] at the samples ['row 0', 'row 1', "),
+        ("damaged, text", 0, "differ in ['text'] at the samples [5]."),
     ],
 )
 def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_every_rank(case, steps, says, reports):

@@ -26,10 +26,10 @@ class Samples(paddle.io.Dataset):
         return {"image": image + (self.noise.random() if self.noise else 0), "label": index}
 
 
-def sharded(data, *, workers=0, size=8, replicas=True, **options):
+def sharded(data, *, workers=0, size=8, replicas=True, collate_fn=None, **options):
     ids = [[0, 1], [2, 3]] if replicas else [[0], [1], [2], [3]]
     mesh = dist.ProcessMesh(ids, dim_names=["dp", "mp"])
-    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers)
+    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, collate_fn=collate_fn)
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 
@@ -57,6 +57,19 @@ class Seeded(Samples):
 
     def __getitem__(self, index):
         return {**super().__getitem__(index), "noise": np.random.rand()}
+
+
+class Items(paddle.io.Dataset):
+    """Whole batches."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return {"image": np.arange(8) + index + 100 * (self.wrong and index == 1)}
 
 
 class Named(paddle.io.BatchSampler):
@@ -87,6 +100,52 @@ def by_name(suffix):
     mesh = dist.ProcessMesh([[0], [1], [2], [3]], dim_names=["dp", "mp"])
     given = paddle.io.DataLoader(ByName(suffix), batch_sampler=Named())
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp")
+
+
+class Mixed(paddle.io.Dataset):
+    """Texts, Python's numbers, objects, arrays of objects, and a field that one rank may have besides."""
+
+    def __init__(self, change=None):
+        self.change = change
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        other = self.change if index == 5 else None
+        objects = np.array([index, "b" if other == "objects" else "a"], object)
+        found = {
+            "text": f"{index}{'!' if other == 'text' else ''}",
+            "number": 2 * index + (other == "number"),
+            "pair": (f"{index}", index + 0.5 * (other == "pair")),
+            "objects": objects,
+            "image": np.full(3, index),
+        }
+        if self.change == "more":
+            found["more"] = np.zeros(1)
+        return dict(reversed(found.items())) if self.change == "order" else found
+
+
+def mixed(change, **options):
+    return sharded(Mixed(change), collate_fn=collate_mixed, **options)
+
+
+def collate_mixed(samples):
+    found = {name: [sample[name] for sample in samples] for name in samples[0]}
+    for name in {"image", "number", "more"} & set(found):
+        found[name] = np.stack(found[name])
+    found["objects"] = np.stack(found["objects"])
+    return {**found, "name": "a batch"}
+
+
+def unreadable(change):
+    class Some(Mixed):
+        def __getitem__(self, index):
+            if index == 4:
+                raise ValueError("damaged")
+            return super().__getitem__(index)
+
+    return sharded(Some(change), collate_fn=collate_mixed, on_error="skip")
 
 
 def own_part(**options):
@@ -126,6 +185,18 @@ def outcomes():
         "own noise": lambda: sharded(Samples(noise=np.random.default_rng(RANK)), replicas=False),
         "names": lambda: by_name(""),
         "other text": lambda: by_name("!" if other else ""),
+        **{
+            f"mixed, {change}": lambda change=change: mixed(change if other else None)
+            for change in ("nothing", "text", "number", "pair", "objects", "more", "order")
+        },
+        "damaged, nothing": lambda: unreadable(None),
+        "damaged, text": lambda: unreadable("text" if other else None),
+        "items": lambda: paddle_shard.shard_dataloader(
+            paddle.io.DataLoader(Items(other), batch_size=None),
+            dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"]),
+            shard_dims="dp",
+            verify=1,
+        ),
         "other option": lambda: sharded(Samples(), verify=None if other else "first"),
     }
     return {name: steps_of(make()) for name, make in made.items()}

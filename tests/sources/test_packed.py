@@ -327,3 +327,21 @@ def test_a_packed_source_may_join_a_mixture():
     assert len(list(new)) == 5
     with pytest.raises(StateError, match=r"the sources \['b'\] are packed into other rows"):
         loader(a=rows(20), b=rows(31)).load_state_dict(old.state_dict(), override=["mixture", "packed"])
+
+
+@pytest.mark.parametrize("wrong", [{3: 0}, {3: 90}, {0: 0, 1: 0}])
+def test_lengths_that_leave_out_a_document_which_has_tokens_are_refused(wrong):
+    """Such a document is in no row, and was never read: its tokens were lost, in silence."""
+    documents = [np.arange(2 + i) for i in range(20)]
+    lengths = np.array([len(one) for one in documents])
+    for number, length in wrong.items():
+        lengths[number] = length
+    rows = Packed(documents, 24, lengths=lengths, long="drop")
+    with pytest.raises(ValueError, match=r"document \d has \d+ tokens, but lengths says (0|90)"):
+        rows[0]
+
+
+def test_documents_that_are_empty_or_too_long_are_left_out():
+    documents = [np.arange(n) for n in (0, 5, 40, 3, 0)]
+    rows = Packed(documents, 8, lengths=[0, 5, 40, 3, 0], long="drop")
+    assert rows[0]["input_ids"].tolist() == [*range(5), *range(3)]
