@@ -56,6 +56,10 @@ DERIVED = ("starved", "imbalance", "samples_per_second")
 """Properties of `Counts` that `scalars` returns beside its fields."""
 
 
+OF_COSTS = ("largest_cost", "mean_cost", "imbalance")
+"""Those that are measured with `balance=` only."""
+
+
 class LoaderStats:
     """Counts of what a loader has delivered to this rank: over the run, and in the newest pass.
 
@@ -81,9 +85,12 @@ class LoaderStats:
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
         """Return this rank's counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
 
-        They begin at 0 with each pass. `step_seconds` is all that your code does between two batches.
+        They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Costs and
+        imbalance are there with `balance=` only.
         """
         found = asdict(self.epoch) | {name: getattr(self.epoch, name) for name in DERIVED}
+        if not self.total.mean_cost:
+            found = {name: value for name, value in found.items() if name not in OF_COSTS}
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
     def __repr__(self) -> str:

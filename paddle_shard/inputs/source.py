@@ -208,9 +208,14 @@ def _plan(data: Any, **settings: Any) -> ShardPlan:
         length = len(data)
     except Exception as error:  # whatever the user's __len__ raises
         raise_if_a_handlers(error)
-        raise ArgumentTypeError(
-            f"the data set {type(data).__name__} has no length ({error}); give it a __len__."
-        ) from error
+        way_out = "give it a __len__."
+        if hasattr(data, "__iter__"):
+            way_out = (
+                "a stream has none. Give the DataLoader a paddle.io.IterableDataset or a Stream: Stream.of(a function "
+                "that returns its iterator), Stream.huggingface(an IterableDataset of Hugging Face), or of Grain what "
+                "docs/migration.md says."
+            )
+        raise ArgumentTypeError(f"the data set {type(data).__name__} has no length ({error}); {way_out}") from error
     if length == 0:
         raise ArgumentError(
             f"the {type(data).__name__} is empty: an empty data set cannot be sharded. Check its path and filters."

@@ -24,23 +24,13 @@ from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
 from paddle_shard.say_once import say_once
 
-_REMOVED = {
-    "agree": "The ranks of the meshes always agree on steps. For a loop on one rank alone, give a mesh of that rank: "
-    "ProcessMesh([rank]). If nothing may be read ahead, use prefetch=0 and no workers.",
-    "seed_paddle": "Paddle's generator of the CPU is seeded for each sample. A data set that draws on a device says so "
-    "itself: dataset.seed_paddle = True.",
-    "num_parts": "It is the stream's: Stream.in_parts(num_parts), with Stream.of(data) for any other data.",
-    "pad_values": "pad_to= says both: pad_to={field: (length, value)}, such as {'input_ids': ('longest', 0)}.",
-}
-"""Arguments that there were -> what to do instead."""
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _refuses_others(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function say what to do instead of an argument that it has not, or not any more."""
-    known = inspect.signature(function).parameters
+    """Have a function say what to do instead of an argument that it has not."""
+    known, of_loader = inspect.signature(function).parameters, inspect.signature(paddle.io.DataLoader).parameters
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,7 +38,9 @@ def _refuses_others(function: Callable[P, R]) -> Callable[P, R]:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 way_out = f"Did you mean {close[0]}=?" if close else f"It has {', '.join(known)}."
-                raise ArgumentTypeError(f"{function.__name__} has no argument {name}=. {_REMOVED.get(name, way_out)}")
+                if name in of_loader:
+                    way_out = "It is the DataLoader's: give it to that."
+                raise ArgumentTypeError(f"{function.__name__} has no argument {name}=. {way_out}")
         return function(*args, **kwargs)
 
     return checked
@@ -233,8 +225,7 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
         raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
     own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if unknown := sorted(set(options) - own):
-        gone = " ".join(f"{name}: {_REMOVED[name]}" for name in unknown if name in _REMOVED)
-        raise ArgumentError(f"patch_paddle: unknown options {unknown}; {gone or f'there are {sorted(own)}.'}")
+        raise ArgumentError(f"patch_paddle: unknown options {unknown}; there are {sorted(own)}.")
     missed = sorted(
         name
         for name, module in list(sys.modules.items())
@@ -291,6 +282,9 @@ def gather_valid(values: Any, valid: Any) -> Any:
         ...     hits = gather_valid(predicted == labels.reshape(predicted.shape), batches.valid)
         ...     right, total = right + int(hits.sum()), total + len(hits)
     """
+    for name, given in (("values", values), ("valid", valid)):
+        if not isinstance(given, paddle.Tensor):
+            raise ArgumentTypeError(f"gather_valid: {name} must be a paddle.Tensor, got {type(given).__name__}.")
     if not valid.is_dist():
         raise ArgumentError(
             f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}: it "

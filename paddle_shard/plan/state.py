@@ -135,8 +135,11 @@ class LoaderState:
             StateError: `saved` is not such a state, has another version, or has a different fingerprint; the text
                 names the field and both values.
         """
-        if not isinstance(saved, Mapping):
-            raise StateError(f"state must be what state_dict() returned, got {type(saved).__name__}.")
+        if not isinstance(saved, Mapping) or "version" not in saved:
+            what = f"a dict of {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
+            raise StateError(f"state must be what the loader's state_dict() returned, got {what}.")
+        if isinstance(override, str):
+            raise StateError(f"override must be a list of names, got {override!r}. Write override=[{override!r}].")
         if saved.get("version") != VERSION:
             raise StateError(
                 f"state has version {saved.get('version')!r}, but this paddle_shard reads version {VERSION} only. Load "

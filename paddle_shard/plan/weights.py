@@ -67,10 +67,13 @@ def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple
     return tuple(part // divisor for part in parts)
 
 
+_LARGEST = 1e300
+
+
 def _fraction(name: str, weight: Any) -> Fraction:
     if isinstance(weight, bool) or not isinstance(weight, Real):
         raise ArgumentTypeError(f"weights: the weight of {name!r} must be a number, got {weight!r}.")
-    if not (math.isfinite(weight) and float(weight) >= 0):
+    if weight > Fraction(_LARGEST) or not (math.isfinite(weight) and float(weight) >= 0):
         raise ArgumentError(f"weights: the weight of {name!r} must be a finite number >= 0, got {weight!r}.")
     if isinstance(weight, int | Fraction):
         return Fraction(weight)

@@ -41,6 +41,7 @@ from paddle_shard.plan.step import Content, Ids, Step
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
+from paddle_shard.ranks.batch_check import NEVER_THE_SAME
 from paddle_shard.samplers.user_batches import samplers
 from paddle_shard.say_once import say_once
 
@@ -344,7 +345,7 @@ class Run:
         """
         for was, now in zip(self.resumed_with, contents, strict=False):
             if now.digest is None:
-                say_once("a sample is not the same when it is read again, so nobody sees whether the data is.")
+                say_once(NEVER_THE_SAME)
             elif now.digest != was.digest:
                 raise StateError(
                     f"the data is not what it was when the state was saved: sample {now.sample!r} (now {now.shown}) "

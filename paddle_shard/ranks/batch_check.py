@@ -23,6 +23,12 @@ _SAME_DATA = (
     "generator that each rank seeds in its own way. With verify=None nobody looks, and then samples may be lost."
 )
 
+NEVER_THE_SAME = (
+    "samples are not the same each time they are read, or cannot be read: nobody sees whether ranks, or a run that is "
+    "resumed, have the same data, and no run can be repeated. Draw random numbers from the global generators of numpy, "
+    "Python, Paddle or torch, which are seeded for each sample, or from one that is made with a seed in each sample."
+)
+
 Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]
 """(path, array) of each leaf of a batch; the first dim of an array is its rows."""
 
@@ -71,11 +77,7 @@ class BatchCheck:
         first = dict[tuple[int, str], tuple[int, int, str]]()
         for rank, (epoch, sample, digest, shown) in ((number, one) for number in sorted(said) for one in said[number]):
             if digest is None:
-                say_once(
-                    f"sample {sample} is not the same each time it is read, or cannot be read ({shown}), so the ranks "
-                    "cannot tell whether they have the same data. Draw random numbers from the global "
-                    "generators of numpy, Python, Paddle or torch, which are seeded for each sample."
-                )
+                say_once(NEVER_THE_SAME)
                 continue
             other, its_digest, its_shown = first.setdefault((epoch, sample), (rank, digest, shown))
             if its_digest != digest:

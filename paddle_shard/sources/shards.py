@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError, described
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.sources.files import failures_named, local_size, shown, within_their_folder
-from paddle_shard.stages.stage import Opening, Stage
+from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable
 
 RECOUNT = (
     "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "
@@ -166,7 +166,7 @@ class ShardSource(Stage):
             segments = self._assigned(opening, part)
         else:
             segments = self._cut_out(opening, part, first)
-        yield from islice(self._samples(segments, first, seed), skip - first, None)
+        yield from islice(self._samples(segments, first, seed, skips=opening.skip_errors), skip - first, None)
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
         numbers = np.arange(len(self._names), dtype=np.int64)
@@ -220,12 +220,14 @@ class ShardSource(Stage):
                 opening.rounds[part] += 1
                 read.clear()
 
-    def _samples(self, segments: Iterator[Segment], number: int, seed: Callable[[int], None]) -> Iterator[Any]:
+    def _samples(
+        self, segments: Iterator[Segment], number: int, seed: Callable[[int], None], *, skips: bool
+    ) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
         empty = 0  # shards in a row without a sample; resampling these would never end
         for shard, begin, end in segments:
             before = number
-            for item in self._piece(shard, begin, end, number, seed):
+            for item in self._piece(shard, begin, end, number, seed, skips=skips):
                 number += 1
                 yield item
             empty = empty + 1 if number == before else 0
@@ -236,7 +238,7 @@ class ShardSource(Stage):
                 )
 
     def _piece(
-        self, shard: int, begin: int, end: int | None, number: int, seed: Callable[[int], None]
+        self, shard: int, begin: int, end: int | None, number: int, seed: Callable[[int], None], *, skips: bool
     ) -> Iterator[Any]:
         name, offset, what = self._names[shard], begin, ""
         length = None if self._counts is None else int(self._counts[shard])
@@ -252,6 +254,10 @@ class ShardSource(Stage):
                         if more := sum(1 for _ in items):
                             raise _miscounted(name, length + more, length)
                         what, offset = "", length - 1
+                    if isinstance(item, Damaged):
+                        if not skips:
+                            raise item.error
+                        item = Unreadable(f"{shown(name)}: {described(item.error)}")
                     yield item
                     offset += 1
                     if offset == end:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from paddle_shard.sources.counts import count_files, source_of_files
 from paddle_shard.sources.files import BUFFER, Paths, matched, open_file
 from paddle_shard.sources.shards import ShardSource
+from paddle_shard.stages.stage import Damaged
 
 
 class TextFormat(NamedTuple):
@@ -105,7 +106,8 @@ class _Text:
         """Open the same file again, and return the first row of a CSV file."""
         opened, _ = open_file(self._name)
         with opened:
-            return next(_rows(_Text(opened, self._name, 0)))[1]
+            row: list[str] = next(_rows(_Text(opened, self._name, 0)))[1]
+            return row
 
 
 def _lines(text: _Text) -> Iterator[tuple[int, str]]:
@@ -122,20 +124,20 @@ def _values(text: _Text) -> Iterator[tuple[int, Any]]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {text.number()} is not JSON: {error.msg} at column {error.colno}") from error
+            value = Damaged(ValueError(f"line {text.number()} is not JSON: {error.msg} at column {error.colno}"))
         yield at, value
 
 
-def _dicts(text: _Text) -> Iterator[tuple[int, dict[str, str]]]:
+def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
     rows = _rows(text)
     names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
         raise ValueError(f"the header {names}, which ends in line {text.number()}, names a field twice")
     for at, row in rows:
-        yield at, dict(zip(names, row, strict=True))
+        yield at, row if isinstance(row, Damaged) else dict(zip(names, row, strict=True))
 
 
-def _rows(text: _Text) -> Iterator[tuple[int, list[str]]]:
+def _rows(text: _Text) -> Iterator[tuple[int, Any]]:
     width = len(text.first_row()) if text.start else None
     begins: list[int] = []  # [line of the row]: the byte where it begins
     reader = csv.reader(_lines_of_csv(text, begins), strict=True)
@@ -149,13 +151,16 @@ def _rows(text: _Text) -> Iterator[tuple[int, list[str]]]:
             line, num_lines = text.number(), len(begins)
             where = f"line {line}" if num_lines < 2 else f"the row in lines {line - num_lines + 1} to {line}"
             way_out = ". To allow longer fields, call csv.field_size_limit(bytes) before the loader is made"
+            # Nobody knows where the next row begins, so that it cannot be skipped.
             raise ValueError(f"{where}: {error}{way_out if 'field limit' in str(error) else ''}") from error
         if not row:
             continue
         width = len(row) if width is None else width
-        if len(row) != width:
-            raise ValueError(f"the row that ends in line {text.number()} has {len(row)} fields, the first {width}")
-        yield begins[0], row
+        if len(row) == width:
+            yield begins[0], row
+        else:
+            what = f"the row that ends in line {text.number()} has {len(row)} fields, the first {width}"
+            yield begins[0], Damaged(ValueError(what))
 
 
 def _lines_of_csv(text: _Text, begins: list[int]) -> Iterator[str]:

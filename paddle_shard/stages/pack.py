@@ -71,6 +71,11 @@ class PackedRows:
         """
         given = document if isinstance(document, dict) else {self.key: document}
         tokens = np.asarray(tokens_of(given, self.key))
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise ValueError(
+                f"{what} has {self.key!r} of dtype {tokens.dtype} and shape {list(tokens.shape)}; the tokens of a "
+                "document are ints, of one dim."
+            )
         found = {
             name: np.asarray(value)
             for name, value in given.items()
@@ -108,10 +113,13 @@ class PackedRows:
         if self.labels is not None:
             pads.setdefault(self.labels, self.ignore_index)
         first, sizes = pieces[0][0], [piece.end - piece.first for _, piece in pieces]
-        row: dict[str, Any] = {
-            name: np.full((self.length, *value.shape[1:]), pads.get(name, 0), value.dtype)
-            for name, value in first.items()
-        }
+        row: dict[str, Any] = {}
+        for name, value in first.items():
+            with np.errstate(invalid="ignore"):
+                pad = np.asarray(pads.get(name, 0)).astype(value.dtype)
+            if value.dtype.kind in "iub" and pad != pads.get(name, 0):
+                raise ValueError(f"pad_values: field {name!r} is {value.dtype}, which cannot hold {pads[name]!r}.")
+            row[name] = np.full((self.length, *value.shape[1:]), pad, value.dtype)
         end = 0
         for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):
             if fields.keys() != first.keys():

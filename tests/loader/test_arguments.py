@@ -3,13 +3,14 @@
 import inspect
 import sys
 
+import numpy as np
 import paddle.distributed as dist
 import pytest
 from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream, say_once
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from tests.helpers import ONE, Made, sharded
 
 
@@ -29,10 +30,8 @@ def test_arguments_are_checked_at_construction(options, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"agree": False}, r"no argument agree=.*give a mesh of that rank: ProcessMesh\(\[rank\]\)"),
-        ({"pad_values": {0: 0}}, "no argument pad_values=.*pad_to={field: "),
-        ({"seed_paddle": True}, r"no argument seed_paddle=.*dataset.seed_paddle = True"),
-        ({"num_parts": 4}, r"no argument num_parts=.*Stream.in_parts\(num_parts\)"),
+        ({"drop_last": True}, "no argument drop_last=. It is the DataLoader's: give it to that"),
+        ({"num_workers": 2}, "no argument num_workers=. It is the DataLoader's: give it to that"),
         ({"tails": "drop"}, "no argument tails=. Did you mean tail="),
         ({"xyz": 1}, "no argument xyz=. It has dataloader, meshes, "),
     ],
@@ -99,3 +98,31 @@ def test_the_parts_of_a_mixture_are_chosen_for_all_of_it():
     for number in (0, True, 1.5):
         with pytest.raises(ArgumentError, match="num_parts must be an int >= 1"):
             Stream.of(range(8)).in_parts(number)
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 0, "step": 3}, None, [1]])
+def test_what_is_no_state_is_refused_as_that(state):
+    with pytest.raises(StateError, match=r"state must be what the loader's state_dict\(\) returned, got "):
+        sharded(DataLoader(Made(), batch_size=2), ONE).load_state_dict(state)
+
+
+def test_an_override_that_is_a_text_is_refused():
+    loader = sharded(DataLoader(Made(), batch_size=2), ONE)
+    with pytest.raises(StateError, match=r"override must be a list of names, got 'tail'. Write override=\['tail'\]"):
+        loader.load_state_dict(loader.state_dict(), override="tail")
+
+
+@pytest.mark.parametrize("data", [iter(range(4)), type("It", (), {"__iter__": lambda self: iter(())})()])
+def test_a_stream_in_a_data_loader_is_told_how_streams_are_given(data):
+    with pytest.raises(ArgumentTypeError, match=r"a stream has none. .*Stream.of\(.*Stream.huggingface"):
+        sharded(DataLoader(data, batch_size=2), ONE)
+
+
+def test_gather_valid_of_an_array_is_refused():
+    with pytest.raises(ArgumentTypeError, match=r"gather_valid: values must be a paddle.Tensor, got ndarray"):
+        paddle_shard.gather_valid(np.ones(3), np.ones(3, bool))
+
+
+def test_a_weight_that_no_float_holds_is_refused():
+    with pytest.raises(ArgumentError, match="the weight of 'a' must be a finite number"):
+        paddle_shard.Mixture({"a": Made(), "b": Made()}, {"a": 10**400, "b": 1})

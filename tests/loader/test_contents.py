@@ -130,7 +130,7 @@ def test_samples_that_are_never_the_same_are_a_warning(caplog, monkeypatch):
     again.load_state_dict(state)
 
     assert sum(1 for _ in again) == 4
-    assert caplog.text.count("not the same when it is read again") == 1
+    assert caplog.text.count("not the same each time they are read") == 1
 
 
 def test_a_state_that_was_saved_again_before_the_next_batch_still_knows_the_data():

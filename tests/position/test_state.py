@@ -410,7 +410,7 @@ def test_a_damaged_state_is_refused(damage, text):
 
     with pytest.raises(StateError, match=text):
         make().load_state_dict(state)
-    with pytest.raises(StateError, match="must be what state_dict"):
+    with pytest.raises(StateError, match="must be what the loader's state_dict"):
         make().load_state_dict(b"cut sho")
 
 

@@ -217,7 +217,7 @@ def test_documents_of_other_fields_or_dtypes_are_named():
     one, other = {"input_ids": np.arange(3)}, {"input_ids": np.arange(3), "mask": np.ones(3)}
     with pytest.raises(ValueError, match=r"document 0 has 3 tokens, but not as many entries in \['mask'\]"):
         rows(Packed([one, other], 8, lengths=[3, 3]))
-    with pytest.raises(ValueError, match="entries of float64"):
+    with pytest.raises(ValueError, match="dtype float64 and shape"):
         rows(Packed([np.arange(3), np.ones(3)], 8, lengths=[3, 3]))
     with pytest.raises(ValueError, match=r"has the fields \['position_ids'\] already"):
         rows(Packed([{"input_ids": np.arange(3), "position_ids": np.arange(3)}], 8, lengths=[3]))
@@ -345,3 +345,21 @@ def test_documents_that_are_empty_or_too_long_are_left_out():
     documents = [np.arange(n) for n in (0, 5, 40, 3, 0)]
     rows = Packed(documents, 8, lengths=[0, 5, 40, 3, 0], long="drop")
     assert rows[0]["input_ids"].tolist() == [*range(5), *range(3)]
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        (np.array([0.5, 1.0]), r"dtype float64 and shape \[2\]; the tokens of a document are ints"),
+        (np.ones((3, 2), int), r"shape \[3, 2\]; the tokens of a document are ints, of one dim"),
+    ],
+)
+def test_documents_that_are_no_tokens_are_refused(document, says):
+    with pytest.raises(ValueError, match=says):
+        Packed([document], 4)[0]
+
+
+@pytest.mark.parametrize("pad", [0.5, float("nan"), 2**70])
+def test_a_pad_value_that_the_field_cannot_hold_is_refused(pad):
+    with pytest.raises((ValueError, OverflowError), match="pad_values|too large|too big"):
+        Packed([np.arange(3)], 4, pad_values={"input_ids": pad})[0]

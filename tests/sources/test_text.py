@@ -3,11 +3,15 @@ import csv
 import gzip
 from functools import partial
 
+import numpy as np
 import pytest
+from paddle.io import DataLoader
 
-from paddle_shard.errors import ArgumentError, ShardReadError
+from paddle_shard import Stream
+from paddle_shard.errors import ArgumentError, DataReadError, ShardReadError
 from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, LINES, text_source
 from paddle_shard.stages.stage import Opening
+from tests.helpers import ONE, sharded
 from tests.sources.http_server import serving
 
 lines_source = partial(text_source, form=LINES)
@@ -135,8 +139,9 @@ def test_a_damaged_table_is_an_error_that_names_file_and_row(text, match, offset
     with pytest.raises(ShardReadError, match=match) as caught:
         read_all(csv_source(path, counts=False))
     assert (caught.value.shard, caught.value.offset) == (str(path), offset)
-    with pytest.raises(ShardReadError, match=rf"counting its samples failed: .*{match}"):
-        csv_source(path, counts=True)
+    when = "reading" if "fields" in match else "counting its samples"  # a row that may be skipped counts
+    with pytest.raises(ShardReadError, match=rf"{when}.* failed: .*{match}"):
+        read_all(csv_source(path, counts=True))
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
@@ -197,3 +202,30 @@ def test_remote_files_are_read_and_the_connection_may_drop(monkeypatch):
 def test_no_file_is_refused():
     with pytest.raises(ArgumentError, match="no shard"):
         lines_source([])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_on_error_skip_a_damaged_line_costs_its_own_row_only(kind, counts, workers, tmp_path, caplog):
+    """It ended the epoch."""
+    path, bad = tmp_path / f"a.{kind}", (3, 4, 11)
+    if kind == "jsonl":
+        lines = [f'{{"n": {i}}}' if i not in bad else f'{{"n": {i},,' for i in range(16)]
+    else:
+        lines = ["n,m", *(f"{i},{i}" if i not in bad else f"{i},{i},{i}" for i in range(16))]
+    path.write_text("\n".join(lines) + "\n")
+    stream = getattr(Stream, kind)(path, counts=counts).map(lambda row: np.array(int(row["n"])))
+    loader = sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE, on_error="skip")
+    found, batches = [], iter(loader)
+    for batch in batches:
+        found += batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+
+    assert sorted(found) == [i for i in range(16) if i not in bad]
+    assert loader.stats.epoch.skipped == len(bad)
+    assert "skipped sample" in caplog.text
+    assert "a." + kind in caplog.text
+    with pytest.raises(
+        DataReadError, match=r"line \d is not JSON" if kind == "jsonl" else r"ends in line \d has 3 fields"
+    ):
+        list(sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE))
