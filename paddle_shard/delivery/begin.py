@@ -25,7 +25,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
         tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
-        looks = {"compared": compares and not alone, "contents": setup.run.resumed_with if tells else None}
+        looks = {"compared": compares and not alone, "contents": setup.run.contents_to_tell() if tells else None}
         steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, **looks)
     else:
         known, compares = stream.known_steps(start), stream.read_by_all

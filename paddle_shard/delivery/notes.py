@@ -57,7 +57,7 @@ class StepNotes:
         if batch.summary is not None:
             told["read"] = batch.summary
         if batch.contents and self._batch_check is not None:
-            told["contents"] = [(one.epoch, repr(one.sample), one.digest, one.shown) for one in batch.contents]
+            told["contents"] = [(one.epoch, one.name, one.digest, one.shown) for one in batch.contents]
         return json.dumps(told) if told else None
 
     def alone(self, batch: Batch) -> Batch:

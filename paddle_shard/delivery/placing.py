@@ -119,8 +119,10 @@ class PassSetup:
 def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
     value, first = batch.value, batch.is_first
+    if batch.step.contents and setup.replicas.follows:  # the leader's data may be another
+        batch.contents = setup.reading.contents(batch.step)
     if batch.contents:
-        setup.run.check_contents(batch.contents)
+        setup.run.check_contents(batch.contents, batch.step.epoch)
     batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]

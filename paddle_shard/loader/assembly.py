@@ -72,7 +72,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         placer=placer,
         own_layout=own,
         rows=LoaderRows(source, layouts, own),
-        reading=_reading(options, source, own, pad_to, on_device),
+        reading=_reading(options, source, own, on_device, pads=pad_to, compared=len(agreeing) > 1),
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
@@ -84,7 +84,9 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     )
 
 
-def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: PadTo | None, on_device: int) -> Reading:
+def _reading(
+    options: LoaderOptions, source: Source, own: FieldLayout, on_device: int, *, pads: PadTo | None, compared: bool
+) -> Reading:
     """Return how steps are read, here or in workers."""
     given = options.dataloader
     sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
@@ -93,10 +95,11 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, pad_to: P
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
-        several=pad_to is None and (own.num_data_ranks > 1 or sharing > 1),
+        several=pads is None and (own.num_data_ranks > 1 or sharing > 1),
         split=source.split,
+        compared=compared,
     )
-    stream, even, read = source.stream, as_they_are if pad_to is None else pad_to.even, None
+    stream, even, read = source.stream, as_they_are if pads is None else pads.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
     to_tensors = partial(TensorMaker, options.dataloader.places[0], ahead=on_device > 0)

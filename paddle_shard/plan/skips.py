@@ -46,6 +46,12 @@ class Skips:
         known = sorted(earliest, key=lambda one: (isinstance(one, str), one))
         return Skips(tuple(found), tuple((sample, *earliest[sample]) for sample in known))
 
+    def leaves_out(self, sample: int | str) -> bool:
+        """Return whether a sample of the data set is left out, from any position on."""
+        if isinstance(sample, int):
+            sample = int(without_epoch(np.array([sample], np.int64))[0])
+        return any(sample == one for one, _, _ in self.samples)
+
     def concerns(self, epoch: int) -> bool:
         """Return False if nothing of an epoch can be left out."""
         return any(since <= epoch for since, _ in self._since) or any(of == epoch for of, _, _ in self.stretches)

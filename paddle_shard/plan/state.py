@@ -27,6 +27,8 @@ VERSION = 4
 
 CONTENTS = "contents"
 """Is named in `override` to resume with data of other contents."""
+_OTHER_SAMPLES = {CONTENTS, "mixture", "packed", "seed"}
+"""Names that, in `override`, give an index another sample, or a sample other random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class LoaderState:
         state = cls(**found)
         state._check_segments()
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
-        if override:  # other data; then the contents of this one are noted anew
+        if _OTHER_SAMPLES & set(override):  # the contents are noted anew
             state = replace(state, contents=())
         override = _packed_override(saved, fingerprint, override)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]

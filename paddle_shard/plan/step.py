@@ -38,6 +38,8 @@ class Content(NamedTuple):
     """Its index in the data set."""
     digest: int | None = None
     """Digest of all its bytes; None: not read, or it is not the same each time it is read."""
+    name: str = ""
+    """Its name, for messages."""
     shown: str = ""
     """A few words about it, for messages."""
 

@@ -337,22 +337,40 @@ class Run:
 
     # What the data holds
 
-    def check_contents(self, contents: Sequence[Content]) -> None:
+    def contents_to_tell(self) -> tuple[Content, ...]:
+        """Return the samples that the first step of a pass tells of: those of the loaded state, if it has any."""
+        return tuple(one for one in self.resumed_with if not self.skips.leaves_out(one.sample))
+
+    def check_contents(self, contents: Sequence[Content], epoch: int) -> None:
         """Compare what was read with the state that was loaded.
+
+        Args:
+            contents: What was read.
+            epoch: The epoch that is served. In another one than the state's, a data set may make other samples.
 
         Raises:
             StateError: The data is another.
         """
-        for was, now in zip(self.resumed_with, contents, strict=False):
+        wanted = {(one.epoch, one.sample): one.digest for one in self.resumed_with}
+        for now in contents:
+            was = wanted.get((now.epoch, now.sample))
+            if was is None or now.digest == was:
+                continue
             if now.digest is None:
                 say_once(NEVER_THE_SAME)
-            elif now.digest != was.digest:
-                raise StateError(
-                    f"the data is not what it was when the state was saved: sample {now.sample!r} (now {now.shown}) "
-                    "holds something else, with names and length as before. Was it written anew, or is it read or "
-                    "transformed in another way? Give the loader the data of the state; or, to resume with this data, "
-                    f"load_state_dict(state, override=[{CONTENTS!r}])."
-                )
+                continue
+            what = (
+                f"the data is not what it was when the state was saved, in epoch {now.epoch}: sample {now.name} (now "
+                f"{now.shown}) holds something else, with names and length as before. Was it written anew, or is it "
+                "read or transformed in another way?"
+            )
+            if epoch != now.epoch:
+                say_once(f"{what} If samples are made in another way in each epoch, all is well.")
+                continue
+            raise StateError(
+                f"{what} Give the loader the data of the state; or, to resume with this data, load_state_dict(state, "
+                f"override=[{CONTENTS!r}])."
+            )
 
     def note_contents(self, contents: Sequence[Content]) -> None:
         """Put what was delivered into the state, as far as JSON can hold it."""

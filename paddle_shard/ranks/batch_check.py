@@ -20,7 +20,8 @@ _SAME_DATA = (
     "Each rank must be given the whole data set, and the same one: this loader splits it. Likely reasons: each rank "
     "was given a part of its own (a Subset, .shard(), split_dataset_by_node): give it the whole, or "
     "is_dataset_splitted=True; one machine has another version of the files; or samples draw random numbers from a "
-    "generator that each rank seeds in its own way. With verify=None nobody looks, and then samples may be lost."
+    "generator that each rank seeds in its own way, or keep what they drew. With verify=None nobody looks, and then "
+    "samples may be lost."
 )
 
 NEVER_THE_SAME = (
@@ -69,21 +70,21 @@ class BatchCheck:
                 raise DifferentDataError(self._different(leader, rank, said[leader], found))
 
     def compare_contents(self, said: Mapping[int, Sequence[tuple[int, str, int | None, str]]]) -> None:
-        """Compare what samples hold that all ranks have read: (epoch, sample, digest, shown) by global rank.
+        """Compare what samples hold that all ranks have read: (epoch, name, digest, shown) by global rank.
 
         Raises:
             DifferentDataError: A sample is not the same on two ranks.
         """
         first = dict[tuple[int, str], tuple[int, int, str]]()
-        for rank, (epoch, sample, digest, shown) in ((number, one) for number in sorted(said) for one in said[number]):
+        for rank, (epoch, name, digest, shown) in ((number, one) for number in sorted(said) for one in said[number]):
             if digest is None:
                 say_once(NEVER_THE_SAME)
                 continue
-            other, its_digest, its_shown = first.setdefault((epoch, sample), (rank, digest, shown))
+            other, its_digest, its_shown = first.setdefault((epoch, name), (rank, digest, shown))
             if its_digest != digest:
                 raise DifferentDataError(
-                    f"the ranks hold different data: sample {sample} is {its_shown} on global rank {other}, and "
-                    f"{shown} on global rank {rank}. {_SAME_DATA}"
+                    f"the ranks hold different data: sample {name} is {its_shown} (digest {its_digest:08x}) on global "
+                    f"rank {other}, and {shown} ({digest:08x}) on global rank {rank}. {_SAME_DATA}"
                 )
 
     def _different(self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import numbers
 import sys
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
 
     It looks at `most` items of each leaf: some are enough to tell the samples of a data set apart. Different samples
     nearly always have different digests, and the same sample has the same digest in every process. Of an object that
-    is not a number, text, array, image or container, only the type counts.
+    is not a number, date, text, array, image, data class or container, only the type counts.
 
     Examples:
         >>> digest([1, "a"]) == digest([1, "a"]), digest([1, "a"]) == digest([2, "a"])
@@ -43,7 +46,13 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
         for item in value[:: max(1, len(value) // most)]:
             before = digest(item, before, most)
         return before
-    known = value is None or isinstance(value, bool | int | float | complex | np.generic)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return digest({one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}, before, most)
+    if isinstance(value, Set):
+        return digest(sorted(digest(item, 0, most) for item in value), before, most)
+    if isinstance(value, bytearray | memoryview):
+        return digest(bytes(value), before, most)
+    known = value is None or isinstance(value, numbers.Number | np.generic | datetime.date | datetime.time)
     if not known and hasattr(value, "tobytes"):  # an image of PIL
         return zlib.crc32(value.tobytes()[:most], before)
     return zlib.crc32((repr(value) if known else type(value).__qualname__).encode(), before)

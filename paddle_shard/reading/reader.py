@@ -166,6 +166,8 @@ class HowToRead:
     """True if others (data ranks, or a stream's workers) read other rows, so that none may depend on its neighbours."""
     split: bool = False
     """True if the loader of every data rank has rows of its own."""
+    compared: bool = False
+    """True if other ranks read some of the same samples, to compare them."""
 
 
 class IdReader(Reader):
@@ -280,14 +282,14 @@ class IdReader(Reader):
         at.update(what=f"reading {len(ids)} samples at once", index=None)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         if not isinstance(samples, list):
-            contents = self._contents(step, (), ()) if step.contents else ()
+            contents = self.contents(step)
             return Chunk(samples if self._collate_fn is None else self._collate_fn(samples), contents=contents)
         if len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
                 "a batch that is no list."
             )
-        contents = self._contents(step, (), ()) if step.contents else ()
+        contents = self.contents(step)
         at.update(what=f"collating {len(samples)} samples", index=None)
         value = collate_rows(samples, self._collate_fn, rows_are_split=self._splits(step))
         return Chunk(value, contents=contents)
@@ -313,7 +315,7 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
-        contents = self._contents(step, ids, samples) if step.contents else ()  # before collating may change them
+        contents = self.contents(step, ids, samples)  # before collating may change them
         if seeded:
             seed = derive_seed(key, "collate", step.number)
             self._seed(seed)
@@ -331,20 +333,21 @@ class IdReader(Reader):
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
 
-    def _contents(self, step: Step, ids: Sequence[Any], samples: Sequence[Any]) -> tuple[Content, ...]:
+    def contents(self, step: Step, ids: Sequence[Any] = (), samples: Sequence[Any] = ()) -> tuple[Content, ...]:
         """Return what a step's `contents` hold, of which some may be among the samples that were just read.
 
         What cannot be read has no digest. Neither has any if one differs when it is read again with the same seed: the
         first is read again if other ranks read it, too, and each if its digest is not the expected one.
         """
         found, same = list[Content](), True
-        for one in step.contents:
+        for asked in step.contents:
+            one = asked._replace(name=repr(self._name_of(asked.sample)))
             try:
                 here = one.epoch == step.epoch and one.sample in ids
                 sample = samples[ids.index(one.sample)] if here else None
                 sample = self._again(one) if sample is None else sample
                 told = digest(sample, 0, WHOLE)
-                again = self._how.several and not found if one.digest is None else one.digest != told
+                again = self._how.compared and not found if one.digest is None else one.digest != told
                 same = same and not (again and digest(self._again(one), 0, WHOLE) != told)
                 found.append(one._replace(digest=told if same else None, shown=_shown(sample)))
             except Exception as error:

@@ -12,6 +12,7 @@ import paddle.io
 
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
+from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Batch, Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, WorkerExecutor, Wrapper, nothing
@@ -117,6 +118,10 @@ class Reading:
             timeout = self._worker_timeout
             pool = WorkerPool(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
         return WorkerExecutor(pool, self._idle, places, even)
+
+    def contents(self, step: Step) -> tuple[Content, ...]:
+        """Return what a step's `contents` hold, read in this process."""
+        return () if self._id_reader is None else self._id_reader.contents(step)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""

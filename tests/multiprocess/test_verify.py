@@ -31,6 +31,7 @@ def reports(tmp_path_factory):
         ("seeded", 4),
         ("seeded, workers", 4),
         ("own noise", 4),  # a warning
+        ("own noise, padded", 4),
         ("names", 3),
         ("mixed, nothing", 4),
         ("mixed, order", 4),
@@ -74,10 +75,13 @@ def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_ever
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("own part", "sample 0 is float32[3] 0.0, 0.0, 0.0; 0 on global rank 0, and float32[3] 1.0, 1.0, 1.0; 1 on "),
+        ("own part", "sample 0 is float32[3] 0.0, 0.0, 0.0; 0 (digest "),
+        ("own part", ") on global rank 0, and float32[3] 1.0, 1.0, 1.0; 1 ("),
+        ("own part, leader", "give it the whole, or is_dataset_splitted=True"),
         ("own part, workers", "give it the whole, or is_dataset_splitted=True"),
-        ("other version", "sample 0 is float32[3] 0.0, 0.0, 0.0; 0 on global rank 0, and float32[3] 0.5, 0.5, 0.5; 0 "),
-        ("other text", "sample 'sample 0' is sample 0; 8 on global rank 0, and sample 0!; 8 on global rank 3."),
+        ("other version", ") on global rank 0, and float32[3] 0.5, 0.5, 0.5; 0 ("),
+        ("other text", "sample 'sample 0' is sample 0; 8 (digest "),
+        ("other text", ") on global rank 0, and sample 0!; 8 ("),
     ],
 )
 def test_data_ranks_that_hold_different_data_are_told_both_on_every_rank(case, says, reports):

@@ -148,6 +148,13 @@ def unreadable(change):
     return sharded(Some(change), collate_fn=collate_mixed, on_error="skip")
 
 
+def one_line(**options):
+    """All four ranks hold the same rows, and were each given a part of their own."""
+    mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["mp"])
+    given = paddle.io.DataLoader(paddle.io.Subset(Samples(), range(RANK, 32, 4)), batch_size=4)
+    return paddle_shard.shard_dataloader(given, mesh, **options)
+
+
 def own_part(**options):
     return sharded(paddle.io.Subset(Samples(), range(RANK, 32, 4)), replicas=False, **options)
 
@@ -176,6 +183,13 @@ def outcomes():
             paddle_shard.Mixture({"web": Samples(range(32) if other else ()), "code": Samples()}, {"web": 1, "code": 1})
         ),
         "own part": own_part,
+        **{
+            f"own part, {replicas}": lambda replicas=replicas: one_line(replicas=replicas)
+            for replicas in ("leader", "auto")
+        },
+        "own noise, padded": lambda: sharded(
+            Samples(noise=np.random.default_rng(RANK)), replicas=False, pad_to={"image": ("longest", 0)}
+        ),
         "own part, workers": lambda: own_part(workers=2),
         "own part, not compared": lambda: own_part(verify=None),
         "own part, split": lambda: own_part(size=2, is_dataset_splitted=True),
