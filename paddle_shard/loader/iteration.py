@@ -66,7 +66,7 @@ class ShardIterator:
 
     @property
     def step(self) -> int:
-        """Number of batches of the epoch that were delivered so far, including those before a resume."""
+        """Number of steps of the epoch so far, including those before a resume and those that `skip` left out."""
         return self._progress.at.steps
 
     def __repr__(self) -> str:

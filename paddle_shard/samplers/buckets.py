@@ -132,7 +132,7 @@ class BucketBatchSampler:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what the order depends on: JSON-able."""
         if "lengths" not in self._settings:  # once, and only if there is a state
-            crc = zlib.crc32(np.ascontiguousarray(self._lengths).data)
+            crc = zlib.crc32(np.ascontiguousarray(self._lengths, np.int64).data)
             self._settings["lengths"] = f"{len(self._lengths)}, CRC {crc:08x}"
         place = {"epoch": self.epoch, "window": self._at[0], "batch": self._at[1]}
         return {"version": VERSION, **place, "settings": dict(self._settings)}
