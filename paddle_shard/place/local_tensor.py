@@ -7,13 +7,14 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
+
+from paddle_shard.plan.handlers import ignoring
 
 _MOST_PUSHED = 8
 """Batches that fit into the queue of a feed: more than are ever pushed and not pulled."""
@@ -193,7 +194,9 @@ def _end(queue: Any, reader: Any, process: int) -> None:
     # shutdown() forgets what is pending, so that buffers go while they are used. So it comes to its end first.
     # After an error of a copy, such as too little memory on the device, it has no end: each read fails.
     queue.close()
-    with suppress(Exception):
-        while reader.read_next_list()[0]:
-            pass
-    reader.shutdown()
+    try:
+        with ignoring(Exception):
+            while reader.read_next_list()[0]:
+                pass
+    finally:
+        reader.shutdown()

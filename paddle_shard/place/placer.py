@@ -237,7 +237,8 @@ class BatchPlacer:
         if self.pad_to is not None:
             self.pad_to.check([key for key, *_ in fields])
         if not has_fields:
-            return function(batch, "", layout=layout, dense=False), layout
+            stays_local = bool(self.dense_tensor_idx and self.dense_tensor_idx[0])
+            return function(batch, "", layout=layout, dense=stays_local), layout
         found: dict[Any, Any] = {}
         for key, entry, dense in fields:
             value, path = batch[key], f"[{key!r}]"

@@ -606,6 +606,14 @@ def test_dense_tensor_idx_keeps_a_local_slice():
     assert batch[0][1].numpy().tolist() == [2, 3]
 
 
+def test_dense_tensor_idx_keeps_a_batch_that_is_one_tensor_local():
+    with simulated_rank(1, 2):
+        batch = next(iter(sharded(Make(np.array), dense_tensor_idx=[[0]])))
+
+    assert not batch.is_dist()
+    assert batch.numpy().tolist() == [2, 3]
+
+
 def test_a_loader_that_is_sharded_already_is_refused():
     with pytest.raises(SplitError, match="sharded already"):
         sharded(loader=sharded())
