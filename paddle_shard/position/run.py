@@ -42,7 +42,7 @@ from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.batch_check import NEVER_THE_SAME
-from paddle_shard.samplers.user_batches import samplers
+from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
 
 # What the passes have delivered
@@ -237,7 +237,12 @@ class Run:
         if progress.epoch == self.epoch:
             self._epoch = progress.epoch + 1
             if self._shared:
-                self._sampler.epoch = self._seen = self._epoch
+                self._sampler.epoch = self._epoch
+            elif owner_of(self._sampler) is None:  # as a run does that is resumed here; others move on by their state
+                for sampler in samplers(self._sampler):
+                    if hasattr(sampler, "set_epoch"):
+                        sampler.set_epoch(self._epoch)
+            self._seen = self._samplers_epoch() or 0
             self._newest = None
         elif progress is self._newest:
             self._newest = None

@@ -1,6 +1,7 @@
 """Samplers that split already, that have a state, an epoch or holes."""
 
 import numpy as np
+import paddle
 import paddle.distributed as dist
 import pytest
 from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler
@@ -204,3 +205,56 @@ def test_dropping_everything_is_an_error_with_a_sampler_too():
 
     with pytest.raises(ArgumentError, match="tail='drop' leaves no batch: the loader's list has 3 samples"):
         sharded(given)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("stop", [2, 6, 7, 13])
+def test_a_sampler_with_set_epoch_is_told_of_each_epoch_in_a_straight_run_as_in_a_resumed_one(inner, stop):
+    """Only the resumed one told it, so that they drew other samples."""
+
+    class Shuffled(paddle.io.Sampler):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter(np.random.RandomState(self.epoch).permutation(24).tolist())
+
+        def __len__(self):
+            return 24
+
+    class Batches(paddle.io.BatchSampler):
+        epoch = 0
+
+        def __init__(self):
+            self.batch_size = 4
+
+        set_epoch = Shuffled.set_epoch
+
+        def __iter__(self):
+            return iter(np.random.RandomState(self.epoch).permutation(24).reshape(6, 4).tolist())
+
+        def __len__(self):
+            return 6
+
+    def made():
+        own = paddle.io.BatchSampler(sampler=Shuffled(), batch_size=4) if inner else Batches()
+        return sharded(DataLoader(Made(length=24), batch_sampler=own), ONE)
+
+    loader = made()
+    straight = [local(batch) for _ in range(3) for batch in loader]
+    assert len({tuple(rows) for rows in straight}) == 18
+
+    loader, found, state = made(), [], None
+    while state is None:
+        for batch in loader:
+            found.append(local(batch))
+            if len(found) == stop:
+                state = loader.state_dict()
+                break
+    again = made()
+    again.load_state_dict(state)
+    while len(found) < 18:
+        found += [local(batch) for batch in again]
+    assert found == straight
