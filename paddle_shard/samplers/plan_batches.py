@@ -114,12 +114,12 @@ class PlanBatches(IndexBatches):
         length = history.length(self.plan.num_samples, start.epoch)
         if length != plan.num_samples:
             plan = replace(plan, num_samples=length)
-        if self._sizes is None or start.ended:
+        if self._sizes is None:
             segments = start.continued(plan.batch_size)
         else:
             origin = first_sample(history.lengths, self.plan.num_samples, start.epoch)
             (_, size), *later = self._sizes.segments(origin=origin, at=start.samples, end=plan.num_positions)
-            segments = *start.continued(size), *later
+            segments = *start.continued(size), *(() if start.ended else later)
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
             return plan
         ended = start.ended and segments[-1][0] == start.samples

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader, IterableDataset
 
@@ -45,6 +45,7 @@ def real(batches, most=None):
     tail=st.sampled_from(["pad", "fill", "drop"]),
     workers=st.sampled_from([0, 0, 0, 2]),
 )
+@example(schedule=[(41, 2)], first=1, stops=[(1, 1), (1, 5), (1, 5), (1, 0)], tail="drop", workers=0)  # at an end
 def test_a_run_goes_on_by_the_schedule_on_any_mesh(schedule, first, stops, tail, workers):
     sizes = [(0, 4 * first), *((at, 4 * size) for at, size in sorted(schedule))]
     loader = make(batch_size=sizes, tail=tail)
