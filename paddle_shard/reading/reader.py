@@ -187,7 +187,11 @@ class IdReader(Reader):
             collate_fn: The user's function, or None to stack the samples with `collate`.
             how: What it must know of its loader.
         """
-        super().__init__(dataset, collate_fn, how.generators, skips=how.skip_errors)
+        # Arrays in memory draw nothing, so that nothing has to be looked at.
+        in_memory = type(dataset) is ArrayDataset and dataset.gathers
+        super().__init__(
+            dataset, collate_fn, () if in_memory and collate_fn is None else how.generators, skips=how.skip_errors
+        )
         self._how = how
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
@@ -198,7 +202,7 @@ class IdReader(Reader):
         """The generators after the last batch; None: they must be looked at before the next one, too."""
         self._loop_draws = False
         """True if the training loop has drawn between two batches of this pass."""
-        stacks = self._read_many is None or (type(dataset) is ArrayDataset and dataset.gathers)
+        stacks = self._read_many is None or in_memory
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
     @property

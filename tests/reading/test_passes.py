@@ -8,7 +8,9 @@ import numpy as np
 import paddle
 import pytest
 from hypothesis import example, given, settings
+from paddle.io import DataLoader
 
+from paddle_shard import ArrayDataset
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import DataReadError
 from paddle_shard.inputs.generators import generators_of
@@ -18,6 +20,7 @@ from paddle_shard.ranks.agreement import AloneAgreement
 from paddle_shard.reading.executor import InlineExecutor, Tensors
 from paddle_shard.reading.prefetcher import Prefetcher
 from paddle_shard.reading.reader import HowToRead, IdReader
+from tests.helpers import ONE, sharded
 from tests.trials import trials
 
 STEPS = 12
@@ -182,3 +185,14 @@ def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
     assert [batch.tolist() for batch in found] == [
         [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
     ]
+
+
+@pytest.mark.parametrize("collates", [False, True])
+def test_arrays_in_memory_are_read_without_a_look_at_the_generators(collates, monkeypatch):
+    looks = []
+    monkeypatch.setattr(np.random, "get_state", lambda get=np.random.get_state: looks.append(1) or get())
+    collate_fn = np.stack if collates else None
+    given = DataLoader(ArrayDataset(np.arange(24)), batch_size=4, collate_fn=collate_fn)
+    for _ in sharded(given, ONE, prefetch=0):
+        pass
+    assert bool(looks) == collates
