@@ -25,8 +25,9 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
         tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
-        looks = {"compared": compares and not alone, "contents": setup.run.contents_to_tell() if tells else None}
-        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, **looks)
+        contents = setup.run.contents_to_tell() if tells else None
+        to_read, skips = setup.rows.to_read, setup.run.skips
+        steps = source.batches.steps(start, to_read, skips, compared=compares and not alone, contents=contents)
     else:
         known, compares = stream.known_steps(start), stream.read_by_all
         num_steps = None if known is None else known - start.steps
@@ -41,7 +42,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         shared = replicas.shared(core, reading.core, agreement)
         look = partial(note_summary, setup, start)
-        feed.executor = executor = reading.start(feed.more, shared, look=look, elsewhere=follows)
+        feed.executor = executor = reading.start(feed.more, shared, look, elsewhere=follows)
         # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
         if setup.prefetch and (reading.num_workers or not follows):
             feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)

@@ -164,9 +164,29 @@ def shard_dataloader(
         >>> for inputs, labels in loader:  # doctest: +SKIP
         ...     loss = model(inputs, labels)
     """
-    is_dataset_splitted = bool(is_dataset_splitted)
-    # What is local here are the arguments, and no more: the options are named alike, and say so if one is missing.
-    return ShardDataloader(LoaderOptions(**locals()))
+    options = LoaderOptions(
+        dataloader=dataloader,
+        meshes=meshes,
+        input_keys=input_keys,
+        shard_dims=shard_dims,
+        is_dataset_splitted=bool(is_dataset_splitted),
+        dense_tensor_idx=dense_tensor_idx,
+        shuffle=shuffle,
+        seed=seed,
+        tail=tail,
+        batch_size=batch_size,
+        balance=balance,
+        num_batches=num_batches,
+        placements=placements,
+        pad_to=pad_to,
+        verify=verify,
+        replicas=replicas,
+        timeout=timeout,
+        prefetch=prefetch,
+        on_error=on_error,
+        on_lost=on_lost,
+    )
+    return ShardDataloader(options)
 
 
 class PaddlePatch(ExitStack):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -14,6 +13,7 @@ import paddle
 
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.parts import holds
 from paddle_shard.tree import mapped
 
 LONGEST = "longest"
@@ -207,20 +207,9 @@ def check_fill(fill: float, dtype: Any, path: str) -> None:
     Raises:
         BatchStructureError: The tensors would hold another number.
     """
-    kind, number = kind_of(dtype), float(fill)
-    if kind == "bool":
-        fits = number in (0.0, 1.0)
-    elif kind.startswith(("int", "uint")):
-        limits = np.iinfo(kind)
-        fits = math.isfinite(number) and number.is_integer() and limits.min <= int(fill) <= limits.max
-    else:
-        largest = _LARGEST.get(kind, math.inf)
-        fits = not math.isfinite(number) or abs(number) <= largest
-    if not fits:
+    kind = kind_of(dtype)
+    if not holds(kind, fill):
         raise BatchStructureError(
             f"pad_to: tensors of dtype {kind}, as field {path or 'batch'} has them, cannot hold {fill!r}. Give a "
             "number that they can hold, or make the field of another dtype in the collate_fn."
         )
-
-
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": 1.7976931348623157e308}

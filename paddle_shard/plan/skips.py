@@ -68,26 +68,28 @@ class Skips:
         for of_epoch, start, end in self.stretches:
             if of_epoch == epoch:
                 found[max(0, start - first) : max(0, end - first)] = True
-        for (since, position), samples in self._since.items():
+        for (since, position), (samples, numbers) in self._since.items():
             if since > epoch:
                 continue
             begin = max(0, position - first) if since == epoch else 0
             some = ids[begin:]
             array = some if isinstance(some, np.ndarray) else np.asarray(some)
             if array.dtype.kind in "iu":  # a sampler of the user's own may draw texts, too
-                numbers = np.array([one for one in samples if isinstance(one, int)], np.int64)
                 found[begin:] |= np.isin(without_epoch(array), numbers)
             else:
                 found[begin:] |= np.array([one in samples for one in some], bool)
         return found
 
     @cached_property
-    def _since(self) -> dict[tuple[int, int], set[int | str]]:
-        """(epoch, position) -> the samples that are left out from there on."""
+    def _since(self) -> dict[tuple[int, int], tuple[set[int | str], npt.NDArray[np.int64]]]:
+        """(epoch, position) -> the samples that are left out from there on, and those of them that are ints."""
         found: dict[tuple[int, int], set[int | str]] = defaultdict(set)
         for sample, epoch, position in self.samples:
             found[epoch, position].add(sample)
-        return dict(found)
+        return {
+            since: (samples, np.array([one for one in samples if isinstance(one, int)], np.int64))
+            for since, samples in found.items()
+        }
 
     @classmethod
     def checked(cls, stretches: Any, samples: Any) -> Skips:

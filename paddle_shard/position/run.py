@@ -179,7 +179,7 @@ class Run:
         """What the user leaves out."""
         self._contents: tuple[Content, ...] = ()
         """Samples that this run has read: they are part of its state."""
-        self.resumed_with: tuple[Content, ...] = ()
+        self._resumed_with: tuple[Content, ...] = ()
         """The contents of a loaded state, until this rank has read the same samples."""
 
     @property
@@ -210,14 +210,18 @@ class Run:
     def set_epoch(self, epoch: int, others: Mapping[str, Any]) -> None:
         """Choose the epoch of the passes that begin from now on; the user's sampler is told."""
         epoch = check_count("epoch", epoch, 0)
-        told = [sampler for sampler in samplers(self._sampler) if hasattr(sampler, "set_epoch")]
-        if others and not told:
+        if self._tell_samplers(epoch, others) == 0 and others:
             raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
-        for sampler in told:
-            sampler.set_epoch(epoch, **others)
         self._epoch, self._seen = epoch, self._samplers_epoch() or 0
         if self._newest is not None and self._newest.epoch != self._epoch:
             self._newest = None
+
+    def _tell_samplers(self, epoch: int, others: Mapping[str, Any] = MappingProxyType({})) -> int:
+        """Call `set_epoch` of the user's samplers; return how many have one."""
+        told = [sampler for sampler in samplers(self._sampler) if hasattr(sampler, "set_epoch")]
+        for sampler in told:
+            sampler.set_epoch(epoch, **others)
+        return len(told)
 
     def finished(self, progress: PassProgress) -> None:
         """Move on to the next epoch, when a pass over this one has come to its end."""
@@ -239,9 +243,7 @@ class Run:
             if self._shared:
                 self._sampler.epoch = self._epoch
             elif owner_of(self._sampler) is None:  # as a run does that is resumed here; others move on by their state
-                for sampler in samplers(self._sampler):
-                    if hasattr(sampler, "set_epoch"):
-                        sampler.set_epoch(self._epoch)
+                self._tell_samplers(self._epoch)
             self._seen = self._samplers_epoch() or 0
             self._newest = None
         elif progress is self._newest:
@@ -332,7 +334,7 @@ class Run:
         resumed = LoaderState.from_dict(state, batches.fingerprint(), override)
         batches.resume(resumed)
         self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
-        self._resumed, self._contents, self.resumed_with = resumed, resumed.contents, resumed.contents
+        self._resumed, self._contents, self._resumed_with = resumed, resumed.contents, resumed.contents
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
@@ -344,7 +346,7 @@ class Run:
 
     def contents_to_tell(self) -> tuple[Content, ...]:
         """Return the samples that the first step of a pass tells of: those of the loaded state, if it has any."""
-        return tuple(one for one in self.resumed_with if not self.skips.leaves_out(one.sample))
+        return tuple(one for one in self._resumed_with if not self.skips.leaves_out(one.sample))
 
     def check_contents(self, contents: Sequence[Content], epoch: int) -> None:
         """Compare what was read with the state that was loaded.
@@ -356,7 +358,7 @@ class Run:
         Raises:
             StateError: The data is another.
         """
-        wanted = {(one.epoch, one.sample): one.digest for one in self.resumed_with}
+        wanted = {(one.epoch, one.sample): one.digest for one in self._resumed_with}
         for now in contents:
             was = wanted.get((now.epoch, now.sample))
             if was is None or now.digest == was:
@@ -380,7 +382,7 @@ class Run:
     def note_contents(self, contents: Sequence[Content]) -> None:
         """Put what was delivered into the state, as far as JSON can hold it."""
         told = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
-        self._contents, self.resumed_with = tuple(told), ()
+        self._contents, self._resumed_with = tuple(told), ()
 
     # What is delivered
 

@@ -362,8 +362,19 @@ def has_room(sizes: Sequence[int], most: int) -> bool:
     return len(sizes) < most and (not sizes or sum(sizes) + sizes[-1] <= MOST_BYTES)
 
 
-def nothing(batch: Batch) -> None:
-    """Do nothing with a batch."""
+class Looked(Wrapper):
+    """Shows each batch to a function, and marks the first one of the pass."""
+
+    def __init__(self, inner: Executor, look: Callable[[Batch], None]) -> None:
+        super().__init__(inner)
+        self._look, self._any_taken = look, False
+
+    def take(self, *, beside: bool = False) -> Batch:
+        """See `Executor`."""
+        found = self._inner.take(beside=beside)
+        found.is_first, self._any_taken = not self._any_taken, True
+        self._look(found)
+        return found
 
 
 class Tensors(Wrapper):
@@ -377,15 +388,7 @@ class Tensors(Wrapper):
     has to compute after that.
     """
 
-    def __init__(
-        self,
-        inner: Executor,
-        to_tensors: ToTensors,
-        *,
-        ahead: int = 0,
-        patient: bool = False,
-        look: Callable[[Batch], None] = nothing,
-    ) -> None:
+    def __init__(self, inner: Executor, to_tensors: ToTensors, *, ahead: int = 0, patient: bool = False) -> None:
         """Wrap an executor.
 
         Args:
@@ -393,10 +396,8 @@ class Tensors(Wrapper):
             to_tensors: Makes the tensors of one pass.
             ahead: Batches whose copies are asked for before the one that is handed over is waited for.
             patient: True if the inner executor reads elsewhere, so that what it has not read yet is left to it.
-            look: Is shown each batch before tensors are made of it.
         """
         super().__init__(inner)
-        self._look, self._any_taken = look, False
         self._to_tensors, self._ahead, self._patient = to_tensors, ahead, patient
         self._begun: deque[tuple[Batch, Callable[[], Any]] | Exception] = deque()
         """Batches whose tensors are being made, and at last what the next one has failed with."""
@@ -414,8 +415,6 @@ class Tensors(Wrapper):
                 break
             try:
                 found = self._inner.take(beside=beside)
-                found.is_first, self._any_taken = not self._any_taken, True
-                self._look(found)
                 if self._ahead:
                     found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
                 begin = partial(begin_tensors, found.value, self._to_tensors, found.owned)

@@ -15,7 +15,7 @@ from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Batch, Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, WorkerExecutor, Wrapper, nothing
+from paddle_shard.reading.executor import Executor, InlineExecutor, Looked, Tensors, WorkerExecutor, Wrapper
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.tensors import ToTensors, arrays_of
 from paddle_shard.reading.workers import WorkerPool
@@ -82,8 +82,8 @@ class Reading:
         self,
         more: Callable[[], bool],
         core: Executor,
+        look: Callable[[Batch], None],
         *,
-        look: Callable[[Batch], None] = nothing,
         elsewhere: bool = False,
     ) -> Executor:
         """Return the executor of a new pass, which makes tensors; any number may be open at once.
@@ -94,9 +94,12 @@ class Reading:
             look: Is shown each batch as the user's code leaves it.
             elsewhere: True if another rank reads them.
         """
-        patient, own = elsewhere or self.num_workers > 0, self._iterates_itself
-        made = Tensors(core, self._to_tensors(), ahead=self._ahead, patient=patient, look=nothing if own else look)
-        return UserIterated(made, self.dataloader, more, look) if own else made
+        own = self._iterates_itself
+        inner = core if own else Looked(core, look)
+        patient = elsewhere or self.num_workers > 0
+        made = Tensors(inner, self._to_tensors(), ahead=self._ahead, patient=patient)
+        # What the user's code yields is tensors already.
+        return Looked(UserIterated(made, self.dataloader, more), look) if own else made
 
     def core(self) -> Executor:
         """Start to read a new pass, in this process or in workers."""
@@ -152,19 +155,15 @@ class UserIterated(Wrapper):
     It must yield one batch for each that it takes, in the same order.
     """
 
-    def __init__(
-        self, inner: Executor, dataloader: Any, more: Callable[[], bool], look: Callable[[Batch], None]
-    ) -> None:
+    def __init__(self, inner: Executor, dataloader: Any, more: Callable[[], bool]) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor, whose batches hold tensors.
             dataloader: The loader's copy of the user's DataLoader.
             more: Submits the next step; returns False if there is none.
-            look: Is shown each batch that the user's code yields.
         """
         super().__init__(inner)
-        self._look = look
         self._name = name = f"{type(dataloader).__name__}.__iter__"
         self._taken = taken = deque[Batch]()  # batches that the user's code has taken and not yielded yet
         self._left = 0  # steps that were submitted and whose batches were not yielded yet
@@ -220,7 +219,6 @@ class UserIterated(Wrapper):
         self._left -= 1
         found = self._taken.popleft()
         found.value = value
-        self._look(found)
         return found
 
     def _check_turn(self, batch: Any) -> None:

@@ -185,7 +185,7 @@ class Packed:
         """The fields that have an entry for each token, by some documents that are spread over the data set."""
         filled, left_out = np.flatnonzero(self.packing.lengths), np.flatnonzero(self.packing.lengths == 0)
         # Documents that are in no row are not read otherwise: wrong lengths would lose them.
-        some = np.concatenate([_spread(filled), _spread(left_out)])
+        some = np.concatenate([_spread(filled, _LOOKED_AT), _spread(left_out, _LOOKED_AT)])
         plain, drawn = replace(self.rows, labels=None), (np.random.get_state(), random.getstate())
         of_tokens, others = set[str](), set[str]()
         for at in some.tolist():
@@ -221,9 +221,9 @@ class Packed:
             )
 
 
-def _spread(numbers: Indices) -> Indices:
+def _spread(numbers: Indices, most: int) -> Indices:
     """Return some of the numbers, spread over all of them."""
-    return numbers[np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), _LOOKED_AT)).astype(np.int64))]
+    return numbers[np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), most)).astype(np.int64))]
 
 
 VERSION = 1
@@ -296,7 +296,7 @@ def _read(file: Path, documents: Any, key: str) -> Indices:
             f"Packed: {str(file)!r} has {len(lengths)} lengths of the field {about.get('key')!r} (version "
             f"{about.get('version')}), but there are {len(documents)} documents with the field {key!r}. {way_out}"
         )
-    for number in np.unique(np.linspace(0, len(documents) - 1, CHECKED).astype(np.int64)).tolist():
+    for number in _spread(np.arange(len(documents)), CHECKED).tolist():
         found = len(tokens_of(documents[number], key))
         if found != lengths[number]:
             raise StateError(

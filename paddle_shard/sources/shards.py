@@ -153,20 +153,15 @@ class ShardSource(Stage):
             )
 
     def _part(self, part: int, opening: Opening) -> Iterator[Any]:
-        key, skip = opening.key(part, "read"), opening.skip
-
-        def seed(number: int) -> None:
-            opening.seed_generators(mix(key, number))
-
         # Only counted shards can be skipped without reading them.
-        first = 0 if self._counts is None else skip
+        first = 0 if self._counts is None else opening.skip
         if self._resample:
             segments = self._drawn(opening, part, first)
         elif self._counts is None:
             segments = self._assigned(opening, part)
         else:
             segments = self._cut_out(opening, part, first)
-        yield from islice(self._samples(segments, first, seed, skips=opening.skip_errors), skip - first, None)
+        yield from islice(self._samples(segments, first, part, opening), opening.skip - first, None)
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
         numbers = np.arange(len(self._names), dtype=np.int64)
@@ -220,14 +215,13 @@ class ShardSource(Stage):
                 opening.rounds[part] += 1
                 read.clear()
 
-    def _samples(
-        self, segments: Iterator[Segment], number: int, seed: Callable[[int], None], *, skips: bool
-    ) -> Iterator[Any]:
+    def _samples(self, segments: Iterator[Segment], number: int, part: int, opening: Opening) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
+        key = opening.key(part, "read")
         empty = 0  # shards in a row without a sample; resampling these would never end
         for shard, begin, end in segments:
             before = number
-            for item in self._piece(shard, begin, end, number, seed, skips=skips):
+            for item in self._piece(shard, begin, end, number, key, opening):
                 number += 1
                 yield item
             empty = empty + 1 if number == before else 0
@@ -237,16 +231,14 @@ class ShardSource(Stage):
                     shown(self._names[shard]),
                 )
 
-    def _piece(
-        self, shard: int, begin: int, end: int | None, number: int, seed: Callable[[int], None], *, skips: bool
-    ) -> Iterator[Any]:
+    def _piece(self, shard: int, begin: int, end: int | None, number: int, key: int, opening: Opening) -> Iterator[Any]:
         name, offset, what = self._names[shard], begin, ""
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         items: Iterator[Any] = iter(())
         with failures_named(name, lambda: (f"reading {what or f'sample {offset}'}", offset)):
             try:
-                seed(number)
+                opening.seed_generators(mix(key, number))
                 items = iter(self._read(name, begin))
                 for item in items:
                     if offset + 1 == length:  # check before the last sample: no further one may be asked for
@@ -255,14 +247,14 @@ class ShardSource(Stage):
                             raise _miscounted(name, length + more, length)
                         what, offset = "", length - 1
                     if isinstance(item, Damaged):
-                        if not skips:
+                        if not opening.skip_errors:
                             raise item.error
                         item = Unreadable(f"{shown(name)}: {described(item.error)}")
                     yield item
                     offset += 1
                     if offset == end:
                         return
-                    seed(number + offset - begin)
+                    opening.seed_generators(mix(key, number + offset - begin))
             finally:
                 if hasattr(items, "close"):
                     items.close()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.packing import MAX_WINDOW, Packing, Piece
-from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.parts import check_count, holds
 from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
 
 MADE = ("position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
@@ -115,10 +115,9 @@ class PackedRows:
         first, sizes = pieces[0][0], [piece.end - piece.first for _, piece in pieces]
         row: dict[str, Any] = {}
         for name, value in first.items():
-            with np.errstate(invalid="ignore"):
-                pad = np.asarray(pads.get(name, 0)).astype(value.dtype)
-            if value.dtype.kind in "iub" and pad != pads.get(name, 0):
-                raise ValueError(f"pad_values: field {name!r} is {value.dtype}, which cannot hold {pads[name]!r}.")
+            pad = pads.get(name, 0)
+            if pad and value.dtype.kind in "iub" and not holds(value.dtype.name, pad):
+                raise ValueError(f"pad_values: field {name!r} is {value.dtype}, which cannot hold {pad!r}.")
             row[name] = np.full((self.length, *value.shape[1:]), pad, value.dtype)
         end = 0
         for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):

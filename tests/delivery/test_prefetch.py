@@ -569,7 +569,7 @@ def test_slow_reads_get_a_thread_by_default(seconds, quick, alone, monkeypatch):
     monkeypatch.setattr(prefetcher, "QUICK", quick)
     dataset = Rows(400, seconds=seconds)
     reading = sharded(dataset)._shared.setup.reading
-    reading = reading.start(lambda: False, reading.core())
+    reading = reading.start(lambda: False, reading.core(), lambda batch: None)
     batches = step_pass(
         Prefetcher(reading, 2, always=False), AloneAgreement() if alone else agreement_of_one(2), 100, num_steps=100
     )

@@ -62,22 +62,25 @@ KINDS = {
 }
 
 
+def counted(loader, counters):
+    """What `STEPS` steps cost, after the first one."""
+    with iter(loader) as batches:
+        next(batches)
+        counters()
+        for _ in range(STEPS):
+            next(batches)
+        return counters()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
-    batches = iter(KINDS[kind]())
-    next(batches)
-    counters()
+    found = counted(KINDS[kind](), counters)
 
-    for _ in range(STEPS):
-        next(batches)
-
-    found = counters()
     copies = sum(found.get(what, (0,))[0] for what in ("h2d", "h2d_async"))
     assert 2 * (STEPS - 2) <= copies <= 2 * (STEPS + 4), found  # two leaves; some steps are copied ahead
     assert not {"d2h", "d2h_async", "d2d", "d2d_async", "sync_device"} & set(found), found
     for what in ("sync_stream", "sync_event", "h2d"):
         assert found.get(what, (0, 0, 0))[2] == 0, f"{what} on the training thread: {found}"
-    batches.close()
 
 
 NOT_AHEAD = {
@@ -88,17 +91,10 @@ NOT_AHEAD = {
 
 @pytest.mark.parametrize("kind", NOT_AHEAD)
 def test_where_nothing_is_to_be_read_ahead_each_leaf_is_copied_once_when_its_batch_is_asked_for(kind, counters):
-    batches = iter(NOT_AHEAD[kind]())
-    next(batches)
-    counters()
+    found = counted(NOT_AHEAD[kind](), counters)
 
-    for _ in range(STEPS):
-        next(batches)
-
-    found = counters()
     assert found.pop("h2d_async")[0] == 2 * STEPS
     assert not {"h2d", "d2h", "d2h_async", "d2d", "d2d_async", "sync_device", "sync_stream"} & set(found), found
-    batches.close()
 
 
 class OneBuffer(Data):
