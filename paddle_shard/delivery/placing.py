@@ -119,7 +119,7 @@ class PassSetup:
 def placed(setup: PassSetup, batch: Batch) -> Batch:
     """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
     value, first = batch.value, batch.is_first
-    if batch.step.contents and setup.replicas.follows:  # the leader's data may be another
+    if batch.step.contents and not batch.contents and setup.replicas.follows:  # the leader's data may be another
         batch.contents = setup.reading.contents(batch.step)
     if batch.contents:
         setup.run.check_contents(batch.contents, batch.step.epoch)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,13 @@ from paddle_shard.reading.failure import ReadFailure
 
 BATCH, FAILED, STOP, READ_YOURSELF = range(4)
 """Kinds of messages, which are (kind, content). BATCH: the next batch. FAILED: a message cannot be received; the
-content is a `ReadFailure`. STOP: nothing more will come, and the agreement tells why. READ_YOURSELF: reading is no
-dearer than receiving, so the followers read from here on."""
+content is a `ReadFailure`. STOP: nothing more will come, and the agreement tells why. READ_YOURSELF: the followers read
+so many of the next batches themselves; None: all of them."""
 
-_TRIALS = 8
-"""Number of batches after which a leader compares what reading and sending cost."""
+_TRIALS = 16
+"""Batches that are read in each of the two ways, before the faster one is kept."""
+_SLOWER = 1.03
+"""How much longer a batch may take with one reader, which saves memory and the reading of the other ranks."""
 _LOOK_SECONDS = 0.05
 """Seconds between two looks at the agreement while no message comes."""
 _GRACE = 5.0
@@ -41,7 +44,11 @@ class LeaderStoppedError(PeerLostError):
 
 
 class _ReadYourselfError(Exception):
-    """The leader has said that this rank must read from here on."""
+    """The leader has said that this rank must read itself."""
+
+    def __init__(self, num_steps: float) -> None:
+        super().__init__(num_steps)
+        self.num_steps = num_steps
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,9 +59,11 @@ class Replicas:
     """Global ranks of this host that read the same samples, ascending; the first reads for all. Empty: each rank reads
     for itself."""
     measured: bool = False
-    """True if the leader looks whether reading costs more than handing on (`replicas="auto"`)."""
+    """True if the leader tries both ways (`replicas="auto"`), and has not decided yet."""
     on_each: bool = False
-    """True if it has found that it does not, so that each rank reads for itself after all."""
+    """True if it has found that each rank had better read for itself after all."""
+    took: list[float] = field(default_factory=list)
+    """Seconds from batch to batch while the leader tries: of batches that it sends, then of others."""
 
     @property
     def follows(self) -> bool:
@@ -66,7 +75,7 @@ class Replicas:
         if not self.ranks:
             return ""
         if self.on_each:
-            return "each replica reads for itself, as that costs less than handing on"
+            return "each replica reads for itself, as that is faster than handing on"
         if self.follows:
             return f"read by global rank {self.ranks[0]}"
         return f"reads for global ranks {', '.join(map(str, self.ranks[1:]))} too"
@@ -94,33 +103,43 @@ class Publishing(Wrapper):
     def __init__(self, inner: Executor, replicas: Replicas, broadcast: Broadcast) -> None:
         super().__init__(inner)
         self._replicas, self._broadcast, self._ended = replicas, broadcast, False
-        self._took: list[tuple[float, float]] = []
-        """(seconds of reading, seconds of sending) of the newest batches, if they are measured."""
+        self._before: float | None = None
         if replicas.on_each:  # a follower may have left the last pass before it was told
             self._end(READ_YOURSELF)
+        elif len(replicas.took) >= _TRIALS:
+            self._broadcast.send((READ_YOURSELF, 2 * _TRIALS - len(replicas.took)))
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
-        began = time.perf_counter()
+        replicas, before = self._replicas, self._before or time.perf_counter()
         found = self._inner.take(beside=beside)
-        if self._ended:
-            return found
-        read = time.perf_counter()
-        try:
-            self._broadcast.send((BATCH, found))
-        except Exception as error:
-            raise_if_a_handlers(error)
-            what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
-            raise ReadFailure.of(error, what=what).error(found.step) from None
-        if self._replicas.measured:
-            self._took.append((read - began, time.perf_counter() - read))
-        if len(self._took) == _TRIALS:
-            reading, sending = np.min(self._took[1:], axis=0)  # on a busy host, a follower that is woken runs at once
-            self._took.clear()
-            if reading < sending:
-                self._replicas.on_each = True
-                self._end(READ_YOURSELF)
+        if not self._ended and len(replicas.took) < _TRIALS:
+            try:
+                self._broadcast.send((BATCH, found))
+            except Exception as error:
+                raise_if_a_handlers(error)
+                what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
+                raise ReadFailure.of(error, what=what).error(found.step) from None
+        if replicas.measured and not self._ended:
+            self._before = time.perf_counter()
+            replicas.took.append(
+                self._before - before
+            )  # what counts is the loop's pace, of which the slowest rank decides
+            self._try_the_other()
         return found
+
+    def _try_the_other(self) -> None:
+        """Change the way, or keep the better one, after as many batches as that takes."""
+        replicas, took = self._replicas, self._replicas.took
+        if len(took) == _TRIALS:
+            self._broadcast.send((READ_YOURSELF, _TRIALS))
+        elif len(took) == 2 * _TRIALS:
+            # Of each way the middle half: the first steps of a training are slow, and a rank may be two steps ahead.
+            one, each = np.sort(np.reshape(took, (2, -1)))[:, _TRIALS // 4 : -_TRIALS // 4].mean(axis=1)
+            replicas.measured, replicas.took = False, []
+            if one > _SLOWER * each:
+                replicas.on_each = True
+                self._end(READ_YOURSELF)
 
     def _end(self, kind: int) -> None:
         """Send the last message of the pass."""
@@ -144,22 +163,40 @@ class Publishing(Wrapper):
 
 
 class Subscribing(Wrapper):
-    """Takes what another rank of this host has read for the same steps; reads itself once that rank says so."""
+    """Takes what another rank of this host has read for the same steps; reads itself while that rank says so."""
 
     def __init__(self, received: _Received, read: Callable[[], Executor]) -> None:
         super().__init__(received)
         self._received, self._read = received, read
+        self._own: Executor | None = None
+        self._left = 0.0
+        """Number of steps that this rank reads itself before it receives again."""
+
+    def submit(self, step: Step) -> None:
+        """See `Executor`."""
+        self._received.submit(step)
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
-        try:
-            return self._inner.take(beside=beside)
-        except _ReadYourselfError:
-            self._inner = self._read()
-            self._received.close()
-            for step in self._received.steps:
-                self._inner.submit(step)
-            return self._inner.take(beside=beside)
+        while not self._left:
+            self._inner = self._received
+            try:
+                return self._received.take(beside=beside)
+            except _ReadYourselfError as told:
+                self._left = told.num_steps
+        if not self._received.steps:
+            raise StopIteration
+        if self._own is None:
+            self._own = self._read()
+        self._inner, self._left = self._own, self._left - 1
+        self._own.submit(self._received.steps.popleft())
+        return self._own.take(beside=beside)
+
+    def close(self, *, ended: bool = False) -> None:
+        """See `Executor`."""
+        self._received.close()
+        if self._own is not None:
+            self._own.close(ended=ended)
 
 
 class _Received(Executor):
@@ -192,8 +229,8 @@ class _Received(Executor):
         if kind == STOP:
             raise self._stopped()
         if kind == READ_YOURSELF:
-            self._replicas.on_each = True
-            raise _ReadYourselfError
+            self._replicas.on_each = content is None
+            raise _ReadYourselfError(math.inf if content is None else content)
         step = self.steps.popleft()
         if kind == FAILED:
             raise content.error(step)
@@ -205,6 +242,7 @@ class _Received(Executor):
             )
         # A source that has a state of its own is read by the leader only.
         found.step = replace(step, sampler_state=found.step.sampler_state) if step.parts else step
+        found.contents = ()  # of the leader's data
         return found
 
     def ready(self) -> bool:
