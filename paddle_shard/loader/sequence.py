@@ -24,7 +24,10 @@ _OF_ROWS = ("cu_seqlens", "max_seqlen")
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-_WIDER = {paddle.bool: "int32", paddle.int8: "int32", paddle.float16: "float32", paddle.bfloat16: "float32"}
+_WIDER = {
+    **dict.fromkeys([paddle.bool, paddle.int8, paddle.int16], "int32"),  # int16: Paddle 3.0
+    **dict.fromkeys([paddle.float16, paddle.bfloat16], "float32"),
+}
 """Dtypes for which Paddle has no kernel on the CPU, or gloo no message -> one that holds the same numbers."""
 
 

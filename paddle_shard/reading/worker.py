@@ -33,6 +33,8 @@ class WorkerSettings:
     num_ahead: int
     """Number of requests that a worker is sent ahead."""
 
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+
 
 def work(number: int, connection: socket.socket, settings: WorkerSettings, seed: int) -> None:
     """Answer requests until the other side has closed.
@@ -43,10 +45,11 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
         settings: Of all workers of its pool.
         seed: Seed of the workers' random generators.
     """
-    # Ctrl-C is handled by the parent process. Its other handlers were inherited and are not for this process.
+    # What the parent process handles, such as Ctrl-C or a scheduler's SIGTERM to all processes, is left to it: it may
+    # need more batches. (A signal that is ignored would be ignored by programs that are started here, too.)
     for signalled in signal.valid_signals():
         if callable(signal.getsignal(signalled)):
-            signal.signal(signalled, signal.SIG_IGN if signalled == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None)
     end_with_the_parent()
     channel = Channel(connection, settings.num_ahead)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one

@@ -112,7 +112,7 @@ def test_what_a_handler_of_sigterm_saves_is_what_was_delivered(kind, rng, tmp_pa
             started(path)
             time.sleep(rng.uniform(0.0, 0.6))
             pid = child.pid
-            to_all = rng.random() < 0.5  # as schedulers do: the workers hear it, too, and die of it
+            to_all = rng.random() < 0.5  # as schedulers do: the workers hear it, too
             (os.killpg if to_all else os.kill)(pid, signal.SIGTERM)
             code, left = ended(child, HANG)
         assert code == 0, log_of(path)
@@ -121,6 +121,25 @@ def test_what_a_handler_of_sigterm_saves_is_what_was_delivered(kind, rng, tmp_pa
         assert saver == pid, "a worker must not run the handler"
         assert state["steps"] == len(received) // 8
         assert received + the_rest(state, kind, LENGTH, batch_size=8) == ALL
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_workers_read_on_when_all_processes_hear_a_signal_that_the_loop_only_notes(kind, tmp_path):
+    def work(path):
+        heard, received = [], []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        training(loader_of(kind, LENGTH, workers=2), path, received)
+        with open(f"{path}.json", "w") as file:
+            json.dump([len(heard), sorted(received)], file)
+
+    path = tmp_path / "run"
+    with forked(work, path) as child:
+        started(path)
+        os.killpg(child.pid, signal.SIGTERM)
+        code, left = ended(child, HANG)
+    assert code == 0, log_of(path)
+    assert left == set()
+    assert json.loads((tmp_path / "run.json").read_text()) == [1, ALL]
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
