@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from paddle.io import DataLoader
+from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard.errors import BatchStructureError, DataReadError
 from paddle_shard.testing.simulated import on_each_rank
@@ -49,6 +49,24 @@ def test_what_has_an_item_for_each_row_is_cut_like_the_rows():
     assert got[1].tolist() == got[2] == ["s2", "s3"]
     assert got[3] == [{"id": "s2"}, {"id": "s3"}]
     assert got[4] == ["s2", "s3"]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", "complex64"])
+def test_rows_that_are_scattered_are_taken_of_every_dtype(dtype):
+    pairs = Made(lambda i: (np.full(2, i, dtype), np.array(i)))
+    sampler = BatchSampler(pairs, batch_size=16)
+    sampler._acc_steps = 2
+
+    def run():
+        loader = sharded(DataLoader(pairs, batch_sampler=sampler), [DP2] * 2, ["dp", None])
+        return [leaf._local_value().numpy().tolist() for leaf in next(iter(loader))]
+
+    (rows, whole), (others, _) = on_each_rank(range(2), run).values()
+
+    # A rank has whole micro-batches.
+    assert rows == np.full([2, 16], range(16), dtype).T[[*range(4), *range(8, 12)]].tolist()
+    assert others == np.full([2, 16], range(16), dtype).T[[*range(4, 8), *range(12, 16)]].tolist()
+    assert whole == list(range(16))
 
 
 def test_a_dict_cannot_have_a_list_of_meshes():
