@@ -39,6 +39,9 @@ class TensorMaker:
             ahead: True if copies to a device are asked for some batches ahead; False if each is asked for when its
                 batch is due.
         """
+        if type(place) is core.Place and str(place) != str(core.Place()):
+            # A tensor's place is such an object. Where an event is made, Paddle takes it for no choice of a device.
+            place = paddle.device._convert_to_place(str(place)[len("Place(") : -1])
         self._place, self._on_cpu = place, is_cpu(place)
         self._feed: DeviceFeed | DeviceQueue | None = None
         self._host: Any = core.CPUPlace()

@@ -13,6 +13,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.reading import executor
 from tests.deadlines import HANG
 
@@ -171,6 +172,21 @@ def test_rows_that_are_scattered_are_taken_without_an_index_that_is_copied(monke
 
     assert rows.numpy().tolist() == ROWS[[*range(4), *range(8, 12)]].tolist()
     assert indices.numpy().tolist() == list(range(16))
+
+
+def test_a_place_may_be_that_of_a_tensor(plugin):
+    """It is an object of another class, which Paddle takes for no choice of a device when it makes an event."""
+    other = paddle.CustomPlace("standin", 1)
+    maker = TensorMaker(paddle.ones([1])._copy_to(other, True).place, ahead=False)
+    plugin.standin_close(paddle.device.current_stream(other).stream_base.raw_stream)
+    made = [maker([np.arange(3)], True)()]
+    time.sleep(SETTLE)
+    made.append(maker([np.arange(3)], True)())  # gives up what was copied
+    held = len(maker._feed._held)
+    plugin.standin_open()
+
+    assert held == 2, "host memory is given up that was not copied yet"
+    assert [(str(one.place), one.numpy().tolist()) for (one,) in made] == [(str(other), [0, 1, 2])] * 2
 
 
 BATCH = 8 * 16 * 4 + 8 * 8
