@@ -123,8 +123,9 @@ class FieldLayout:
                 )
             pieces = [paddle.slice(rows, axes=[dim], starts=[c * size], ends=[(c + 1) * size]) for c in chunks]
             rows = pieces[0] if len(pieces) == 1 else paddle.concat(pieces, axis=dim)
-        # Paddle's reshard sends the memory of a local tensor as it lies there: of a view it sends other numbers.
-        rows = rows if rows.is_contiguous() else rows.contiguous()
+        # Paddle's reshard sends the memory of a local tensor as it lies there: of a view it sends other numbers. Not
+        # `contiguous`, which changes the tensor itself: it may be the user's.
+        rows = rows if rows.is_contiguous() else rows.clone()
         return dtensor_from_local(rows, self.mesh, self._placements)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from paddle_shard.plan.handlers import ignoring
 
 _MOST_PUSHED = 8
 """Batches that fit into the queue of a feed: more than are ever pushed and not pulled."""
+_PAUSE = 0.0005
+"""Seconds between two looks at an event that is waited for."""
 _MOST_QUEUED = 2
 """Batches whose copies are queued behind the device's work before the oldest is waited for: each holds host memory."""
 
@@ -36,6 +39,9 @@ class TensorMaker:
             ahead: True if copies to a device are asked for some batches ahead; False if each is asked for when its
                 batch is due.
         """
+        if type(place) is core.Place and str(place) != str(core.Place()):
+            # A tensor's place is such an object. Where an event is made, Paddle takes it for no choice of a device.
+            place = paddle.device._convert_to_place(str(place)[len("Place(") : -1])
         self._place, self._on_cpu = place, is_cpu(place)
         self._feed: DeviceFeed | DeviceQueue | None = None
         self._host: Any = core.CPUPlace()
@@ -61,9 +67,7 @@ class TensorMaker:
         """Number of a leaf -> the leaf in Paddle's own form; all of them become tensors at once."""
         for number, leaf in enumerate(leaves):
             made = one = None
-            if isinstance(leaf, np.ndarray) and not (leaf.size or self._on_cpu):  # the feed takes no empty tensor
-                made = paddle.to_tensor(leaf, place=self._place)
-            elif isinstance(leaf, np.ndarray):
+            if isinstance(leaf, np.ndarray):
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
                 mine = adopt and type(leaf) is np.ndarray and leaf.size > 0 and leaf.flags.c_contiguous
                 one = core.DenseTensor()
@@ -71,12 +75,16 @@ class TensorMaker:
             else:
                 made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
                 in_host_memory = is_cpu(made.place) or made.place.is_cuda_pinned_place()
-                if in_host_memory and made.size and not self._on_cpu:
+                if in_host_memory and not self._on_cpu:
                     # Paddle frees another library's memory under a lock, and that needs the GIL; from_dlpack takes the
-                    # lock with the GIL held. So the reader's thread must never be the one to free it.
-                    if self._copies or not isinstance(leaf, paddle.Tensor):
+                    # lock with the GIL held. So the reader's thread must never be the one to free it. Nor does that
+                    # reader know of strides: of a view it copies other numbers. (`contiguous` would change the user's.)
+                    if self._copies or not isinstance(leaf, paddle.Tensor) or not made.is_contiguous():
                         made = made._copy_to(self._host, True)
                     one = made.value().get_tensor()
+            if one is not None and 0 in leaf.shape and not self._on_cpu:  # the feed takes none; nothing is copied here
+                host = core.eager.read_next_tensor_list([one])[0] if made is None else made
+                made, one = host._copy_to(self._place, False), None
             if one is not None:
                 dense[number] = one
             found.append(made)
@@ -125,12 +133,14 @@ class DeviceQueue:
         """
         found = core.eager.read_next_tensor_list(list(tensors))
         self._made.append([tensor._copy_to(self._place, False) for tensor in found])
+        if isinstance(self._place, core.XPUPlace):  # it has copied, and Paddle 3.0 has no event for it
+            return
         with _dygraph_place_guard(self._place):  # an event is the current device's
             event = paddle.device.Event()
             event.record()
         self._held.append((event, found))
         while self._held and (len(self._held) > _MOST_QUEUED or self._held[0][0].query()):
-            self._held[0][0].synchronize()
+            _wait_for(self._held[0][0])
             self._held.popleft()
 
     def pull(self) -> list[Any]:
@@ -140,7 +150,12 @@ class DeviceQueue:
 
 def _wait_for_all(held: deque[tuple[Any, Sequence[Any]]], process: int) -> None:
     if held and os.getpid() == process:  # in a forked child the device cannot be used
-        held[-1][0].synchronize()
+        _wait_for(held[-1][0])
+
+
+def _wait_for(event: Any) -> None:
+    while not event.query():  # `synchronize` would hold the GIL, so that no other thread could run
+        time.sleep(_PAUSE)
 
 
 class DeviceFeed:

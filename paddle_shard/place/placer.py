@@ -273,7 +273,9 @@ def _take_rows(tensor: Any, positions: Rows) -> Any:
     first, last = int(positions[0]), int(positions[-1])
     if last - first == len(positions) - 1:
         return tensor[first : last + 1]
-    return paddle.gather(tensor, paddle.to_tensor(positions, place=tensor.place))
+    # Not `gather`: it lacks dtypes, and its index would be copied to the device, which waits for all that is queued.
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return paddle.concat([tensor[int(run[0]) : int(run[-1]) + 1] for run in runs])
 
 
 def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.reading import executor
 from tests.deadlines import HANG
 
@@ -39,6 +40,11 @@ class DeviceTensors(Data):
         return paddle.to_tensor(ROWS[index], place=paddle.CustomPlace("standin", 0)), index
 
 
+class Empty(Data):
+    def __getitem__(self, index):
+        return ROWS[index], index, ROWS[index, :0]
+
+
 def given(data=None, **more):
     return paddle.io.DataLoader(Data() if data is None else data, batch_size=8, **more)
 
@@ -59,6 +65,7 @@ KINDS = {
     "stream, workers": lambda: loader_of(given(stream(), num_workers=2)),
     "scattered rows": lambda: loader_of(given(), dist.ProcessMesh([[0, 1]], dim_names=["dp", "mp"])),
     "verified": lambda: loader_of(given(), verify=1),
+    "an empty field": lambda: loader_of(given(Empty())),
 }
 
 
@@ -89,9 +96,10 @@ NOT_AHEAD = {
 }
 
 
+@pytest.mark.parametrize("data", [None, Empty])
 @pytest.mark.parametrize("kind", NOT_AHEAD)
-def test_where_nothing_is_to_be_read_ahead_each_leaf_is_copied_once_when_its_batch_is_asked_for(kind, counters):
-    found = counted(NOT_AHEAD[kind](), counters)
+def test_where_nothing_is_to_be_read_ahead_each_leaf_is_copied_once_when_its_batch_is_asked_for(kind, data, counters):
+    found = counted(NOT_AHEAD[kind](data and data()), counters)
 
     assert found.pop("h2d_async")[0] == 2 * STEPS
     assert not {"h2d", "d2h", "d2h_async", "d2d", "d2d_async", "sync_device", "sync_stream"} & set(found), found
@@ -132,6 +140,53 @@ def test_what_is_queued_is_copied_before_a_dropped_loader_frees_the_memory(kind,
     del batches
 
     assert x._local_value().numpy().tolist() == ROWS[:8].tolist()
+
+
+def test_other_threads_run_while_a_step_waits_until_less_is_queued(plugin):
+    """Host memory that is not copied yet is held, so that some copies at most are queued."""
+    batches, ran, over = iter(NOT_AHEAD["prefetch 0"]()), [], threading.Event()
+
+    def run():
+        while not over.wait(0.001):
+            ran.append(time.perf_counter())
+
+    threading.Thread(target=run, daemon=True).start()
+    plugin.standin_work(COMPUTE, int(SETTLE * 1e6))
+    began = time.perf_counter()
+    for _ in range(3):
+        next(batches)
+    took = time.perf_counter() - began
+    over.set()
+
+    assert took > SETTLE / 2
+    assert max(np.diff([began, *ran, began + took])) < took / 2, f"of {took:.3f} s"
+
+
+def test_rows_that_are_scattered_are_taken_without_an_index_that_is_copied(monkeypatch):
+    """A copy of an array to a GPU, as paddle.to_tensor makes it, waits for all that is queued there."""
+    dataloader, two = given(), dist.ProcessMesh([0, 1], dim_names=["dp"])
+    dataloader.batch_sampler._acc_steps = 2
+    batches = iter(paddle_shard.shard_dataloader(dataloader, [two, two], shard_dims=["dp", None]))
+    monkeypatch.setattr(paddle, "to_tensor", None)
+    rows, indices = (leaf._local_value() for leaf in next(batches))
+
+    assert rows.numpy().tolist() == ROWS[[*range(4), *range(8, 12)]].tolist()
+    assert indices.numpy().tolist() == list(range(16))
+
+
+def test_a_place_may_be_that_of_a_tensor(plugin):
+    """It is an object of another class, which Paddle takes for no choice of a device when it makes an event."""
+    other = paddle.CustomPlace("standin", 1)
+    maker = TensorMaker(paddle.ones([1])._copy_to(other, True).place, ahead=False)
+    plugin.standin_close(paddle.device.current_stream(other).stream_base.raw_stream)
+    made = [maker([np.arange(3)], True)()]
+    time.sleep(SETTLE)
+    made.append(maker([np.arange(3)], True)())  # gives up what was copied
+    held = len(maker._feed._held)
+    plugin.standin_open()
+
+    assert held == 2, "host memory is given up that was not copied yet"
+    assert [(str(one.place), one.numpy().tolist()) for (one,) in made] == [(str(other), [0, 1, 2])] * 2
 
 
 BATCH = 8 * 16 * 4 + 8 * 8

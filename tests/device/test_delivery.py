@@ -138,6 +138,51 @@ def test_every_kind_of_batch_is_on_the_device_with_the_bytes_of_the_cpu(kind):
     ]
 
 
+@pytest.fixture
+def with_views():
+    """The stand-in runs without views, as it lacks the kernels for those on a device."""
+    before = paddle.get_flags("FLAGS_use_stride_kernel")
+    paddle.set_flags({"FLAGS_use_stride_kernel": True})
+    yield
+    paddle.set_flags(before)
+
+
+def views(samples):
+    """Tensors in host memory whose numbers do not lie in it in order, or begin in the middle."""
+    rows = paddle.to_tensor(np.stack([x for x, _ in samples]), place=CPU)
+    found = [rows.reshape([-1, 2, 4]).transpose([0, 2, 1]), rows[:, 2:6], paddle.concat([rows[:1], rows])[1:]]
+    assert [one.is_contiguous() for one in found] == [False, False, True]
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
+def test_views_of_tensors_in_host_memory_come_with_their_numbers(options, with_views):
+    loader = paddle_shard.shard_dataloader(given(collate_fn=views, places=[PLACE]), MESH, shard_dims="dp", **options)
+
+    turned, cut, late = (np.concatenate(found) for found in zip(*map(arrays, loader), strict=True))
+
+    assert turned.tolist() == ROWS.reshape(-1, 2, 4).transpose(0, 2, 1).tolist()
+    assert cut.tolist() == ROWS[:, 2:6].tolist()
+    assert late.tolist() == ROWS.tolist()
+
+
+def arrays(batch):
+    return [leaf._local_value().numpy() for leaf in batch]
+
+
+def nothing_in_a_row(samples):
+    empty = np.empty([len(samples), 0], "float32")
+    return [np.stack([x for x, _ in samples]), empty, paddle.to_tensor(empty, place=CPU), Foreign(empty)]
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}], ids=str)
+def test_what_is_empty_is_where_the_batch_is(options, with_views):
+    given_ = given(collate_fn=nothing_in_a_row, places=[PLACE])
+    for batch in paddle_shard.shard_dataloader(given_, MESH, shard_dims="dp", **options):
+        assert [str(leaf.place) for leaf in batch] == [str(PLACE)] * 4
+        assert [leaf.shape for leaf in batch[1:]] == [[len(batch[0]), 0]] * 3
+
+
 def test_what_a_collate_function_makes_on_the_device_stays_there():
     loader = paddle_shard.shard_dataloader(given(collate_fn=device_tensors), MESH, shard_dims="dp")
 

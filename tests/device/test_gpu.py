@@ -1,6 +1,8 @@
 """What a real GPU should show, with what it took: docs/gpu.md says how to read it."""
 
 import statistics
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -9,7 +11,8 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_shard
-from tests.device.devices import DEVICE, ON_GPU, Work, place
+from tests.deadlines import HANG
+from tests.device.devices import COUNT, DEVICE, ON_GPU, Work, place
 
 pytestmark = pytest.mark.gpu
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
@@ -67,7 +70,22 @@ def test_how_fast_is_a_copy(work):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_next_does_not_wait_for_what_the_device_has_to_compute(way, work):
-    batches, busy = iter(loader_of(way)), 2.0
+    assert_quick(way, iter(loader_of(way)), work)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on the stand-in an operator is run on the CPU, which waits")
+def test_next_does_not_wait_where_rows_are_scattered_or_fields_are_empty(work):
+    def collate(samples):
+        rows, indices = zip(*samples, strict=True)
+        return [np.stack(rows), np.array(indices), np.empty([len(rows), 0], "float32")]
+
+    dataloader = paddle.io.DataLoader(Data(), batch_size=ROWS, places=place(), collate_fn=collate)
+    dataloader.batch_sampler._acc_steps, two = 2, dist.ProcessMesh([0, 1], dim_names=["dp"])
+    loader = paddle_shard.shard_dataloader(dataloader, [two] * 3, shard_dims=["dp", None, None])
+    assert_quick("scattered rows, an empty field", iter(loader), work)
+
+
+def assert_quick(way, batches, work, busy=2.0):
     for _ in range(3):
         next(batches)
         time.sleep(0.3)  # workers have read ahead
@@ -80,6 +98,47 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, work):
     work.wait()
 
     assert took < busy / 4
+
+
+CONTEXTS = """
+import ctypes, sys
+import numpy as np, paddle, paddle.distributed as dist
+import paddle_shard
+driver = ctypes.CDLL("libcuda.so.1")
+def used():
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    found = []
+    for number in range(paddle.device.cuda.device_count()):
+        assert driver.cuDevicePrimaryCtxGetState(number, ctypes.byref(flags), ctypes.byref(active)) == 0
+        found += [number] * (active.value != 0)
+    return found
+paddle.set_device("gpu:1")
+paddle.ones([1]).numpy()
+print("at first", used())
+rows = [np.ones(4, "float32")] * 64
+def given(**how):
+    return paddle.io.DataLoader(rows, batch_size=8, **how)
+for workers in (0, 2):
+    list(given(num_workers=workers))
+print("Paddle's loader", used())
+mesh = dist.ProcessMesh([0], dim_names=["dp"])
+for how, options in [({}, {}), ({}, {"prefetch": 2}), ({"num_workers": 2}, {}), ({}, {"prefetch": 0})]:
+    batches = iter(paddle_shard.shard_dataloader(given(**how), mesh, shard_dims="dp", **options))
+    for _ in batches:
+        batches.valid
+print("this library", used())
+"""
+
+
+@pytest.mark.skipif(not ON_GPU or COUNT < 2, reason="needs two GPUs")
+def test_a_rank_takes_memory_of_its_own_gpu_only():
+    """A context on another GPU takes some 500 MB there, and so do those of all ranks on the first GPU."""
+    done = subprocess.run([sys.executable, "-c", CONTEXTS], capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    print("\nGPUs that a process of gpu:1 uses:", "; ".join(done.stdout.splitlines()[-3:]))
+    _, paddles, ours = (line.split("[")[1] for line in done.stdout.splitlines()[-3:])
+
+    assert ours == paddles
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,12 +1,13 @@
 """Fields that are replicated, nested, empty of tensors, or of several meshes."""
 
 import numpy as np
+import paddle
 import pytest
-from paddle.io import DataLoader
+from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard.errors import BatchStructureError, DataReadError
 from paddle_shard.testing.simulated import on_each_rank
-from tests.helpers import DP2, Made, mesh, sharded
+from tests.helpers import DP2, ONE, Made, mesh, sharded
 
 
 def test_a_replicated_field_of_another_mesh_has_its_global_shape_everywhere():
@@ -49,6 +50,37 @@ def test_what_has_an_item_for_each_row_is_cut_like_the_rows():
     assert got[1].tolist() == got[2] == ["s2", "s3"]
     assert got[3] == [{"id": "s2"}, {"id": "s3"}]
     assert got[4] == ["s2", "s3"]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", "complex64"])
+def test_rows_that_are_scattered_are_taken_of_every_dtype(dtype):
+    pairs = Made(lambda i: (np.full(2, i, dtype), np.array(i)))
+    sampler = BatchSampler(pairs, batch_size=16)
+    sampler._acc_steps = 2
+
+    def run():
+        loader = sharded(DataLoader(pairs, batch_sampler=sampler), [DP2] * 2, ["dp", None])
+        return [leaf._local_value().numpy().tolist() for leaf in next(iter(loader))]
+
+    (rows, whole), (others, _) = on_each_rank(range(2), run).values()
+
+    # A rank has whole micro-batches.
+    assert rows == np.full([2, 16], range(16), dtype).T[[*range(4), *range(8, 12)]].tolist()
+    assert others == np.full([2, 16], range(16), dtype).T[[*range(4, 8), *range(12, 16)]].tolist()
+    assert whole == list(range(16))
+
+
+def test_a_view_that_the_user_keeps_stays_a_view():
+    table = paddle.zeros([2, 4])
+    turned = table.transpose([1, 0])
+    loader = sharded(DataLoader(Made(int, length=4), batch_size=4, collate_fn=lambda samples: turned), ONE)
+    first = next(iter(loader))
+
+    table[0, 0] = 7.0
+
+    assert turned[0, 0].item() == 7.0, "Tensor.contiguous changes the tensor itself"
+    assert first._local_value().tolist() == [[0.0, 0.0]] * 4
+    assert next(iter(loader))._local_value().tolist() == [[7.0, 0.0], *[[0.0, 0.0]] * 3]
 
 
 def test_a_dict_cannot_have_a_list_of_meshes():

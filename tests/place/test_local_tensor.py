@@ -13,7 +13,7 @@ import pytest
 from paddle.framework import core
 from paddle.io import DataLoader
 
-from paddle_shard.place.local_tensor import DeviceFeed, TensorMaker
+from paddle_shard.place.local_tensor import DeviceFeed, DeviceQueue, TensorMaker
 from tests.deadlines import HANG
 
 CPU = DataLoader([0], batch_size=1).places[0]
@@ -236,7 +236,7 @@ import gc, os, sys
 import numpy as np
 from paddle.framework import core
 from paddle.io import DataLoader
-from paddle_shard.place.local_tensor import DeviceFeed, TensorMaker
+from paddle_shard.place.local_tensor import DeviceFeed, DeviceQueue, TensorMaker
 
 feed = DeviceFeed(DataLoader([0], batch_size=1).places[0])
 
@@ -265,3 +265,20 @@ def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_doe
 
     assert len(moved) == 4, "all but the one without elements"
     assert [leaf.numpy().tolist() for leaf in found] == [np.asarray(leaf).tolist() for leaf in leaves]
+
+
+def test_on_an_xpu_no_event_is_asked_for(monkeypatch):
+    """A copy to an XPU has ended when it returns, and Paddle 3.0 refuses to make an event there."""
+
+    def refuse():
+        raise TypeError("device should be gpu")
+
+    monkeypatch.setattr(paddle.device, "Event", refuse)
+    monkeypatch.setattr(core, "XPUPlace", type(CPU))
+    queue = DeviceQueue(CPU)
+    tensor = core.DenseTensor()
+    tensor.set(np.arange(3), core.CPUPlace())
+
+    queue.push([tensor])
+
+    assert queue.pull()[0].numpy().tolist() == [0, 1, 2]
