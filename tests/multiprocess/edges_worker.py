@@ -108,6 +108,22 @@ def certificate():
     return [loader.certificate().exact, str(loader.certificate())]
 
 
+def stages():
+    """The certificate of a pipeline of which the first stage has two data ranks and the second has one."""
+    both = paddle.io.TensorDataset([paddle.arange(22), paddle.arange(22)])
+    meshes = [mesh([0, 1]), mesh([2])]
+    loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(both, batch_size=4), meshes, shard_dims="dp")
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    half, saved = str(loader.certificate()), loader.state_dict()
+    batches.close()
+    loader.load_state_dict(saved)
+    for _ in loader:
+        pass
+    return [half, str(loader.certificate())]
+
+
 def differ():
     """What each rank says of arguments that are not the same on all."""
     second = RANK == 1

@@ -30,7 +30,7 @@ CASES = {
         "resumed_apart",
         "nothing_ahead",
     ],
-    3: ["on_the_mesh_only", "on_no_mesh"],
+    3: ["on_the_mesh_only", "on_no_mesh", "stages"],
 }
 
 
@@ -81,6 +81,12 @@ def test_the_certificate_counts_all_ranks(of_ranks):
     for exact, text in of_ranks(2, "certificate"):
         assert exact, text
         assert "22 samples exactly once" in text
+
+
+def test_the_certificate_counts_one_of_the_stages_that_have_different_numbers_of_data_ranks(of_ranks):
+    for half, whole in of_ranks(3, "stages"):
+        assert half.endswith("exactly once: positions [12, 22) were not delivered"), half
+        assert whole.endswith("each of 22 samples exactly once"), whole
 
 
 def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_ranks):
