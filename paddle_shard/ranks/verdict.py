@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_shard import errors
 
-FAIL, END, OK, CLOSED = range(4)
+FAIL, END, CLOSED, OK = range(4)
 """A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
 OTHER_PASS, OTHER_DATA = 4, 5
 """Kinds of a decision only: the ranks do not refer to the same pass, or have read different data."""
@@ -153,6 +153,8 @@ class Decision:
     """Every step before this one may be delivered."""
     kind: int
     """Final event at `step`; OK: it is not decided yet."""
+    so_far: int = field(default=OK, repr=False)
+    """The event at `step` by what was reported so far: no step from `step` on is delivered, unless it is OK."""
 
 
 def decide(least: Sequence[int]) -> Decision:
@@ -170,7 +172,7 @@ def decide(least: Sequence[int]) -> Decision:
         >>> decided(ahead, ends, fails)
         Decision(step=5, kind=0)
         >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
-        Decision(step=5, kind=2)
+        Decision(step=5, kind=3)
         >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
         Decision(step=6, kind=1)
     """
@@ -182,7 +184,7 @@ def decide(least: Sequence[int]) -> Decision:
     if -negated < NEVER:
         first = min(first, 4 * -negated + END)
     step, kind = divmod(first, 4)
-    return Decision(step, kind if known > step else OK)
+    return Decision(step, kind if known > step else OK, kind)
 
 
 def described(facts: Mapping[str, Any]) -> str:

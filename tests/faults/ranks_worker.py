@@ -1,4 +1,4 @@
-"""What real ranks see of faults on one of them: `ranks_worker.py soundly|killed|hung|told|stuck JSON`.
+"""What real ranks see of faults on one of them: `ranks_worker.py soundly|leaves|killed|hung|told|stuck JSON`.
 
 Faults are drawn by the test; every rank is told all of them.
 """
@@ -106,6 +106,21 @@ def soundly(cases):
     dist.barrier()
 
 
+def leaves(cases):
+    """One rank leaves its loop after some steps, and the other goes on; then both read another loader."""
+    dist.init_parallel_env()
+    found = []
+    for case in cases:
+        made = [loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"])]
+        batches = iter(made[0])
+        steps = case["steps"] if dist.get_rank() == case["leaves"] else None
+        read, _, failure, waited = read_until(batches, steps=steps)
+        batches.close()
+        found.append([len(read), told(failure), waited, numbers(iter(loader_of("map", LENGTH, mesh=mesh())))])
+    report(found)
+    dist.barrier()
+
+
 def when(name):
     return Path(os.environ["PADDLE_SHARD_REPORT_DIR"], name)
 
@@ -179,5 +194,5 @@ def stuck(case):
 
 
 if __name__ == "__main__":
-    roles = {"soundly": soundly, "killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
+    roles = {"soundly": soundly, "leaves": leaves, "killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
     roles[sys.argv[1]](json.loads(sys.argv[2]))
