@@ -13,8 +13,8 @@ _HEAD = struct.Struct("<qq")
 PASSES = 64
 """Most passes that are on a progress table at the same time; further open passes use rounds only."""
 _MAX_STEP = 1 << 32
-FINE, LOST = b".", b"!"
-"""First byte of a message: it carries payloads, or the error `loss` of the rank that sends it."""
+FINE, LOST, ABSENT = b".", b"!", b"?"
+"""First byte of a message: it carries payloads, the error `loss` of the rank that sends it, or who is missing yet."""
 
 
 class Group:
@@ -124,7 +124,7 @@ def told_loss(error: PeerLostError) -> bytes:
     return json.dumps([str(error), error.ranks, error.timeout]).encode()
 
 
-def loss(told: bytes) -> PeerLostError:
+def loss(told: bytes | str) -> PeerLostError:
     """Return the error that another rank has told."""
     return PeerLostError.of(*json.loads(told))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import secrets
 import select
 import socket
@@ -23,13 +24,15 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import ignoring
-from paddle_shard.ranks.group import FINE, LOST, Group, TwoLevelGroup, loss, told_loss
+from paddle_shard.ranks.group import ABSENT, FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")
 _POLL = 0.02
 """Seconds between two looks at the store, whose own waits cannot be ended; also the least timeout of a socket."""
+_LONGEST_POLL = 0.25
+"""Most seconds between two such looks: many ranks may wait for minutes for one that starts slowly."""
 _GRACE = 2.0
 """Seconds in which rank 0 tells who is missing after a timeout: the others wait so much longer, and name the same
 ranks. Also for the first words of a connection."""
@@ -68,12 +71,13 @@ class StarGroup(Group):
         super().__init__(rank, names, timeout)
         self._connect_store, self._host, self._key = connect_store, host, key
         self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
+        self._missing = [0] if rank else list(range(1, self.size))
+        """Positions that are not known to have connected to rank 0."""
         self._closed = False
 
     def absent(self) -> list[int]:
         """Return the global ranks that are known not to have connected yet."""
-        others = range(1, self.size) if self.rank == 0 else (0,)
-        return [self.names[position] for position in others if position not in self._peers]
+        return [self.names[position] for position in self._missing]
 
     def close(self) -> None:
         """Leave the group; a call that waits in another thread ends with PeerLostError."""
@@ -87,7 +91,7 @@ class StarGroup(Group):
         if self.size == 1:
             return merge([payload])
         deadline = time.monotonic() + self.timeout
-        if self.absent():
+        if self._missing:
             (self._listen if self.rank == 0 else self._join)(deadline)
         if self.rank:
             return self._ask(payload, deadline)
@@ -145,7 +149,7 @@ class StarGroup(Group):
         return error
 
     def _listen(self, deadline: float) -> None:
-        """Let the others connect to this rank."""
+        """Let the others connect to this rank; all learn who is missing, and who has ended meanwhile."""
         token, dual = secrets.token_bytes(16), socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         server = noted(lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size))
@@ -157,21 +161,39 @@ class StarGroup(Group):
             key = self._key_of(store)
             store.set(f"{key}/address", f"{server.getsockname()[1]} {token.hex()}")
             store.add(f"{key}/there", 1)
-            while (missing := set(range(1, self.size)) - set(self._peers)) and not self._closed:
-                if time.monotonic() >= deadline:
-                    raise self._lose(missing, f"did not connect within {self.timeout:g} s", self.timeout)
-                if not poll.poll(10_000 * _POLL):  # not longer, so that this loop sees if the group was closed
-                    continue
-                with ignoring(OSError):  # a connection that ends or says nothing is not of this group
-                    peer = noted(lambda: server.accept()[0])
-                    said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
-                    if said == token and position in missing:
-                        self._adopt(position, peer)
-                    else:
-                        peer.close()
+            try:
+                while self._missing and not self._closed:
+                    if time.monotonic() >= deadline:
+                        what = f"did not connect within {self.timeout:g} s"
+                        raise self._lose(set(self._missing), what, self.timeout)
+                    # Not longer, so that this loop sees if the group was closed.
+                    ready = {number for number, _ in poll.poll(10_000 * _POLL)}
+                    ended = {position for position, peer in self._peers.items() if peer.fileno() in ready}
+                    if ended:
+                        raise self._lose(ended, "has ended or was killed")
+                    if ready:
+                        with ignoring(OSError):  # a connection that ends or says nothing is not of this group
+                            self._accept(server, token, poll)
+            except PeerLostError as lost:
+                store.set(f"{key}/address", told_loss(lost).decode())  # for those who come later
+                raise
+
+    def _accept(self, server: socket.socket, token: bytes, poll: select.poll) -> None:
+        peer = noted(lambda: server.accept()[0])
+        said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
+        if said != token or position not in self._missing:
+            peer.close()
+            return
+        self._adopt(position, peer)
+        poll.register(peer, select.POLLRDHUP)
+        self._missing = [other for other in self._missing if other != position]
+        for other in self._peers.values():
+            with ignoring(OSError):  # it has ended, which the next look shows
+                _send(other, ABSENT, json.dumps(self._missing).encode(), time.monotonic() + _GRACE)
 
     def _join(self, deadline: float) -> None:
-        """Connect to rank 0 of the group."""
+        """Connect to rank 0 of the group, and wait until all have."""
+        pause = _POLL
         try:
             store = self._connect_store(lambda: not self._closed)
             key = self._key_of(store)
@@ -179,8 +201,12 @@ class StarGroup(Group):
             while not store.add(f"{key}/there", 0):
                 if self._closed or time.monotonic() > deadline:
                     raise TimeoutError
-                time.sleep(_POLL)
-            port, token = store.get(f"{key}/address").decode().split()
+                time.sleep(pause)
+                pause = min(1.2 * pause, _LONGEST_POLL)
+            found = store.get(f"{key}/address").decode()
+            if found.startswith("["):
+                raise loss(found)
+            port, token = found.split()
             peer = connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
             peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
         except PeerLostError:
@@ -190,6 +216,14 @@ class StarGroup(Group):
         except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
             raise self._lose({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)
+        while self._missing:
+            try:
+                kind, told = _receive(peer, deadline + _GRACE)
+            except OSError:
+                raise self._lose({0}, "has ended or was killed") from None
+            if kind == LOST:
+                raise loss(told)
+            self._missing = json.loads(told)
 
     def _key_of(self, store: Any) -> str:
         """Return the key of this rendezvous: the n-th rendezvous of this rank is the n-th of the others."""
