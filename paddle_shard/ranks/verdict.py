@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from paddle_shard import errors
@@ -17,6 +18,8 @@ OTHER_PASS, OTHER_DATA = 4, 5
 
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
+FILES = "files"
+"""The fact that is a list, a file a line. Of those of two ranks, errors name the first file that one of them lacks."""
 _MOST_RANKS = 8
 _LONGEST = 10_000
 """Most characters of an error text that are sent to the other ranks."""
@@ -189,7 +192,7 @@ def decide(least: Sequence[int]) -> Decision:
 
 def described(facts: Mapping[str, Any]) -> str:
     """Return facts (name -> value, each a short text) as a text for `differences`."""
-    return json.dumps({name: str(value) for name, value in facts.items()})
+    return json.dumps({name: str(value) for name, value in facts.items()}, ensure_ascii=False)
 
 
 def differences(said: Mapping[int, str]) -> str:
@@ -211,9 +214,22 @@ def differences(said: Mapping[int, str]) -> str:
     found = []
     for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
         holders = _holders({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})
-        if len(holders) > 1:
+        if len(holders) > 1 and name == FILES:
+            found.append(f"{name}: {_on_some({rank: of_rank.get(name, '') for rank, of_rank in facts.items()})}")
+        elif len(holders) > 1:
             found.append(f"{name}: " + ", ".join(f"{value} on {ranks}" for value, ranks in holders.items()))
     return "; ".join(found)
+
+
+def _on_some(texts: Mapping[int, str]) -> str:
+    """Return the first line that not all ranks have, and who has it."""
+    lines = {rank: dict.fromkeys(text.split("\n")) for rank, text in texts.items()}
+    for row in zip_longest(*lines.values()):
+        for line in filter(None, row):
+            if lacking := [rank for rank, own in lines.items() if line not in own]:
+                having = [rank for rank in lines if rank not in lacking]
+                return f"{line!r} is on {_named(having)}, and not on {_named(lacking)}"
+    return "in another order"
 
 
 def _holders(values: Mapping[int, Any]) -> dict[Any, str]:

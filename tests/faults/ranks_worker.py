@@ -194,5 +194,6 @@ def stuck(case):
 
 
 if __name__ == "__main__":
-    roles = {"soundly": soundly, "leaves": leaves, "killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
+    roles = {"soundly": soundly, "leaves": leaves}
+    roles |= {"killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
     roles[sys.argv[1]](json.loads(sys.argv[2]))

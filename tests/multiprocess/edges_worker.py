@@ -70,6 +70,17 @@ def csv(counts, **options):
     return sharded(Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=counts).map(number_of), size=8, **options)
 
 
+def numbers_in(files, counts=False, mixed=False):
+    """A loader over files of so many rows, which each rank has in a folder of its own."""
+    folder = FOLDER / f"{'-'.join(files)} of {RANK}"
+    folder.mkdir(exist_ok=True)
+    for name, rows in files.items():
+        (folder / f"{name}.csv").write_text("n\n" + "1\n" * rows)
+    stream = Stream.csv(sorted(folder.glob("*.csv")), counts=counts).map(number_of)
+    other = Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"]).map(number_of)
+    return sharded(Stream.mixture({"own": stream, "other": other}, {"own": 1, "other": 1}) if mixed else stream)
+
+
 # Cases: (what to report) by name
 
 
@@ -136,6 +147,10 @@ def differ():
         "tail": lambda: sharded(Numbers(45), tail="drop" if second else "pad"),
         "epoch": lambda: at_epoch(1 if second else 0),
         "timeout": lambda: sharded(Numbers(48), timeout=70.0 if second else 60.0),
+        "a file": lambda: numbers_in({name: 8 for name in ("ac" if second else "abc")}),
+        "a file's size": lambda: numbers_in({"a": 8, "b": 5 if second else 8}),
+        "a file's rows": lambda: numbers_in({"a": 8, "b": 5 if second else 8}, counts=True),
+        "a file of a source": lambda: numbers_in({name: 8 for name in ("abc" if second else "ac")}, mixed=True),
         "data set": lambda: csv(True) if second else sharded(Numbers(48)),
         "version": lambda: of_version("9.9" if second else paddle_shard.__version__),
         "stream": lambda: csv(True, num_batches=2 if second else 3),

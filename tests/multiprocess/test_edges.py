@@ -115,6 +115,10 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
             "skip",
             "changes of the order: {'lengths': [], 'segments': [], 'skips': {'stretches': [], 'samples': [[0, 0, 0]]}}",
         ),
+        ("a file", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
+        ("a file's size", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
+        ("a file's rows", "files: 'b.csv (8 samples)' is on global rank 0, and not on global rank 1"),
+        ("a file of a source", "files: 'own: b.csv (18 bytes)' is on global rank 1, and not on global rank 0"),
         ("batch size by schedule", "batch_size: [(0, 8), (16, 12)] on global rank 0, [(0, 8), (16, 4)] on global rank"),
     ],
 )
