@@ -27,7 +27,6 @@ from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.ranks.verdict import FILES
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading
@@ -123,7 +122,7 @@ def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
     if source.stream is not None and not source.split:
-        facts[FILES] = "\n".join(source.stream.stage.source.files)[:_MOST_OF_FILES]
+        facts["files"] = "\n".join(source.stream.stage.source.files)[:_MOST_OF_FILES]
     if not source.split:  # else each data rank has an order of its own
         facts |= source.batches.fingerprint()
     return facts

@@ -115,12 +115,8 @@ class Agreement:
 
     @property
     def is_decided(self) -> bool:
-        """True if this rank need read nothing more: `deliver` tells how the pass has ended, or which rank is lost.
-
-        A rank that has left does not wait until the others know what they could have served.
-        """
-        over = self._left or self._verdict is not None
-        return over or self._closed or self._coordinator.lost is not None
+        """True if this rank need read nothing more: `deliver` tells how the pass has ended, or which rank is lost."""
+        return self._left or self._closed or self._verdict is not None or self._coordinator.lost is not None
 
     def name_of(self, rank: int) -> str | None:
         """Return by which name a global rank can be reached in this pass; None if the ranks have not met yet."""
@@ -505,8 +501,8 @@ class Coordinator:
     def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
         number = agreement.number
-        unmet = "has made or used no loader over these meshes yet; if it has ended, its own log says why"
-        behind = {} if self._answer else dict.fromkeys(self.group.absent(), unmet)
+        unheard = "has not answered: it has made no loader over these meshes yet, is held up or has ended (see its log)"
+        behind = {} if self._answer else dict.fromkeys(self.group.absent(), unheard)
         for name, said in zip(self.group.names, self._answer or (), strict=False):
             if number not in said:
                 behind[name] = "has not started this loop"

@@ -18,8 +18,6 @@ OTHER_PASS, OTHER_DATA = 4, 5
 
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
-FILES = "files"
-"""The fact that is a list, a file a line. Of those of two ranks, errors name the first file that one of them lacks."""
 _MOST_RANKS = 8
 _LONGEST = 10_000
 """Most characters of an error text that are sent to the other ranks."""
@@ -196,7 +194,7 @@ def described(facts: Mapping[str, Any]) -> str:
 
 
 def differences(said: Mapping[int, str]) -> str:
-    """Return what differs, with every value and the global ranks that have it.
+    """Return what differs, with every value and the global ranks that have it; of a list, a line each, the first line.
 
     Args:
         said: Global rank -> the result of `described` on that rank.
@@ -214,7 +212,7 @@ def differences(said: Mapping[int, str]) -> str:
     found = []
     for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
         holders = _holders({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})
-        if len(holders) > 1 and name == FILES:
+        if any("\n" in value for value in holders) and len(holders) > 1:
             found.append(f"{name}: {_on_some({rank: of_rank.get(name, '') for rank, of_rank in facts.items()})}")
         elif len(holders) > 1:
             found.append(f"{name}: " + ", ".join(f"{value} on {ranks}" for value, ranks in holders.items()))

@@ -189,8 +189,11 @@ class Stage:
     """True if it can be opened only once."""
     num_shards: int | None = None
     """Number of files of the stream; None if it is not made of files."""
-    files: Sequence[str] = ()
-    """The first of its files, each with what is known of it, for ranks to name the one in which they differ."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The first of its files, each with what is known of it, for ranks to name the one in which they differ."""
+        return ()
 
     @property
     def most_even_parts(self) -> int | None:

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import paddle
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
@@ -47,13 +48,18 @@ def told(failure):
     return [type(failure).__name__, *(getattr(failure, name, None) for name in names), str(failure)[:2000]]
 
 
+def each(case):
+    """What the loop does at each step: nothing, or a collective, in which a rank that parts from the others hangs."""
+    return lambda: dist.all_reduce(paddle.to_tensor([1.0])) if case["together"] else None
+
+
 def fails(case):
     """A read fails; then the fault is over, and the rest is read by a loader that goes on."""
     kind, workers = case["kind"], case["workers"]
     fault = Fault(case["number"], case["ranks"])
     own = case["options"]
     loader = loader_of(kind, LENGTH, workers=workers, fault=fault, mesh=mesh(), **own)
-    read, _, failure, waited = read_until(iter(loader), pause=case["pause"])
+    read, _, failure, waited = read_until(iter(loader), pause=case["pause"], each=each(case))
     rest = loader_of(kind, LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
     rest.load_state_dict(loader.state_dict())
     return [read, told(failure), waited, numbers(iter(rest))]
@@ -64,12 +70,12 @@ def loses_a_worker(case):
     before = children()
     loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"])
     batches = iter(loader)
-    read, *_ = read_until(batches, steps=case["steps"])
+    read, *_ = read_until(batches, steps=case["steps"], each=each(case))
     time.sleep(case["moment"])
     if dist.get_rank() in case["ranks"]:
         for worker in sorted(children() - before)[:1]:  # none where all has been read ahead
             os.kill(worker, signal.SIGKILL)
-    more, _, failure, waited = read_until(batches)
+    more, _, failure, waited = read_until(batches, each=each(case))
     rest = loader_of(case["kind"], LENGTH, mesh=mesh())
     rest.load_state_dict(loader.state_dict())
     return [read + more, told(failure), waited, numbers(iter(rest))]
@@ -81,7 +87,7 @@ def is_left(case):
     loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **own)
     other = iter(loader_of("stream", LENGTH, workers=case["workers_later"], mesh=mesh()))
     batches = iter(loader)
-    read, *_ = read_until(batches, steps=case["steps"])
+    read, *_ = read_until(batches, steps=case["steps"], each=each(case))
     beside, *_ = read_until(other, steps=case["steps"])
     batches.close()
     beside += numbers(other)

@@ -35,6 +35,7 @@ def test_what_fails_on_the_leader_fails_on_all_at_the_same_step_and_nothing_is_l
                 "pause": rng.choice([0.0, 0.0, 0.01]),
                 "steps": 2 if what == "loses" and cases[-1]["what"] != "loses" else rng.randrange(25),
                 "moment": rng.uniform(0.0, 0.1),
+                "together": rng.random() < 0.5,
                 "options": options(rng),
             }
         )

@@ -1,5 +1,5 @@
 """Ranks of which one is killed in a loop over a loader: `lost map|stream WORKERS LOOP VICTIM`; or before the first:
-`early kill|end certificate|loop VICTIM`; or `unmet`; or `spawn`.
+`early kill|end certificate|loop VICTIM`; or `stopped VICTIM`; or `unmet`; or `spawn`.
 """
 
 import os
@@ -32,11 +32,11 @@ class NumbersAt(paddle.io.Dataset):
         return np.array(index)
 
 
-def loader(kind, workers, **options):
+def loader(kind, workers, *, timeout=1800.0, **options):
     dataset = NumbersAt() if kind == "map" else Numbers()
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
     dataloader = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, **options)
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp")
+    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", timeout=timeout)
 
 
 def lost(kind, workers, loop, victim):
@@ -77,6 +77,23 @@ def early(how, call, victim):
     os._exit(0)
 
 
+def stopped(victim):
+    """Report [whom a rank has waited for in vain, seconds], where one is stopped and all exchange what they know."""
+    dist.init_parallel_env()
+    list(loader("map", 0, timeout=40.0))
+    batches = loader("map", 0, timeout=6.0)
+    dist.barrier()
+    if dist.get_rank() == int(victim):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2.0)  # the others have begun an exchange in the background
+    began = time.monotonic()
+    try:
+        batches.certificate()
+    except PeerLostError as error:
+        report([list(error.ranks), time.monotonic() - began])
+    os._exit(0)
+
+
 def unmet():
     """The last rank ends while it looks for the others, which make no loader yet."""
     dist.init_parallel_env()
@@ -101,4 +118,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         dist.spawn(spawned, nprocs=2, backend="gloo")
     else:
-        {"lost": lost, "early": early, "unmet": unmet}[sys.argv[1]](*sys.argv[2:])
+        {"lost": lost, "early": early, "stopped": stopped, "unmet": unmet}[sys.argv[1]](*sys.argv[2:])

@@ -49,6 +49,15 @@ def test_a_rank_that_ends_before_the_first_call_is_named_at_once(how, call, vict
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_is_stopped_is_named_when_the_timeout_is_over_and_not_that_of_another_loader(victim, tmp_path):
+    with start_ranks(WORKER, 4, tmp_path, args=["stopped", str(victim)], timeout=HANG) as job:
+        for ranks, seconds in job.reports([rank for rank in range(4) if rank != victim], HANG):
+            assert ranks == [victim]
+            assert 6.0 <= seconds < 6.0 + HANG / 4
+
+
+@pytest.mark.multiprocess
 def test_a_rank_that_ends_while_it_looks_for_the_others_ends_well(tmp_path):
     assert run_ranks(WORKER, 2, tmp_path, args=["unmet"], timeout=HANG) == ["ended"] * 2
 
@@ -202,8 +211,9 @@ def test_all_who_have_come_know_who_has_not_and_a_slow_start_is_no_death(meeting
     assert [group.absent() for group in groups] == [[5, 6], [4], [4]]
     found = [start(0), start(1)]
     until(lambda: [group.absent() for group in groups] == [[6], [6], [4]])
-    time.sleep(1.0)
+    time.sleep(4.0)
     assert found == [[], []]
+    assert [group.absent() for group in groups] == [[6], [6], [4]]
     found.append(start(2))
     until(lambda: found == [[[0]]] * 3)
     assert [group.absent() for group in groups] == [[], [], []]
