@@ -33,6 +33,8 @@ from paddle_shard.reading.reading import Reading, StreamReading
 from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32
+_MOST_OF_FILES = 40_000
+"""Most characters of the list of files that ranks compare by name; they always compare a digest of all."""
 
 
 def setup_of(options: LoaderOptions) -> PassSetup:
@@ -119,6 +121,8 @@ def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[
         facts["pad_to"] = placer.pad_to.fact()
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
+    if source.stream is not None and not source.split:
+        facts["files"] = "\n".join(source.stream.stage.source.files)[:_MOST_OF_FILES]
     if not source.split:  # else each data rank has an order of its own
         facts |= source.batches.fingerprint()
     return facts

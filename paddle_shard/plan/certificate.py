@@ -182,6 +182,7 @@ def _named(owner: Owner) -> str:
 def _of_all(account: Account, problems: list[str]) -> Account:
     """Return an account in which the slices of all data ranks are put together, as far as all are known."""
     found: dict[Owner, Delivered] = {owner: account[owner] for owner in (ALL, DRAWN) if owner in account}
+    stages: dict[Any, Total] = {}
     for run in sorted({owner[1:] for owner in account if owner not in found}):
         count, slices = run[0], {owner[0]: account[owner] for owner in account if owner[1:] == run and owner[0] >= 0}
         most = max(slices.values())  # any of them, if all data ranks have delivered the same positions
@@ -193,7 +194,12 @@ def _of_all(account: Account, problems: list[str]) -> Account:
                 "certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
-        total = plus(*(delivered.total for delivered in slices.values()))
+        total, steps = plus(*(delivered.total for delivered in slices.values())), (run[1], *most[:2])
+        if steps in stages:  # a stage of a pipeline with another number of data ranks has delivered them, too
+            if stages[steps] != total:
+                problems.append("pipeline stages with different numbers of data ranks delivered different samples")
+            continue
+        stages[steps] = total
         found |= added({ALL: found.get(ALL, Delivered())}, {ALL: Delivered(*most[:2], total)})
     return found
 

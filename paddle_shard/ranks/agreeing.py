@@ -33,9 +33,22 @@ def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
         ranks: Global ranks that take part, including this process; at least two.
         terms: What they agree on.
     """
+    return _coordinator(ranks, terms.timeout or 1800.0).open(terms)
+
+
+def connect(ranks: tuple[int, ...], timeout: float) -> None:
+    """Begin to connect some ranks in the background, so that they learn when one of them ends before the first pass.
+
+    Where `paddle.distributed` is not initialized, or in a forked child, the first pass does it.
+    """
+    if len(ranks) > 1 and dist.is_initialized() and all(ranks != known for known, _ in _coordinators):
+        _coordinator(ranks, timeout).start()
+
+
+def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
+    """Return the coordinator of some ranks; one that is made now has this default timeout."""
     found = ranks, os.getpid()
     if found not in _coordinators:
-        timeout = terms.timeout or 1800.0
         named = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
         introduction = f"{own_name()}-{zlib.crc32(repr(ranks).encode())}"
         _coordinators[found] = Coordinator(
@@ -45,7 +58,7 @@ def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
             meet=lambda group: meet(group, introduction),
             introduction=introduction,
         )
-    return _coordinators[found].open(terms)
+    return _coordinators[found]
 
 
 def gather_of(ranks: tuple[int, ...], payload: str, timeout: float, call: str) -> list[str]:

@@ -61,6 +61,8 @@ _LONGEST_PAUSE = 0.02
 """Most seconds between two rounds without news: the rank has sent all it knows, and waits for the others."""
 _LEAVE = 1.0
 """Seconds for which a process that ends waits until the others have heard which passes it has left."""
+_FOR_ANY_TIME = 1e6
+"""Seconds for which the ranks may take to meet: a rank may start slowly, and who waits has a timeout of its own."""
 _SHORTEST = 4.0
 """Least number of seconds that a rank may take to enter a round: several heartbeats, for any timeout of a pass."""
 
@@ -91,6 +93,8 @@ class Agreement:
         self._confirmed = False
         """True if all ranks refer to the same pass, so what they post belongs to it."""
         self._held, self._rounds_to_hear = NEVER, 0
+        self._left = False
+        """True if another rank has left the pass before the step that this one announces next."""
         self._verdict: Decision | None = None
         self._outlooks: Sequence[Outlook] = ()
         self._waiting = self._closed = False
@@ -111,8 +115,8 @@ class Agreement:
 
     @property
     def is_decided(self) -> bool:
-        """True if the ranks have agreed how the pass ends, or a rank is lost: `deliver` tells what has happened."""
-        return self._verdict is not None or self._closed or self._coordinator.lost is not None
+        """True if this rank need read nothing more: `deliver` tells how the pass has ended, or which rank is lost."""
+        return self._left or self._closed or self._verdict is not None or self._coordinator.lost is not None
 
     def name_of(self, rank: int) -> str | None:
         """Return by which name a global rank can be reached in this pass; None if the ranks have not met yet."""
@@ -284,6 +288,7 @@ class Agreement:
                 self._read = {step: digest for step, digest in self._read.items() if step >= released}
             if (digest := self._read.get(self._released - 1)) is not None:
                 self.outlook.read = 1 + digest
+        self._left = decision.so_far == CLOSED and decision.step <= self.outlook.step
         self._rounds_to_hear = max(0, self._rounds_to_hear - 1)
         if not self._rounds_to_hear:
             self._held = min((step for step, _ in self.unsent), default=NEVER)
@@ -435,12 +440,17 @@ class Coordinator:
         with self.changed:
             agreement = self._passes[self._opened] = Agreement(self, self._opened, terms)
             self._opened += 1
+            self.changed.notify_all()
+        self.start()
+        return agreement
+
+    def start(self) -> None:
+        """Begin to connect to the other ranks, if this was not done yet; from then on they learn if this one ends."""
+        with self.changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="paddle_shard-agree", daemon=True)
                 self._thread.start()
                 atexit.register(self._take_leave)
-            self.changed.notify_all()
-        return agreement
 
     def _take_leave(self) -> None:
         """When the process ends, give the thread a moment to tell the others which passes were left."""
@@ -449,6 +459,9 @@ class Coordinator:
             self.changed.wait_for(
                 lambda: self.lost or all(one.outlook.kind != CLOSED for one in self._passes.values()), _LEAVE
             )
+        if self.group.absent() and self._thread is not None:
+            self.group.close()  # a thread in the store's client, when the interpreter is gone, would abort the process
+            self._thread.join(_LEAVE)
 
     def patience(self, agreement: Agreement, step: int, waited: float) -> float:
         """Return for how many seconds the training thread may wait for news; called with the lock held.
@@ -473,7 +486,7 @@ class Coordinator:
         if not self._asking:
             self._asking, self._answer = True, None
             self.changed.notify_all()
-        if self._answer is None and over < grace:
+        if self._answer is None and over < grace and not self.group.absent():
             return max(grace - over, 0.001)
         behind = self._behind(agreement, step)
         self._asking = False
@@ -488,7 +501,8 @@ class Coordinator:
     def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
         number = agreement.number
-        behind = {} if self._answer else dict.fromkeys(self.group.absent(), "has not reached any loop yet")
+        unheard = "has not answered: it has made no loader over these meshes yet, is held up or has ended (see its log)"
+        behind = {} if self._answer else dict.fromkeys(self.group.absent(), unheard)
         for name, said in zip(self.group.names, self._answer or (), strict=False):
             if number not in said:
                 behind[name] = "has not started this loop"
@@ -499,6 +513,7 @@ class Coordinator:
     def _run(self) -> None:
         pause = 0.0
         try:
+            self.group.timeout = _FOR_ANY_TIME
             self.table, self.introductions = self._meet(self.group)
             while True:
                 with self.changed:

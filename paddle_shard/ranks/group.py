@@ -13,8 +13,8 @@ _HEAD = struct.Struct("<qq")
 PASSES = 64
 """Most passes that are on a progress table at the same time; further open passes use rounds only."""
 _MAX_STEP = 1 << 32
-FINE, LOST = b".", b"!"
-"""First byte of a message: it carries payloads, or the error `loss` of the rank that sends it."""
+FINE, LOST, ABSENT = b".", b"!", b"?"
+"""First byte of a message: it carries payloads, the error `loss` of the rank that sends it, or who is missing yet."""
 
 
 class Group:
@@ -36,7 +36,7 @@ class Group:
         self.size = len(self.names)
 
     def absent(self) -> Sequence[int]:
-        """Return the global ranks that are known not to have connected yet."""
+        """Return the global ranks that have not connected yet, or for which the present call has waited for long."""
         return []
 
     def minimum(self, values: Sequence[int]) -> list[int]:
@@ -91,8 +91,10 @@ class TwoLevelGroup(Group):
         self._levels = [local] if across is None else [local, across]
 
     def absent(self) -> Sequence[int]:
-        """Return the global ranks that are known not to have connected yet."""
-        return [rank for level in self._levels for rank in level.absent()]
+        """See `Group`."""
+        found = [rank for level in self._levels for rank in level.absent()]
+        # The first rank of this host may be silent because it waits for another host.
+        return [] if self._across is None and found == [self._local.names[0]] else found
 
     def close(self) -> None:
         """Leave both groups."""
@@ -124,7 +126,7 @@ def told_loss(error: PeerLostError) -> bytes:
     return json.dumps([str(error), error.ranks, error.timeout]).encode()
 
 
-def loss(told: bytes) -> PeerLostError:
+def loss(told: bytes | str) -> PeerLostError:
     """Return the error that another rank has told."""
     return PeerLostError.of(*json.loads(told))
 

@@ -96,19 +96,18 @@ class Rendezvous:
 
         Args:
             size: Number of ranks of the job.
-            timeout: Seconds to wait for the owner if `early`.
-            wanted: Returns False when the store is no longer needed.
+            timeout: Seconds for one attempt to connect.
+            wanted: Returns False when the store is no longer needed. Until then, the owner is waited for if `early`.
 
         Raises:
             PeerLostError: The owner cannot be reached.
         """
-        deadline = time.monotonic() + timeout
         while True:
             try:  # first by a plain connection: Paddle's client would try for longer than its timeout (3.3.1)
                 connected(self.host, self.port, timeout).close()
                 break
             except OSError as error:
-                if self.early and wanted() and time.monotonic() < deadline:
+                if self.early and wanted():
                     time.sleep(_PAUSE)
                     continue
                 whose = f"global rank {self.owner}, which" if self.early else "Global rank 0, whose process"

@@ -277,11 +277,9 @@ class _Received(Executor):
                 waited = time.monotonic() - began
             except (EOFError, OSError) as error:
                 raise_if_a_handlers(error)
-                if self._closed:
+                if self._closed or self._receiver is not None:
                     raise self._stopped() from None
-                how = "has left its loop or was killed."
-                if self._receiver is None:
-                    how = f"cannot be reached on this host: {error}. With replicas='each', every rank reads for itself."
+                how = f"cannot be reached on this host: {error}. With replicas='each', every rank reads for itself."
                 raise PeerLostError.of(f"{self._named}, {how}", [self._leader]) from error
             self._check(waited)
             if self._receiver is not None:

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import ignoring
-from paddle_shard.ranks.group import FINE, LOST, Group, TwoLevelGroup, loss, told_loss
+from paddle_shard.ranks.group import ABSENT, FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
 
 _HEAD = struct.Struct("<Ic")
@@ -33,6 +34,8 @@ _POLL = 0.02
 _GRACE = 2.0
 """Seconds in which rank 0 tells who is missing after a timeout: the others wait so much longer, and name the same
 ranks. Also for the first words of a connection."""
+_SILENT = 3.0
+"""Seconds after which rank 0 is named, if it has said nothing; it tells the others earlier for whom it waits."""
 
 MAX_STAR = 64
 """Most ranks that one rank talks to if they are on several hosts."""
@@ -68,12 +71,13 @@ class StarGroup(Group):
         super().__init__(rank, names, timeout)
         self._connect_store, self._host, self._key = connect_store, host, key
         self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
+        self._missing = [0] if rank else list(range(1, self.size))
+        """Positions that have not connected to rank 0 yet, or for which the present call has waited for long."""
         self._closed = False
 
     def absent(self) -> list[int]:
-        """Return the global ranks that are known not to have connected yet."""
-        others = range(1, self.size) if self.rank == 0 else (0,)
-        return [self.names[position] for position in others if position not in self._peers]
+        """See `Group`."""
+        return [self.names[position] for position in self._missing]
 
     def close(self) -> None:
         """Leave the group; a call that waits in another thread ends with PeerLostError."""
@@ -87,7 +91,7 @@ class StarGroup(Group):
         if self.size == 1:
             return merge([payload])
         deadline = time.monotonic() + self.timeout
-        if self.absent():
+        if len(self._peers) < (1 if self.rank else self.size - 1):
             (self._listen if self.rank == 0 else self._join)(deadline)
         if self.rank:
             return self._ask(payload, deadline)
@@ -100,15 +104,23 @@ class StarGroup(Group):
                 _send(self._peers[position], FINE, result, deadline)
         except OSError:
             raise self._lose({position}, "has ended or was killed") from None
+        self._missing = []
         return result
 
     def _ask(self, payload: bytes, deadline: float) -> bytes:
         """Send a message to rank 0 and return its answer; rank 0 gets extra time to report who is missing."""
-        root = self._peers[0]
+        root, kind, answer = self._peers[0], ABSENT, b""
         try:
             with contextlib.suppress(ConnectionError):  # what rank 0 sent before it left can still be read
                 _send(root, FINE, payload, deadline)
-            kind, answer = _receive(root, deadline + _GRACE)
+            root.settimeout(_SILENT)
+            try:
+                root.recv(1, socket.MSG_PEEK)
+            except TimeoutError:
+                self._missing = [0]
+            while kind == ABSENT:
+                kind, answer = _receive(root, deadline + _GRACE)
+                self._missing = json.loads(answer) if kind == ABSENT else []
         except TimeoutError:
             raise self._lose({0}, f"did not respond for {self.timeout:g} s", self.timeout) from None
         except OSError:
@@ -124,9 +136,12 @@ class StarGroup(Group):
         for number in waiting:
             poll.register(number, select.POLLIN)
         while waiting:
-            found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not found:
+            left = deadline - time.monotonic()
+            found = poll.poll(max(0.0, min(left, _SILENT / 2)) * 1000)
+            if not found and left <= 0:
                 raise self._lose(set(waiting.values()), f"did not respond for {self.timeout:g} s", self.timeout)
+            if not found and sorted(waiting.values()) != self._missing:
+                self._miss(sorted(waiting.values()))
             for number, _ in found:
                 poll.unregister(number)
                 yield waiting.pop(number)
@@ -138,14 +153,23 @@ class StarGroup(Group):
         ranks = [self.names[position] for position in sorted(positions)]
         named = f"Global rank {ranks[0]}" if len(ranks) == 1 else f"Each of the global ranks {ranks}"
         error = PeerLostError.of(f"{named} {what}; its own log may say why.", ranks, timeout)
-        for position, peer in self._peers.items():
-            if position not in positions:
-                with ignoring(OSError):
-                    _send(peer, LOST, told_loss(error), time.monotonic() + _GRACE)
+        self._tell(LOST, told_loss(error), positions)
         return error
 
+    def _miss(self, positions: list[int]) -> None:
+        """Note, on this rank and all that wait for it, for whom they wait."""
+        self._missing = positions
+        self._tell(ABSENT, json.dumps(positions).encode(), positions)
+
+    def _tell(self, kind: bytes, payload: bytes, others: Collection[int]) -> None:
+        """Send a message to all ranks that this one is connected to, except for some; who is gone is found later."""
+        for position, peer in self._peers.items():
+            if position not in others:
+                with ignoring(OSError):
+                    _send(peer, kind, payload, time.monotonic() + _GRACE)
+
     def _listen(self, deadline: float) -> None:
-        """Let the others connect to this rank."""
+        """Let the others connect to this rank; all learn who is missing, and who has ended meanwhile."""
         token, dual = secrets.token_bytes(16), socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         server = noted(lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size))
@@ -157,18 +181,30 @@ class StarGroup(Group):
             key = self._key_of(store)
             store.set(f"{key}/address", f"{server.getsockname()[1]} {token.hex()}")
             store.add(f"{key}/there", 1)
-            while (missing := set(range(1, self.size)) - set(self._peers)) and not self._closed:
-                if time.monotonic() >= deadline:
-                    raise self._lose(missing, f"did not connect within {self.timeout:g} s", self.timeout)
-                if not poll.poll(10_000 * _POLL):  # not longer, so that this loop sees if the group was closed
-                    continue
-                with ignoring(OSError):  # a connection that ends or says nothing is not of this group
-                    peer = noted(lambda: server.accept()[0])
-                    said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
-                    if said == token and position in missing:
-                        self._adopt(position, peer)
-                    else:
-                        peer.close()
+            try:
+                while self._missing and not self._closed:
+                    if time.monotonic() >= deadline:
+                        what = f"did not connect within {self.timeout:g} s"
+                        raise self._lose(set(self._missing), what, self.timeout)
+                    # Not longer, so that this loop sees if the group was closed.
+                    ready = {number for number, _ in poll.poll(10_000 * _POLL)}
+                    ended = {position for position, peer in self._peers.items() if peer.fileno() in ready}
+                    if ended:
+                        raise self._lose(ended, "has ended or was killed")
+                    if not ready:
+                        continue
+                    with ignoring(OSError):  # a connection that ends or says nothing is not of this group
+                        peer = noted(lambda: server.accept()[0])
+                        said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
+                        if said == token and position in self._missing:
+                            self._adopt(position, peer)
+                            poll.register(peer, select.POLLRDHUP)
+                            self._miss([other for other in self._missing if other != position])
+                        else:
+                            peer.close()
+            except PeerLostError as lost:
+                store.set(f"{key}/address", told_loss(lost).decode())  # for those who come later
+                raise
 
     def _join(self, deadline: float) -> None:
         """Connect to rank 0 of the group."""
@@ -179,8 +215,11 @@ class StarGroup(Group):
             while not store.add(f"{key}/there", 0):
                 if self._closed or time.monotonic() > deadline:
                     raise TimeoutError
-                time.sleep(_POLL)
-            port, token = store.get(f"{key}/address").decode().split()
+                time.sleep(5 * _POLL)  # many ranks may wait for minutes for one that starts slowly
+            found = store.get(f"{key}/address").decode()
+            if found.startswith("["):
+                raise loss(found)
+            port, token = found.split()
             peer = connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
             peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
         except PeerLostError:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from paddle_shard import errors
 
-FAIL, END, OK, CLOSED = range(4)
+FAIL, END, CLOSED, OK = range(4)
 """A rank reports one of these about the first step that it has not promised; at the same step, the least wins."""
 OTHER_PASS, OTHER_DATA = 4, 5
 """Kinds of a decision only: the ranks do not refer to the same pass, or have read different data."""
@@ -153,6 +154,8 @@ class Decision:
     """Every step before this one may be delivered."""
     kind: int
     """Final event at `step`; OK: it is not decided yet."""
+    so_far: int = field(default=OK, repr=False)
+    """The event at `step` by what was reported so far: no step from `step` on is delivered, unless it is OK."""
 
 
 def decide(least: Sequence[int]) -> Decision:
@@ -170,7 +173,7 @@ def decide(least: Sequence[int]) -> Decision:
         >>> decided(ahead, ends, fails)
         Decision(step=5, kind=0)
         >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
-        Decision(step=5, kind=2)
+        Decision(step=5, kind=3)
         >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
         Decision(step=6, kind=1)
     """
@@ -182,16 +185,16 @@ def decide(least: Sequence[int]) -> Decision:
     if -negated < NEVER:
         first = min(first, 4 * -negated + END)
     step, kind = divmod(first, 4)
-    return Decision(step, kind if known > step else OK)
+    return Decision(step, kind if known > step else OK, kind)
 
 
 def described(facts: Mapping[str, Any]) -> str:
     """Return facts (name -> value, each a short text) as a text for `differences`."""
-    return json.dumps({name: str(value) for name, value in facts.items()})
+    return json.dumps({name: str(value) for name, value in facts.items()}, ensure_ascii=False)
 
 
 def differences(said: Mapping[int, str]) -> str:
-    """Return what differs, with every value and the global ranks that have it.
+    """Return what differs, with every value and the global ranks that have it; of a list, a line each, the first line.
 
     Args:
         said: Global rank -> the result of `described` on that rank.
@@ -209,9 +212,22 @@ def differences(said: Mapping[int, str]) -> str:
     found = []
     for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
         holders = _holders({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})
-        if len(holders) > 1:
+        if any("\n" in value for value in holders) and len(holders) > 1:
+            found.append(f"{name}: {_on_some({rank: of_rank.get(name, '') for rank, of_rank in facts.items()})}")
+        elif len(holders) > 1:
             found.append(f"{name}: " + ", ".join(f"{value} on {ranks}" for value, ranks in holders.items()))
     return "; ".join(found)
+
+
+def _on_some(texts: Mapping[int, str]) -> str:
+    """Return the first line that not all ranks have, and who has it."""
+    lines = {rank: dict.fromkeys(text.split("\n")) for rank, text in texts.items()}
+    for row in zip_longest(*lines.values()):
+        for line in filter(None, row):
+            if lacking := [rank for rank, own in lines.items() if line not in own]:
+                having = [rank for rank in lines if rank not in lacking]
+                return f"{line!r} is on {_named(having)}, and not on {_named(lacking)}"
+    return "in another order"
 
 
 def _holders(values: Mapping[int, Any]) -> dict[Any, str]:

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import multiprocessing.process
 import os
+import signal
 import socket
 import sys
 import time
@@ -200,4 +201,10 @@ class WorkerPool:
             self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
         ended = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode is not None}
         named = ", ".join(f"worker {at} (exit code {code})" for at, code in ended.items() if code or at == number)
-        return WorkersLostError(f"a worker process ended: {named or f'worker {number}'}", number)
+        text = f"a worker process ended: {named or f'worker {number}'}"
+        if -signal.SIGKILL in ended.values():
+            text += (
+                ". The system sends SIGKILL (-9) when memory runs out: its log (dmesg) would say so, and fewer workers "
+            )
+            text += "or a smaller prefetch_factor help"
+        return WorkersLostError(text, number)

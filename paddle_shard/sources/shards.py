@@ -134,6 +134,13 @@ class ShardSource(Stage):
             return None
         return [sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part)) for part in opening.parts]
 
+    @property
+    def files(self) -> list[str]:
+        """The first files, with their numbers of samples or their sizes."""
+        names, unit = self._files[:1000], "bytes" if self._counts is None else "samples"
+        known = [local_size(name) for name in names] if self._counts is None else self._counts.tolist()
+        return [f"{name} ({size} {unit})" for name, size in zip(within_their_folder(names), known, strict=False)]
+
     def fingerprint(self) -> list[Any]:
         """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
         if self._digest is None:

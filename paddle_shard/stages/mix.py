@@ -116,6 +116,12 @@ class Mix(Stage):
         found = [stage.source.most_even_parts for stage in self._stages]
         return min((parts for parts in found if parts is not None), default=None)
 
+    @property
+    def files(self) -> list[str]:
+        """The first files of each source."""
+        stages = zip(self._names, self._stages, strict=True)
+        return [f"{name}: {file}" for name, stage in stages for file in stage.source.files]
+
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
         sources = [

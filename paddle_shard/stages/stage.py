@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
@@ -189,6 +189,11 @@ class Stage:
     """True if it can be opened only once."""
     num_shards: int | None = None
     """Number of files of the stream; None if it is not made of files."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The first of its files, each with what is known of it, for ranks to name the one in which they differ."""
+        return ()
 
     @property
     def most_even_parts(self) -> int | None:

@@ -80,8 +80,8 @@ def numbers(batches):
     return found
 
 
-def read_until(batches, *, steps=None, pause=0.0):
-    """(numbers read, processes that have read, the failure, seconds of the last wait)."""
+def read_until(batches, *, steps=None, pause=0.0, each=lambda: None):
+    """(numbers read, processes that have read, the failure, seconds of the last wait); `each` runs at each step."""
     found, pids, start = [], set(), time.monotonic()
     try:
         while steps is None or steps > 0:
@@ -91,6 +91,7 @@ def read_until(batches, *, steps=None, pause=0.0):
             found += rows(batch)[valid][:, 0].tolist()
             pids |= set(rows(batch)[:, 1].tolist())
             steps = None if steps is None else steps - 1
+            each()
             if pause:
                 time.sleep(pause)
     except StopIteration:

@@ -1,4 +1,4 @@
-"""What real ranks see of faults on one of them: `ranks_worker.py soundly|killed|hung|told|stuck JSON`.
+"""What real ranks see of faults on one of them: `ranks_worker.py soundly|leaves|killed|hung|told|stuck JSON`.
 
 Faults are drawn by the test; every rank is told all of them.
 """
@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import paddle
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
@@ -47,13 +48,18 @@ def told(failure):
     return [type(failure).__name__, *(getattr(failure, name, None) for name in names), str(failure)[:2000]]
 
 
+def each(case):
+    """What the loop does at each step: nothing, or a collective, in which a rank that parts from the others hangs."""
+    return lambda: dist.all_reduce(paddle.to_tensor([1.0])) if case["together"] else None
+
+
 def fails(case):
     """A read fails; then the fault is over, and the rest is read by a loader that goes on."""
     kind, workers = case["kind"], case["workers"]
     fault = Fault(case["number"], case["ranks"])
     own = case["options"]
     loader = loader_of(kind, LENGTH, workers=workers, fault=fault, mesh=mesh(), **own)
-    read, _, failure, waited = read_until(iter(loader), pause=case["pause"])
+    read, _, failure, waited = read_until(iter(loader), pause=case["pause"], each=each(case))
     rest = loader_of(kind, LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
     rest.load_state_dict(loader.state_dict())
     return [read, told(failure), waited, numbers(iter(rest))]
@@ -64,12 +70,12 @@ def loses_a_worker(case):
     before = children()
     loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"])
     batches = iter(loader)
-    read, *_ = read_until(batches, steps=case["steps"])
+    read, *_ = read_until(batches, steps=case["steps"], each=each(case))
     time.sleep(case["moment"])
     if dist.get_rank() in case["ranks"]:
         for worker in sorted(children() - before)[:1]:  # none where all has been read ahead
             os.kill(worker, signal.SIGKILL)
-    more, _, failure, waited = read_until(batches)
+    more, _, failure, waited = read_until(batches, each=each(case))
     rest = loader_of(case["kind"], LENGTH, mesh=mesh())
     rest.load_state_dict(loader.state_dict())
     return [read + more, told(failure), waited, numbers(iter(rest))]
@@ -81,7 +87,7 @@ def is_left(case):
     loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **own)
     other = iter(loader_of("stream", LENGTH, workers=case["workers_later"], mesh=mesh()))
     batches = iter(loader)
-    read, *_ = read_until(batches, steps=case["steps"])
+    read, *_ = read_until(batches, steps=case["steps"], each=each(case))
     beside, *_ = read_until(other, steps=case["steps"])
     batches.close()
     beside += numbers(other)
@@ -103,6 +109,21 @@ def soundly(cases):
     time.sleep(0.1)
     more = [t.name for t in set(threading.enumerate()) - threads]
     report({"found": found, "processes": sorted(left), "threads": more})
+    dist.barrier()
+
+
+def leaves(cases):
+    """One rank leaves its loop after some steps, and the other goes on; then both read another loader."""
+    dist.init_parallel_env()
+    found = []
+    for case in cases:
+        made = [loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"])]
+        batches = iter(made[0])
+        steps = case["steps"] if dist.get_rank() == case["leaves"] else None
+        read, _, failure, waited = read_until(batches, steps=steps)
+        batches.close()
+        found.append([len(read), told(failure), waited, numbers(iter(loader_of("map", LENGTH, mesh=mesh())))])
+    report(found)
     dist.barrier()
 
 
@@ -179,5 +200,6 @@ def stuck(case):
 
 
 if __name__ == "__main__":
-    roles = {"soundly": soundly, "killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
+    roles = {"soundly": soundly, "leaves": leaves}
+    roles |= {"killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
     roles[sys.argv[1]](json.loads(sys.argv[2]))

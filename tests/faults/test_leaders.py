@@ -35,6 +35,7 @@ def test_what_fails_on_the_leader_fails_on_all_at_the_same_step_and_nothing_is_l
                 "pause": rng.choice([0.0, 0.0, 0.01]),
                 "steps": 2 if what == "loses" and cases[-1]["what"] != "loses" else rng.randrange(25),
                 "moment": rng.uniform(0.0, 0.1),
+                "together": rng.random() < 0.5,
                 "options": options(rng),
             }
         )
@@ -65,6 +66,29 @@ def test_what_fails_on_the_leader_fails_on_all_at_the_same_step_and_nothing_is_l
         assert max(waited) < HANG
     assert [report["processes"] for report in reports] == [[], []]
     assert [report["threads"] for report in reports] == [[], []]
+
+
+def test_a_rank_that_leaves_its_loop_is_told_by_name_and_step_whoever_reads(rng, tmp_path):
+    cases = [
+        {
+            "kind": rng.choice(KINDS),
+            "workers": rng.choice([0, 2]),
+            "leaves": leaves,
+            "steps": steps,
+            "options": {"prefetch": rng.choice([0, 1, 3]), "replicas": replicas},
+        }
+        for leaves in (0, 1)
+        for steps in (0, 0, 1, 7)
+        for replicas in ("leader", "each")
+    ]
+    reports = run_ranks(WORKER, 2, tmp_path, args=["leaves", json.dumps(cases)], env=environment(), timeout=2 * HANG)
+
+    for case, *found in zip(cases, *reports, strict=True):
+        _, failure, seconds, _ = found[1 - case["leaves"]]
+        assert failure[0] == "PeerLostError", (case, failure)
+        assert f"The loop was left by global rank {case['leaves']} after {case['steps']} steps" in failure[5]
+        assert seconds < HANG / 4, "not only when the timeout is over"
+        assert [rows for *_, rows in found] == [ALL, ALL]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

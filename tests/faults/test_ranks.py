@@ -53,6 +53,7 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
                 "pause": rng.choice([0.0, 0.0, 0.01]),
                 "steps": 2 if what == "loses" and cases[-1]["what"] != "loses" else rng.randrange(25),
                 "moment": rng.uniform(0.0, 0.1),
+                "together": rng.random() < 0.5,
                 "options": options(rng),
             }
         )

@@ -70,6 +70,17 @@ def csv(counts, **options):
     return sharded(Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=counts).map(number_of), size=8, **options)
 
 
+def numbers_in(files, counts=False, mixed=False):
+    """A loader over files of so many rows, which each rank has in a folder of its own."""
+    folder = FOLDER / f"{'-'.join(files)} of {RANK}"
+    folder.mkdir(exist_ok=True)
+    for name, rows in files.items():
+        (folder / f"{name}.csv").write_text("n\n" + "1\n" * rows)
+    stream = Stream.csv(sorted(folder.glob("*.csv")), counts=counts).map(number_of)
+    other = Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"]).map(number_of)
+    return sharded(Stream.mixture({"own": stream, "other": other}, {"own": 1, "other": 1}) if mixed else stream)
+
+
 # Cases: (what to report) by name
 
 
@@ -108,6 +119,22 @@ def certificate():
     return [loader.certificate().exact, str(loader.certificate())]
 
 
+def stages():
+    """The certificate of a pipeline of which the first stage has two data ranks and the second has one."""
+    both = paddle.io.TensorDataset([paddle.arange(22), paddle.arange(22)])
+    meshes = [mesh([0, 1]), mesh([2])]
+    loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(both, batch_size=4), meshes, shard_dims="dp")
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    half, saved = str(loader.certificate()), loader.state_dict()
+    batches.close()
+    loader.load_state_dict(saved)
+    for _ in loader:
+        pass
+    return [half, str(loader.certificate())]
+
+
 def differ():
     """What each rank says of arguments that are not the same on all."""
     second = RANK == 1
@@ -120,6 +147,10 @@ def differ():
         "tail": lambda: sharded(Numbers(45), tail="drop" if second else "pad"),
         "epoch": lambda: at_epoch(1 if second else 0),
         "timeout": lambda: sharded(Numbers(48), timeout=70.0 if second else 60.0),
+        "a file": lambda: numbers_in(dict.fromkeys("ac" if second else "abc", 8)),
+        "a file's size": lambda: numbers_in({"a": 8, "b": 5 if second else 8}),
+        "a file's rows": lambda: numbers_in({"a": 8, "b": 5 if second else 8}, counts=True),
+        "a file of a source": lambda: numbers_in(dict.fromkeys("abc" if second else "ac", 8), mixed=True),
         "data set": lambda: csv(True) if second else sharded(Numbers(48)),
         "version": lambda: of_version("9.9" if second else paddle_shard.__version__),
         "stream": lambda: csv(True, num_batches=2 if second else 3),

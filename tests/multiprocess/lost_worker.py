@@ -1,4 +1,6 @@
-"""Ranks of which one is killed in a loop over a loader: `lost map|stream WORKERS LOOP VICTIM`; or `spawn`."""
+"""Ranks of which one is killed in a loop over a loader: `lost map|stream WORKERS LOOP VICTIM`; or before the first:
+`early kill|end certificate|loop VICTIM`; or `stopped VICTIM`; or `unmet`; or `spawn`.
+"""
 
 import os
 import signal
@@ -30,11 +32,11 @@ class NumbersAt(paddle.io.Dataset):
         return np.array(index)
 
 
-def loader(kind, workers, **options):
+def loader(kind, workers, *, timeout=1800.0, **options):
     dataset = NumbersAt() if kind == "map" else Numbers()
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
     dataloader = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, **options)
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp")
+    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", timeout=timeout)
 
 
 def lost(kind, workers, loop, victim):
@@ -55,6 +57,55 @@ def lost(kind, workers, loop, victim):
         report([done, list(error.ranks), time.time() - float(killed.read_text())])
 
 
+def early(how, call, victim):
+    """Report [whom a rank has lost in its first call, seconds], where another has ended since it made its loader."""
+    dist.init_parallel_env()
+    folder, batches = Path(os.environ["PADDLE_SHARD_REPORT_DIR"]), loader("map", 0)
+    (folder / f"made-{dist.get_rank()}").touch()
+    while len(list(folder.glob("made-*"))) < dist.get_world_size():
+        time.sleep(0.01)
+    if dist.get_rank() == int(victim):
+        time.sleep(0.5)  # the others wait by then
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)  # Paddle's own groups would wait for the others
+    began = time.monotonic()
+    try:
+        batches.certificate() if call == "certificate" else next(iter(batches))
+    except PeerLostError as error:
+        report([list(error.ranks), time.monotonic() - began])
+    os._exit(0)
+
+
+def stopped(victim):
+    """Report [whom a rank has waited for in vain, seconds], where one is stopped and all exchange what they know."""
+    dist.init_parallel_env()
+    list(loader("map", 0, timeout=40.0))
+    batches = loader("map", 0, timeout=6.0)
+    dist.barrier()
+    if dist.get_rank() == int(victim):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2.0)  # the others have begun an exchange in the background
+    began = time.monotonic()
+    try:
+        batches.certificate()
+    except PeerLostError as error:
+        report([list(error.ranks), time.monotonic() - began])
+    os._exit(0)
+
+
+def unmet():
+    """The last rank ends while it looks for the others, which make no loader yet."""
+    dist.init_parallel_env()
+    if dist.get_rank():
+        loader("map", 0)
+        time.sleep(1.0)
+        report("ended")
+    else:
+        time.sleep(3.0)  # it has Paddle's store
+        report("ended")
+
+
 def spawned():
     dist.init_parallel_env()
     # Here each worker is a new process that imports all again, too: one, for both epochs.
@@ -67,4 +118,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         dist.spawn(spawned, nprocs=2, backend="gloo")
     else:
-        lost(*sys.argv[2:])
+        {"lost": lost, "early": early, "stopped": stopped, "unmet": unmet}[sys.argv[1]](*sys.argv[2:])

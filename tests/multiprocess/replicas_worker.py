@@ -165,6 +165,29 @@ def long():
     return found
 
 
+WIDTHS = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 300)
+
+
+def sizes():
+    """Sums of batches of many sizes, in any order, in loops that wait for all ranks at each step."""
+
+    class OfManySizes(paddle.io.Dataset):
+        def __len__(self):
+            return 8 * len(WIDTHS)
+
+        def __getitem__(self, index):
+            return np.full(WIDTHS[index // 8], index % 100, np.uint8)
+
+    found = {}
+    for replicas, workers, prefetch in (("leader", 0, 2), ("leader", 2, None), ("auto", 0, 0), ("each", 2, 1)):
+        loader = sharded(given(OfManySizes(), workers=workers), "dp1 x mp4", replicas=replicas, prefetch=prefetch)
+        sums = found[f"{replicas} {workers} {prefetch}"] = []
+        for batch in loader:
+            sums.append(int(batch._local_value().numpy().sum()))
+            paddle.distributed.all_reduce(paddle.to_tensor([1.0]))
+    return found
+
+
 def resumes():
     """Steps before and after a stop: on one mesh with a leader, then on another mesh."""
     first = sharded(given(Samples(), shuffle=True))

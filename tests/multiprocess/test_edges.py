@@ -30,7 +30,7 @@ CASES = {
         "resumed_apart",
         "nothing_ahead",
     ],
-    3: ["on_the_mesh_only", "on_no_mesh"],
+    3: ["on_the_mesh_only", "on_no_mesh", "stages"],
 }
 
 
@@ -83,6 +83,12 @@ def test_the_certificate_counts_all_ranks(of_ranks):
         assert "22 samples exactly once" in text
 
 
+def test_the_certificate_counts_one_of_the_stages_that_have_different_numbers_of_data_ranks(of_ranks):
+    for half, whole in of_ranks(3, "stages"):
+        assert half.endswith("exactly once: positions [12, 22) were not delivered"), half
+        assert whole.endswith("each of 22 samples exactly once"), whole
+
+
 def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_ranks):
     for text in of_ranks(2, "too_large"):
         assert text.startswith("ArgumentError: meshes names the global rank 2, but this job has 2 ranks")
@@ -109,6 +115,10 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
             "skip",
             "changes of the order: {'lengths': [], 'segments': [], 'skips': {'stretches': [], 'samples': [[0, 0, 0]]}}",
         ),
+        ("a file", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
+        ("a file's size", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
+        ("a file's rows", "files: 'b.csv (8 samples)' is on global rank 0, and not on global rank 1"),
+        ("a file of a source", "files: 'own: b.csv (18 bytes)' is on global rank 1, and not on global rank 0"),
         ("batch size by schedule", "batch_size: [(0, 8), (16, 12)] on global rank 0, [(0, 8), (16, 4)] on global rank"),
     ],
 )

@@ -18,7 +18,7 @@ from paddle_shard.ranks.rendezvous import rendezvous_of
 from paddle_shard.ranks.star import StarGroup, group_of
 from paddle_shard.testing.simulated import simulated_rank
 from tests.deadlines import HANG
-from tests.jobs import start_ranks
+from tests.jobs import run_ranks, start_ranks
 
 WORKER = Path(__file__).parent / "lost_worker.py"
 
@@ -34,6 +34,32 @@ def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, worker
         assert (done, ranks) == (loop - 1, [victim])
         assert seconds < HANG / 2, "not only when the timeout is over"
         assert job.left() == set()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "call", "victim", "num_ranks"),
+    [("kill", "certificate", 1, 2), ("end", "certificate", 3, 4), ("kill", "loop", 0, 4), ("end", "loop", 1, 2)],
+)
+def test_a_rank_that_ends_before_the_first_call_is_named_at_once(how, call, victim, num_ranks, tmp_path):
+    with start_ranks(WORKER, num_ranks, tmp_path, args=["early", how, call, str(victim)], timeout=HANG) as job:
+        for ranks, seconds in job.reports([rank for rank in range(num_ranks) if rank != victim], HANG):
+            assert ranks == [victim]
+            assert seconds < HANG / 4, "not only when the timeout is over"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_is_stopped_is_named_when_the_timeout_is_over_and_not_that_of_another_loader(victim, tmp_path):
+    with start_ranks(WORKER, 4, tmp_path, args=["stopped", str(victim)], timeout=HANG) as job:
+        for ranks, seconds in job.reports([rank for rank in range(4) if rank != victim], HANG):
+            assert ranks == [victim]
+            assert 6.0 <= seconds < 6.0 + HANG / 4
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_ends_while_it_looks_for_the_others_ends_well(tmp_path):
+    assert run_ranks(WORKER, 2, tmp_path, args=["unmet"], timeout=HANG) == ["ended"] * 2
 
 
 @pytest.mark.multiprocess
@@ -145,6 +171,65 @@ def sockets_in_a_child():
                 kept += os.fstat(number).st_ino in known
         os._exit(kept)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.fixture
+def meeting():
+    """Starts the first exchange of a member of a group of three: [its result or error], and the groups."""
+    store, threads = Store(), []
+    groups = [StarGroup(rank, (4, 5, 6), lambda wanted: store, "127.0.0.1", "test", 2 * HANG) for rank in range(3)]
+
+    def start(rank):
+        found = []
+
+        def exchange():
+            try:
+                found.append(groups[rank].minimum([rank]))
+            except PeerLostError as error:
+                found.append(error)
+
+        threads.append(threading.Thread(target=exchange))
+        threads[-1].start()
+        return found
+
+    yield start, groups
+    for group in groups:
+        group.close()
+    for thread in threads:
+        thread.join(HANG)
+
+
+def until(condition):
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_who_have_come_know_who_has_not_and_a_slow_start_is_no_death(meeting):
+    start, groups = meeting
+    assert [group.absent() for group in groups] == [[5, 6], [4], [4]]
+    found = [start(0), start(1)]
+    until(lambda: [group.absent() for group in groups] == [[6], [6], [4]])
+    time.sleep(4.0)
+    assert found == [[], []]
+    assert [group.absent() for group in groups] == [[6], [6], [4]]
+    found.append(start(2))
+    until(lambda: found == [[[0]]] * 3)
+    assert [group.absent() for group in groups] == [[], [], []]
+
+
+def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_come_later(meeting):
+    start, groups = meeting
+    first, _ = start(0), start(1)
+    until(lambda: groups[1].absent() == [6])
+    groups[1].close()
+    until(lambda: first)
+    late = start(2)
+    until(lambda: late)
+    for [error] in (first, late):
+        assert str(error) == "Global rank 5 has ended or was killed; its own log may say why."
+        assert error.ranks == (5,)
 
 
 def test_a_forked_child_does_not_keep_the_connections_of_its_rank():

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.deadlines import HANG
@@ -62,6 +63,15 @@ def test_a_long_loop_whose_batches_grow_is_shared_to_its_end(run_once):
     sums = [float(width * sum(range(8 * step, 8 * step + 8))) for step, width in enumerate(widths)]
     for rank, report in enumerate(reports(run_once, "long")):
         assert report == sums, f"rank {rank}"
+
+
+def test_batches_of_many_sizes_come_whole_in_loops_that_wait_for_all_ranks_at_each_step(run_once):
+    widths = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 300)
+    sums = [int(width * sum(n % 100 for n in range(8 * at, 8 * at + 8))) for at, width in enumerate(widths)]
+    for rank, report in enumerate(reports(run_once, "sizes")):
+        assert len(report) == 4
+        for how, found in report.items():
+            assert found == sums, f"rank {rank}, {how}"
 
 
 def test_a_run_with_a_shared_reader_is_resumed_on_another_mesh(run_once):

@@ -52,6 +52,19 @@ def test_stretches_on_different_meshes_add_up():
     assert (certificate.delivered, certificate.missed, certificate.repeated) == (100, 0, 0)
 
 
+def test_pipeline_stages_with_different_numbers_of_data_ranks_count_once_and_must_agree():
+    ids, one = samples(0, 100), leg(samples(0, 100), 0, 100)
+    two = [leg(ids[at::2], 0, 100, at, 2) for at in range(2)]
+    four = [leg(ids[at::4], 0, 100, at, 4) for at in range(4)]
+
+    for stages in ([*two, one], [one, *two], [*two, *four], [*four, one, one, *two, *two]):
+        assert judged(*stages).exact, judged(*stages)
+    other = leg([*ids[:99], ids[0]], 0, 100)
+    assert "pipeline stages with different numbers of data ranks delivered different" in str(judged(*two, other))
+    assert not judged(*two, leg(ids[:50], 0, 50)).exact
+    assert "what data ranks [1] of 2 delivered in [0, 100) is not known" in str(judged(one, two[0]))
+
+
 def test_replicas_count_once_and_must_agree():
     mine = leg(samples(0, 100), 0, 100)
 

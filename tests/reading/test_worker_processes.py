@@ -190,6 +190,8 @@ def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(ki
             time.sleep(0.01)
     assert time.monotonic() - start < HANG
     assert caught.value.worker == 0
+    assert "The system sends SIGKILL (-9) when memory runs out" in str(caught.value)
+    assert len(caught.value.indices) == 8  # what it was reading
 
 
 @pytest.mark.parametrize("kind", [WhoReads, WhoReadsAt])
