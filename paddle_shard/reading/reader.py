@@ -345,7 +345,7 @@ class IdReader(Reader):
         """
         found, same = list[Content](), True
         for asked in step.contents:
-            one = asked._replace(name=repr(self._name_of(asked.sample)))
+            one = asked._replace(name=f"sample {self._name_of(asked.sample)!r}")
             try:
                 here = one.epoch == step.epoch and one.sample in ids
                 sample = samples[ids.index(one.sample)] if here else None

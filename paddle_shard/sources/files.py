@@ -20,11 +20,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import IO, Any, BinaryIO, TypeVar, cast
+from typing import IO, Any, BinaryIO, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from paddle_shard.errors import (
@@ -204,6 +205,10 @@ TIMEOUT = 60.0
 """Seconds without a byte after which an HTTP connection counts as dropped."""
 BUFFER = 1 << 18
 
+_ENDS = 1 << 12
+"""Bytes of the beginning and of the end of a local file that tell its version."""
+_TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "mtime")
+"""Where fsspec's file systems keep what changes when a file changes; the first that is there counts."""
 _AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP codes of failures that may pass."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -222,7 +227,50 @@ class Connection:
     size: int | None
     """Size of the whole file in bytes; None if the server does not say."""
     tag: str | None = None
-    """A value that changes when the file changes: an ETag."""
+    """A value that changes when the file changes: an ETag, or a date."""
+
+
+class Version(NamedTuple):
+    """What a file is recognized by when it is opened again, without reading all of it or asking for it once more."""
+
+    digest: int | None
+    """Digest of its size, and of its first and last 4 KiB; of a remote file, of its size and its server's tag. None: it
+    has neither."""
+    shown: str
+    """A few words about it, for messages."""
+    place: str = ""
+    """Of a remote file, a digest of its URL, since the tags of another server differ; of a local one, empty."""
+
+
+def version_of(file: BinaryIO, name: str) -> Version:
+    """Return the version of a file that `open_file` has opened; its position stays."""
+    raw = getattr(file, "raw", file)
+    if isinstance(raw, RemoteFile):
+        return remote_version(name, raw.size, raw.tag)
+    with ignoring(OSError):
+        size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
+        ends = os.pread(descriptor, _ENDS, 0) + os.pread(descriptor, _ENDS, max(0, size - _ENDS))
+        return Version(zlib.crc32(ends, size & 0xFFFFFFFF), f"{size} bytes")
+    return Version(None, "")  # a pipe
+
+
+def look_at(name: str) -> Version:
+    """Open a file only to return its version."""
+    with open_file(name)[0] as file:
+        return version_of(file, name)
+
+
+def remote_version(name: str, size: int | None, tag: str | None) -> Version:
+    """Return the version of a remote file, by what its server has told of it."""
+    digest = None if size is None and tag is None else zlib.crc32(repr((size, tag)).encode())
+    return Version(digest, f"{size} bytes, tag {tag}", f"{zlib.crc32(shown(name).encode()):08x}")
+
+
+def tag_of(stream: Any) -> str | None:
+    """Return what fsspec knows of a file that changes when the file changes, if its server tells such a thing."""
+    known = getattr(stream, "details", None)
+    found = [str(known[tag]) for tag in _TAGS if known.get(tag)] if isinstance(known, Mapping) else []
+    return found[0] if found else None
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
@@ -278,7 +326,8 @@ class RemoteFile(io.RawIOBase):
         self._name, self._connect, self._position = name, connect, start
         self._connection: Connection | None = None
         self.size: int | None = None
-        self._tag: str | None = None
+        self.tag: str | None = None
+        """See `Connection`."""
         self._retried(self._connected)
 
     def readable(self) -> bool:
@@ -323,13 +372,13 @@ class RemoteFile(io.RawIOBase):
         connection = self._connect(self._name, self._position)
         size, tag = connection.size, connection.tag
         # Going on at the same byte of another file would join two files without a word.
-        if (None not in (self.size, size) and self.size != size) or (self._tag and tag and self._tag != tag):
+        if (None not in (self.size, size) and self.size != size) or (self.tag and tag and self.tag != tag):
             connection.stream.close()
             raise ChangedError(
-                f"the file changed while it was read: it had {self.size} bytes (tag {self._tag}), now {size} ({tag})"
+                f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
             )
         self._connection = connection
-        self.size, self._tag = self.size if size is None else size, tag or self._tag
+        self.size, self.tag = self.size if size is None else size, tag or self.tag
         return connection
 
     def _disconnect(self) -> None:
@@ -365,7 +414,8 @@ def _connect_http(name: str, start: int) -> Connection:
     request = urllib.request.Request(name, headers={"Range": f"bytes={start}-"} if start else {})
     stream = urllib.request.urlopen(request, timeout=TIMEOUT)
     try:
-        tag, length = stream.headers.get("ETag"), stream.headers.get("Content-Length")
+        length = stream.headers.get("Content-Length")
+        tag = stream.headers.get("ETag") or stream.headers.get("Last-Modified")
         if start == 0 or stream.status != 206:
             left = start  # a server that does not support ranges sends the whole file: drop its beginning
             while left:
@@ -388,7 +438,7 @@ def _connect_fsspec(name: str, start: int) -> Connection:
     stream = system.open(path, "rb")
     if start:
         stream.seek(start)
-    return Connection(stream=stream, size=getattr(stream, "size", None))
+    return Connection(stream=stream, size=getattr(stream, "size", None), tag=tag_of(stream))
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.plan.step import Content
 
 
 def _leave_generators(seed: int) -> None:
@@ -46,6 +47,9 @@ class Opening:
 
     seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
+
+    opened: Callable[[Content], None] | None = None
+    """Called with the version of each file that is opened, by a source of files."""
 
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""
