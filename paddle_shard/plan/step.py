@@ -37,7 +37,7 @@ class Content(NamedTuple):
     sample: Any
     """Its index in the data set; of a file, what it is known by in the saved state."""
     digest: int | None = None
-    """Digest of all bytes of a sample (of a file, see `files.Version`); None: not read, or it is not the same each time
+    """Digest of all its bytes; of a file, see `files.version_of`. None: not read, or it is not the same each time that
     it is read."""
     name: str = ""
     """Its name, for messages."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import IO, Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import IO, Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
 from paddle_shard.errors import (
@@ -38,6 +38,7 @@ from paddle_shard.errors import (
 )
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.step import Content
 
 T = TypeVar("T")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -230,40 +231,28 @@ class Connection:
     """A value that changes when the file changes: an ETag, or a date."""
 
 
-class Version(NamedTuple):
-    """What a file is recognized by when it is opened again, without reading all of it or asking for it once more."""
+def version_of(file: Any, name: str) -> Content:
+    """Return by what an open file is recognized when it is opened again; its position stays.
 
-    digest: int | None
-    """Digest of its size, and of its first and last 4 KiB; of a remote file, of its size and its server's tag. None: it
-    has neither."""
-    shown: str
-    """A few words about it, for messages."""
-    place: str = ""
-    """Of a remote file, a digest of its URL, since the tags of another server differ; of a local one, empty."""
-
-
-def version_of(file: BinaryIO, name: str) -> Version:
-    """Return the version of a file that `open_file` has opened; its position stays."""
-    raw = getattr(file, "raw", file)
-    if isinstance(raw, RemoteFile):
-        return remote_version(name, raw.size, raw.tag)
-    with ignoring(OSError):
-        size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
-        ends = os.pread(descriptor, _ENDS, 0) + os.pread(descriptor, _ENDS, max(0, size - _ENDS))
-        return Version(zlib.crc32(ends, size & 0xFFFFFFFF), f"{size} bytes")
-    return Version(None, "")  # a pipe
+    Of a local file, a digest of its size, and of its first and last 4 KiB. Of a remote file, only what its server has
+    told anyhow: its tag, or else its size. What it is known by is its URL then, since another server has other tags.
+    """
+    raw, digest = getattr(file, "raw", file), None
+    if isinstance(raw, io.FileIO):
+        size, where = os.fstat(raw.fileno()).st_size, ""
+        with ignoring(OSError):  # a pipe
+            ends = os.pread(raw.fileno(), _ENDS, 0) + os.pread(raw.fileno(), _ENDS, max(0, size - _ENDS))
+            digest = zlib.crc32(ends, size & 0xFFFFFFFF)
+    else:
+        size, told = raw.size, getattr(raw, "tag", None) or tag_of(raw) or raw.size
+        digest, where = told and zlib.crc32(str(told).encode()), f"@{zlib.crc32(shown(name).encode()):08x}"
+    return Content(None, where, digest, f"the file {shown(name)}", f"{size} bytes")
 
 
-def look_at(name: str) -> Version:
+def look_at(name: str) -> Content:
     """Open a file only to return its version."""
     with open_file(name)[0] as file:
         return version_of(file, name)
-
-
-def remote_version(name: str, size: int | None, tag: str | None) -> Version:
-    """Return the version of a remote file, by what its server has told of it."""
-    digest = None if size is None and tag is None else zlib.crc32(repr((size, tag)).encode())
-    return Version(digest, f"{size} bytes, tag {tag}", f"{zlib.crc32(shown(name).encode()):08x}")
 
 
 def tag_of(stream: Any) -> str | None:

@@ -22,9 +22,8 @@ from paddle_shard.sources.files import (
     matched,
     needs,
     remote_file,
-    remote_version,
     shown,
-    tag_of,
+    version_of,
 )
 from paddle_shard.sources.shards import ShardSource
 
@@ -119,7 +118,7 @@ def _read_group(
     file, number = groups[name]
     end = 0
     with _opened(file) as (parquet, stream):
-        yield look_at(file) if stream is None else remote_version(file, stream.size, tag_of(stream))
+        yield look_at(file) if stream is None else version_of(stream, file)
         group = parquet.metadata.row_group(number)
         size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
         batches = parquet.iter_batches(

@@ -15,15 +15,7 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.step import Content
-from paddle_shard.sources.files import (
-    Version,
-    failures_named,
-    is_remote,
-    local_size,
-    look_at,
-    shown,
-    within_their_folder,
-)
+from paddle_shard.sources.files import failures_named, is_remote, local_size, look_at, shown, within_their_folder
 from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable
 
 RECOUNT = (
@@ -65,7 +57,7 @@ class ShardSource(Stage):
                 is cheap. A shard with fewer or more samples is an error when its end is read.
             shuffle_shards: If True, permute the shards, in another order in each epoch and round.
             resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
-            versioned: True if what `read` yields first is the `Version` of the shard's file.
+            versioned: True if what `read` yields first is the version of the shard's file (`files.version_of`).
 
         Raises:
             ArgumentTypeError: `names` is one string.
@@ -278,13 +270,14 @@ class ShardSource(Stage):
             if end is not None:
                 raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
 
-    def _tell(self, version: Version, shard: int, reader: str, opening: Opening) -> None:
+    def _tell(self, version: Content, shard: int, reader: str, opening: Opening) -> None:
         """Say which version of a shard's file was opened."""
-        if opening.opened is not None:
-            source = f"{opening.seed & 0xFFFFFFFF:x}"  # each source of a mixture has a seed of its own
-            known_as, name = f"{source}/{shard}{version.place and '@'}{version.place}", shown(self._files[shard])
-            reader = f"{source}/{reader}"
-            opening.opened(Content(None, known_as, version.digest, f"the file {name}", version.shown, reader))
+        if opening.opened is None:
+            return
+        source, file = f"{opening.seed & 0xFFFFFFFF:x}", shard  # each source of a mixture has a seed of its own
+        while file and self._files[file - 1] == self._files[shard]:  # the first of the shards that it contains
+            file -= 1
+        opening.opened(version._replace(sample=f"{source}/{file}{version.sample}", reader=f"{source}/{reader}"))
 
     def _look(self, part: int, opening: Opening) -> None:
         """Say which version there is of a file that has nothing to do with the position, if it is local.
