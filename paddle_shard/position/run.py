@@ -378,8 +378,8 @@ class Run:
                 "something else, with names and length as before. Was it written anew, or is it read or transformed in "
                 "another way?"
             )
-            if now.epoch not in (None, epoch):
-                say_once(f"{what} If samples are made in another way in each epoch, all is well.")
+            if now.epoch is not None and (epoch != now.epoch or self._source.stream is not None):
+                say_once(f"{what} If samples are made in another way in each epoch, or each time, all is well.")
                 continue
             raise StateError(
                 f"{what} Give the loader the data of the state; or, to resume with this data, load_state_dict(state, "

@@ -76,12 +76,12 @@ class BatchCheck:
         Raises:
             DifferentDataError: A sample or a file is not the same on two ranks.
         """
-        first = dict[tuple[int | None, str], tuple[int, Content]]()
+        first = dict[tuple[int | None, int | str], tuple[int, Content]]()
         for rank, one in ((number, one) for number in sorted(said) for one in said[number]):
             if one.digest is None:
                 say_once(NEVER_THE_SAME)
                 continue
-            other, its = first.setdefault((one.epoch, one.name), (rank, one))
+            other, its = first.setdefault((one.epoch, one.name if one.sample is None else one.sample), (rank, one))
             if its.digest != one.digest:
                 raise DifferentDataError(
                     f"the ranks hold different data: {one.name} is {its.shown} (digest {its.digest:08x}) on global "

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import BatchStructureError, PaddleShardError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
-from paddle_shard.reading.digest import TurnDigests
+from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import TRIED, Reader
+from paddle_shard.reading.reader import TRIED, Reader, in_words
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.cut import FAILED_AT, Stripe
@@ -108,7 +108,7 @@ class ChunkReader(Reader):
         self._digests = TurnDigests()
         self._state: Any = None
         self._told: list[Content] = []
-        """The files that were opened since the last step."""
+        """The files and sources that were opened since the last step."""
 
     def read(self, asked: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """See `Reader`. Requests of a pass come in the order of their steps."""
@@ -121,7 +121,7 @@ class ChunkReader(Reader):
 
     def _begin(self, asked: ChunkRequest) -> None:
         self._told = []
-        opened = self._told.append if asked.tells else None
+        opened = self._opened if asked.tells else None
         opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._skips, opened=opened)
         self._pass_number, self._next_step, self._parts = asked.pass_number, asked.first_step, []
         self._state, whole = opening.state, asked.whole_items
@@ -135,6 +135,11 @@ class ChunkReader(Reader):
         several = any(stage.makes_several for stage in after_the_cut)
         seen = self._digests.see if asked.compared and not (asked.repeat or several) else None
         self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if asked.repeat else 1)
+
+    def _opened(self, one: Content, *first: Any) -> None:
+        """See `Opening.opened`."""
+        with ignoring(Exception):  # what cannot be looked at is not told
+            self._told += [one._replace(digest=digest(item, 0, WHOLE), shown=in_words(item)) for item in first] or [one]
 
     def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, seeded: bool) -> Chunk:
         """See `Reader`."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from importlib.util import find_spec
 
 import paddle
 import pytest
@@ -280,3 +281,60 @@ def test_bytes_in_the_middle_of_a_large_file_are_not_looked_at(tmp_path):
     for at, seen in ((0, True), (300, True), (500, False), (999, True)):
         path.write_bytes(b"\n".join([*lines[:at], b"2" * 9, *lines[at + 1 :]]))
         assert (files_of.look_at(str(path)) != before) == seen
+
+
+class Streamed(paddle.io.IterableDataset):
+    def __init__(self, first):
+        self.first = first
+
+    def __iter__(self):
+        info = paddle.io.get_worker_info()
+        part, parts = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(self.first + part, self.first + 40, parts))
+
+
+def of_huggingface(first):
+    import datasets
+
+    return datasets.Dataset.from_dict({"id": list(range(first, first + 40))}).to_iterable_dataset(num_shards=4)
+
+
+STREAMS = {
+    "function": lambda first: Stream.of(lambda: iter(range(first, first + 40))).shuffle(5),
+    "data set": lambda first: Stream.of(Streamed(first)),
+    "splits itself": lambda first: Stream.of(Streamed(first), splits_itself=True),
+    "mixture": lambda first: Stream.mixture({name: STREAMS["function"](first) for name in "ab"}),
+}
+if find_spec("datasets"):
+    STREAMS["huggingface"] = lambda first: Stream.huggingface(of_huggingface(first)).map(lambda row: row["id"])
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_files_that_begins_otherwise_is_a_line_in_the_log(kind, workers, caplog, monkeypatch):
+    """It may be made anew each time that it is opened, which cannot be known without opening it once more."""
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+
+    def made(first):
+        return loader_of(STREAMS[kind](first).in_parts(4), workers=workers)
+
+    straight = rows_of(made(1000))
+    begun, state = saved(made(1000), 2)
+    same, other, anyway = made(1000), made(5000), made(5000)
+    same.load_state_dict(state)
+    assert begun + rows_of(same) == straight
+    anyway.load_state_dict(state, override=["contents"])
+    assert len(rows_of(anyway)) == len(straight) - 2
+    assert WAS not in caplog.text
+    other.load_state_dict(state)
+    assert len(rows_of(other)) == len(straight) - 2
+    assert f"{WAS}, in epoch 0: the first sample of part 0 (now 5000) holds something else" in caplog.text
+
+
+def test_a_streams_state_does_not_grow_with_its_epochs():
+    loader = loader_of(Stream.of(lambda: iter(range(8))).repeat(3))
+    sizes = []
+    for _ in range(5):
+        rows_of(loader)
+        sizes.append(len(loader.state_dict()["contents"]))
+    assert sizes == [1] * 5
