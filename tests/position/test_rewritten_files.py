@@ -338,3 +338,16 @@ def test_a_streams_state_does_not_grow_with_its_epochs():
         rows_of(loader)
         sizes.append(len(loader.state_dict()["contents"]))
     assert sizes == [1] * 5
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_stream_that_does_not_split_itself_is_a_line_in_the_log_if_each_reader_has_one_part(
+    splits, caplog, monkeypatch
+):
+    """A reader of several parts refuses it."""
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+    data = Streamed(0) if splits else lambda: iter(range(40))
+    rows = rows_of(loader_of(Stream.of(data, splits_itself=True).shuffle(7).in_parts(2), workers=2))
+
+    assert len(flat(rows)) == (40 if splits else 80)
+    assert ("begin with the same sample" in caplog.text) == (not splits)
