@@ -42,18 +42,11 @@ from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.batch_check import NEVER_THE_SAME
-from paddle_shard.reading.worker_info import SelfSplit
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
 
 MOST_FILES = MAX_PARTS + 2
 """Files of a stream that a state names: one of each part and two more, or those that were opened last."""
-
-_ALIKE = (
-    "splits_itself=True, but the first and the last part of the stream begin with the same sample. If it does not "
-    "split itself by paddle.io.get_worker_info(), each part is all of it: leave splits_itself out. If some samples are "
-    "equal in this data, all is well."
-)
 
 # What the passes have delivered
 
@@ -407,9 +400,6 @@ class Run:
             newest = {one.reader: one.sample for one in files.values()}.values()
             del files[next((known_as for known_as in files if known_as not in newest), next(iter(files)))]
         self._contents = tuple(files.values())
-        begin = [one.digest for one in self._contents if one.epoch is not None]
-        if len(set(begin)) < len(begin) and isinstance(self._source.stream.stage.source, SelfSplit):
-            say_once(_ALIKE)
 
     # What is delivered
 

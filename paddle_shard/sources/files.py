@@ -232,27 +232,29 @@ class Connection:
 
 
 def version_of(file: Any, name: str) -> Content:
-    """Return by what an open file is recognized when it is opened again; its position stays.
+    """Return by what a file is recognized when it is opened again.
+
+    If it is open, it is given, and its position stays. If it is None, the file is opened, but only if it is local.
 
     Of a local file, a digest of its size, and of its first and last 4 KiB. Of a remote file, only what its server has
     told anyhow: its tag, or else its size. What it is known by is its URL then, since another server has other tags.
     """
-    raw, digest = getattr(file, "raw", file), None
+    if file is None:
+        if not os.path.isfile(local_path(name)):  # of a pipe, this would take bytes
+            return Content(None, "")
+        with open_file(name)[0] as opened:
+            return version_of(opened, name)
+    raw, digest, where = getattr(file, "raw", file), None, ""
     if isinstance(raw, io.FileIO):
-        size, where = os.fstat(raw.fileno()).st_size, ""
+        size: Any = os.fstat(raw.fileno()).st_size
         with ignoring(OSError):  # a pipe
             ends = os.pread(raw.fileno(), _ENDS, 0) + os.pread(raw.fileno(), _ENDS, max(0, size - _ENDS))
             digest = zlib.crc32(ends, size & 0xFFFFFFFF)
     else:
-        size, told = raw.size, getattr(raw, "tag", None) or tag_of(raw) or raw.size
-        digest, where = told and zlib.crc32(str(told).encode()), f"@{zlib.crc32(shown(name).encode()):08x}"
+        size, where = getattr(raw, "size", None), f"@{zlib.crc32(shown(name).encode()):08x}"
+        told = getattr(raw, "tag", None) or tag_of(raw) or size
+        digest = None if told is None else zlib.crc32(str(told).encode())
     return Content(None, where, digest, f"the file {shown(name)}", f"{size} bytes")
-
-
-def look_at(name: str) -> Content:
-    """Open a file only to return its version."""
-    with open_file(name)[0] as file:
-        return version_of(file, name)
 
 
 def tag_of(stream: Any) -> str | None:

@@ -18,7 +18,6 @@ from paddle_shard.sources.files import (
     failures_named,
     is_remote,
     local_path,
-    look_at,
     matched,
     needs,
     remote_file,
@@ -118,7 +117,7 @@ def _read_group(
     file, number = groups[name]
     end = 0
     with _opened(file) as (parquet, stream):
-        yield look_at(file) if stream is None else version_of(stream, file)
+        yield version_of(stream, file)
         group = parquet.metadata.row_group(number)
         size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
         batches = parquet.iter_batches(
@@ -179,7 +178,7 @@ def _footer(file: str) -> _Footer:
 
 @contextmanager
 def _opened(file: str) -> Iterator[tuple[Any, Any]]:
-    """Open a file for pyarrow, and fsspec's file if it is remote; only the bytes that pyarrow asks for are read."""
+    """Open a file for pyarrow; if it is remote, yield fsspec's file, too. Only what pyarrow asks for is read."""
     from pyarrow.parquet import ParquetFile
 
     if not is_remote(file):

@@ -15,7 +15,7 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.step import Content
-from paddle_shard.sources.files import failures_named, is_remote, local_size, look_at, shown, within_their_folder
+from paddle_shard.sources.files import failures_named, local_size, shown, version_of, within_their_folder
 from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable
 
 RECOUNT = (
@@ -224,21 +224,20 @@ class ShardSource(Stage):
     def _samples(self, segments: Iterator[Segment], number: int, part: int, opening: Opening) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
         empty = 0  # shards in a row without a sample; resampling these would never end
-        for shard, begin, end in segments:
+        for segment in segments:
             before = number
-            for item in self._piece(shard, begin, end, number, part, opening):
+            for item in self._piece(segment, number, part, opening):
                 number += 1
                 yield item
             empty = empty + 1 if number == before else 0
             if self._resample and empty > 100 + 10 * len(self._names):
                 raise ShardReadError.of(
                     f"resample=True: {empty} shards in a row, drawn from {len(self._names)}, have no sample.",
-                    shown(self._names[shard]),
+                    shown(self._names[segment[0]]),
                 )
 
-    def _piece(
-        self, shard: int, begin: int, end: int | None, number: int, part: int, opening: Opening
-    ) -> Iterator[Any]:
+    def _piece(self, segment: Segment, number: int, part: int, opening: Opening) -> Iterator[Any]:
+        shard, begin, end = segment
         name, offset, what, key = self._names[shard], begin, "", opening.key(part, "read")
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
@@ -271,8 +270,8 @@ class ShardSource(Stage):
                 raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
 
     def _tell(self, version: Content, shard: int, reader: str, opening: Opening) -> None:
-        """Say which version of a shard's file was opened."""
-        if opening.opened is None:
+        """Say which version of a shard's file was opened, if that is known."""
+        if opening.opened is None or version.digest is None:
             return
         source, file = f"{opening.seed & 0xFFFFFFFF:x}", shard  # each source of a mixture has a seed of its own
         while file and self._files[file - 1] == self._files[shard]:  # the first of the shards that it contains
@@ -285,9 +284,8 @@ class ShardSource(Stage):
         So it is seen if all files were written anew, also between two epochs.
         """
         shard = derive_seed("look", opening.seed, part) % len(self._names)
-        if not is_remote(self._files[shard]):
-            with ignoring(Exception):  # reading it raises, when it is due
-                self._tell(look_at(self._files[shard]), shard, f"look {part}", opening)
+        with ignoring(Exception):  # reading it raises, when it is due
+            self._tell(version_of(None, self._files[shard]), shard, f"look {part}", opening)
 
 
 def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:

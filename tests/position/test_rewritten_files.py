@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections import Counter
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ from paddle_shard.errors import StateError
 from paddle_shard.position.run import MOST_FILES
 from paddle_shard.sources import files as files_of
 from paddle_shard.testing.simulated import on_each_rank
+from tests.deadlines import HANG
 from tests.helpers import DP2, ONE, local, sharded
 from tests.sources.http_server import serving
 from tests.sources.laws import FILE_KINDS, text_bytes
@@ -277,10 +279,10 @@ def test_bytes_in_the_middle_of_a_large_file_are_not_looked_at(tmp_path):
     path = tmp_path / "0.txt"
     lines = [b"1" * 9] * 1000
     path.write_bytes(b"\n".join(lines))
-    before = files_of.look_at(str(path))
+    before = files_of.version_of(None, str(path))
     for at, seen in ((0, True), (300, True), (500, False), (999, True)):
         path.write_bytes(b"\n".join([*lines[:at], b"2" * 9, *lines[at + 1 :]]))
-        assert (files_of.look_at(str(path)) != before) == seen
+        assert (files_of.version_of(None, str(path)) != before) == seen
 
 
 class Streamed(paddle.io.IterableDataset):
@@ -351,3 +353,14 @@ def test_a_stream_that_does_not_split_itself_is_a_line_in_the_log_if_each_reader
 
     assert len(flat(rows)) == (40 if splits else 80)
     assert ("begin with the same sample" in caplog.text) == (not splits)
+
+
+def test_a_pipe_is_opened_once_and_known_by_nothing(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=[text_bytes(range(16))])
+    writer.start()
+    loader = loader_of(Stream.lines([str(path)], counts=False).map(int))
+    assert flat(rows_of(loader, 2)) == list(range(16))
+    assert loader.state_dict()["contents"] == []
+    writer.join(HANG)
