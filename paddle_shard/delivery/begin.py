@@ -22,16 +22,16 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
     num_steps, compares = None, False
     place: Callable[[Batch], Batch] = partial(placed, setup)
+    tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
-        tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
         contents = setup.run.contents_to_tell() if tells else None
         to_read, skips = setup.rows.to_read, setup.run.skips
         steps = source.batches.steps(start, to_read, skips, compared=compares and not alone, contents=contents)
     else:
         known, compares = stream.known_steps(start), stream.read_by_all
         num_steps = None if known is None else known - start.steps
-        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
+        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1, tells=tells)
         place = partial(placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)
     reading, replicas = setup.reading, setup.replicas

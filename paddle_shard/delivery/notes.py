@@ -12,6 +12,7 @@ import numpy as np
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import finished
+from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.reader import RAGGED
 
@@ -26,7 +27,8 @@ class StepNotes:
     - The number of rows, when it changes, if each rank has rows of its own. All must have as many.
     - The rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them invalid.
     - A summary of the batch, if the ranks compare this step's.
-    - What some samples hold that all ranks have read.
+    - What some samples hold that all ranks have read; of a stream, the files that the rank has opened. So the state of
+      each rank knows those of all.
     """
 
     def __init__(self, setup: PassSetup) -> None:
@@ -57,7 +59,8 @@ class StepNotes:
         if batch.summary is not None:
             told["read"] = batch.summary
         if batch.contents and self._batch_check is not None:
-            told["contents"] = [(one.epoch, one.name, one.digest, one.shown) for one in batch.contents]
+            known = [one if isinstance(one.sample, int | str) else one._replace(sample=None) for one in batch.contents]
+            told["contents"] = known
         return json.dumps(told) if told else None
 
     def alone(self, batch: Batch) -> Batch:
@@ -87,7 +90,10 @@ class StepNotes:
                 batch.skipped = found if batch.skipped is None else batch.skipped | found
         if self._batch_check is not None:
             self._batch_check.compare(read)
+            contents = {rank: [Content(*one) for one in said] for rank, said in contents.items()}
             self._batch_check.compare_contents(contents)
+            if batch.step.parts:
+                batch.contents = tuple(one for rank in sorted(contents) for one in contents[rank])
         if len(set(self._rows.values())) > 1:
             shown = ", ".join(f"{rows} on global rank {rank}" for rank, rows in sorted(self._rows.items()))
             raise SplitError(

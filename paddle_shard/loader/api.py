@@ -130,7 +130,8 @@ def shard_dataloader(
             that names the step, the ranks, the fields and the samples. "first": the first batch of each pass. An int k:
             also the batches of every k-th step. None: never. It goes with the agreement, in the background. Of data
             with an index that this loader splits, all ranks also read the same two samples when a pass begins, so that
-            a rank that was given a part or another version of the data is seen. A saved state holds their digests.
+            a rank that was given a part or another version of the data is seen. A saved state holds their digests, and
+            those of the files that a stream was reading.
         replicas: Who reads for ranks that hold the same rows (that differ in mp, pp or sep only). "each": every rank
             reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
             others through memory that they share. The others start no workers, and what the data set keeps in memory

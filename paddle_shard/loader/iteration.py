@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -19,7 +19,9 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
+from paddle_shard.reading.worker_info import SelfSplit
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
@@ -96,6 +98,7 @@ class ShardIterator:
             ids, lost = found.own_ids(setup.own_layout, local=local)
             self._clock.leave(entered, found)
             if found.contents:
+                say_if_unsplit(setup.source, found.contents)
                 setup.run.note_contents(found.contents)
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
@@ -171,6 +174,18 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
                 f"ended with the shortest of the stream's {plan.num_parts} parts; the rest of the others was dropped: "
                 f"{much}. {remedy}"
             )
+
+
+def say_if_unsplit(source: Source, contents: Sequence[Content]) -> None:
+    """Log if the parts of a stream that is said to split itself begin with the same sample, as all ranks tell."""
+    begin = {one.sample: one.digest for one in contents if one.epoch is not None}
+    unsplit = source.stream is not None and isinstance(source.stream.stage.source, SelfSplit)
+    if unsplit and len(set(begin.values())) < len(begin):
+        say_once(
+            "splits_itself=True, but the first and the last part of the stream begin with the same sample. If it does "
+            "not split itself by paddle.io.get_worker_info(), each part is all of it: leave splits_itself out. If some "
+            "samples are equal in this data, all is well."
+        )
 
 
 def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:

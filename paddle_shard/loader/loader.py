@@ -208,8 +208,9 @@ class ShardDataloader(PaddleShardDataloader):
                 resume with data that was written anew or is transformed in another way.
 
         Raises:
-            StateError: The state is damaged, of another version, or of a run with another order. With the first batch:
-                samples of data with an index are not those that the state knows (see `verify=`).
+            StateError: The state is damaged, of another version, or of a run with another order. While batches are
+                read: samples of data with an index, or files of a stream, are not those that the state knows (see
+                `verify=`).
         """
         self._run.resume_from(state, override)
 

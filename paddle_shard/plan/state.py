@@ -27,8 +27,8 @@ VERSION = 4
 
 CONTENTS = "contents"
 """Is named in `override` to resume with data of other contents."""
-_OTHER_SAMPLES = {CONTENTS, "mixture", "packed", "seed"}
-"""Names that, in `override`, give an index another sample, or a sample other random numbers."""
+_OTHER_SAMPLES = {CONTENTS, "mixture", "packed", "seed", "stream"}
+"""Names that, in `override`, give an index another sample or file, or a sample other random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """A position of a run, in delivered samples. JSON can hold it, in less than 1 KB."""
+    """A position of a run, in delivered samples. JSON can hold it, in less than 1 KB, or 3 KB of a stream of files."""
 
     epoch: int = 0
     """The epoch."""
@@ -108,7 +108,7 @@ class LoaderState:
     history: History = field(default_factory=History)
     """What was changed since the run began."""
     contents: tuple[Content, ...] = ()
-    """Samples, with their digests, by which a resumed run finds out that it has the same data."""
+    """Samples or files, with their digests, by which a resumed run finds out that it has the same data."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -224,7 +224,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "fingerprint": partial(_checked, Mapping),
     "history": History.from_json,
     "contents": lambda rows: tuple(
-        Content(_checked(int, epoch), _checked(int | str, sample), counted(digest)) for epoch, sample, digest in rows
+        Content(_checked(int | None, epoch), _checked(int | str, sample), counted(digest))
+        for epoch, sample, digest in rows
     ),
 }
 """Reads each field of a saved state, in their order; what raises a TypeError or a ValueError is damaged."""

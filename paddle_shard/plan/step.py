@@ -30,18 +30,21 @@ RowsOf = Callable[[int, int], "Rows | range"]
 
 
 class Content(NamedTuple):
-    """What one sample holds: by it ranks, and a run that is resumed, find out that they have the same data."""
+    """What a sample or a file holds: by it ranks, and a run that is resumed, find out that they have the same data."""
 
-    epoch: int
-    """Epoch with whose random numbers the sample is read."""
+    epoch: int | None
+    """Epoch with whose random numbers the sample is read; None: it is a file, the same in all epochs."""
     sample: Any
-    """Its index in the data set."""
+    """Its index in the data set; of a file, what it is known by in the saved state."""
     digest: int | None = None
-    """Digest of all its bytes; None: not read, or it is not the same each time it is read."""
+    """Digest of all its bytes; of a file, see `files.version_of`. None: not read, or it is not the same each time that
+    it is read."""
     name: str = ""
     """Its name, for messages."""
     shown: str = ""
     """A few words about it, for messages."""
+    reader: str = ""
+    """Of a file: what has opened it, so that each one's newest file can be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from paddle_shard.plan.certificate import (
     total_of,
 )
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
-from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.parts import MAX_PARTS, check_count
 from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import CONTENTS, History, LoaderState
@@ -44,6 +44,9 @@ from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.batch_check import NEVER_THE_SAME
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
+
+MOST_FILES = MAX_PARTS + 2
+"""Files of a stream that a state names: one of each part and two more, or those that were opened last."""
 
 # What the passes have delivered
 
@@ -178,9 +181,9 @@ class Run:
         self.skips = Skips()
         """What the user leaves out."""
         self._contents: tuple[Content, ...] = ()
-        """Samples that this run has read: they are part of its state."""
+        """Samples that this run has read, or files that it has opened: they are part of its state."""
         self._resumed_with: tuple[Content, ...] = ()
-        """The contents of a loaded state, until this rank has read the same samples."""
+        """The contents of a loaded state, until this rank has read the same samples; files: for one epoch."""
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -234,6 +237,8 @@ class Run:
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
+        elif progress.at.steps > progress.start.steps:
+            self._resumed_with = ()
         progress.at = replace(progress.at, ended=True)
         self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
@@ -353,7 +358,8 @@ class Run:
 
         Args:
             contents: What was read.
-            epoch: The epoch that is served. In another one than the state's, a data set may make other samples.
+            epoch: The epoch that is served. In another one than the state's, a data set may make other samples; files
+                stay as they are.
 
         Raises:
             StateError: The data is another.
@@ -366,13 +372,14 @@ class Run:
             if now.digest is None:
                 say_once(NEVER_THE_SAME)
                 continue
+            when = "" if now.epoch is None else f", in epoch {now.epoch}"
             what = (
-                f"the data is not what it was when the state was saved, in epoch {now.epoch}: sample {now.name} (now "
-                f"{now.shown}) holds something else, with names and length as before. Was it written anew, or is it "
-                "read or transformed in another way?"
+                f"the data is not what it was when the state was saved{when}: {now.name} (now {now.shown}) holds "
+                "something else, with names and length as before. Was it written anew, or is it read or transformed in "
+                "another way?"
             )
-            if epoch != now.epoch:
-                say_once(f"{what} If samples are made in another way in each epoch, all is well.")
+            if now.epoch is not None and (epoch != now.epoch or self._source.stream is not None):
+                say_once(f"{what} If samples are made in another way in each epoch, or each time, all is well.")
                 continue
             raise StateError(
                 f"{what} Give the loader the data of the state; or, to resume with this data, load_state_dict(state, "
@@ -382,7 +389,17 @@ class Run:
     def note_contents(self, contents: Sequence[Content]) -> None:
         """Put what was delivered into the state, as far as JSON can hold it."""
         told = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
-        self._contents, self._resumed_with = tuple(told), ()
+        if self._source.stream is None:
+            self._contents, self._resumed_with = tuple(told), ()
+            return
+        files = {one.sample: one for one in self._contents}
+        for one in told:
+            files.pop(one.sample, None)  # the newest are the last
+            files[one.sample] = one
+        while len(files) > MOST_FILES:  # of each part, the file that is read now is kept
+            newest = {one.reader: one.sample for one in files.values()}.values()
+            del files[next((known_as for known_as in files if known_as not in newest), next(iter(files)))]
+        self._contents = tuple(files.values())
 
     # What is delivered
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from paddle_shard.errors import DifferentDataError, SplitError
 from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.plan.step import Content
 from paddle_shard.say_once import say_once
 
 _MOST_ROWS = 256
@@ -69,22 +70,22 @@ class BatchCheck:
             if found["fields"] != said[leader]["fields"]:
                 raise DifferentDataError(self._different(leader, rank, said[leader], found))
 
-    def compare_contents(self, said: Mapping[int, Sequence[tuple[int, str, int | None, str]]]) -> None:
-        """Compare what samples hold that all ranks have read: (epoch, name, digest, shown) by global rank.
+    def compare_contents(self, said: Mapping[int, Sequence[Content]]) -> None:
+        """Compare what samples or files hold that several ranks have read, by global rank.
 
         Raises:
-            DifferentDataError: A sample is not the same on two ranks.
+            DifferentDataError: A sample or a file is not the same on two ranks.
         """
-        first = dict[tuple[int, str], tuple[int, int, str]]()
-        for rank, (epoch, name, digest, shown) in ((number, one) for number in sorted(said) for one in said[number]):
-            if digest is None:
+        first = dict[tuple[int | None, int | str], tuple[int, Content]]()
+        for rank, one in ((number, one) for number in sorted(said) for one in said[number]):
+            if one.digest is None:
                 say_once(NEVER_THE_SAME)
                 continue
-            other, its_digest, its_shown = first.setdefault((epoch, name), (rank, digest, shown))
-            if its_digest != digest:
+            other, its = first.setdefault((one.epoch, one.name if one.sample is None else one.sample), (rank, one))
+            if its.digest != one.digest:
                 raise DifferentDataError(
-                    f"the ranks hold different data: sample {name} is {its_shown} (digest {its_digest:08x}) on global "
-                    f"rank {other}, and {shown} ({digest:08x}) on global rank {rank}. {_SAME_DATA}"
+                    f"the ranks hold different data: {one.name} is {its.shown} (digest {its.digest:08x}) on global "
+                    f"rank {other}, and {one.shown} ({one.digest:08x}) on global rank {rank}. {_SAME_DATA}"
                 )
 
     def _different(self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

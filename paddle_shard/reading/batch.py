@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
     contents: tuple[Content, ...] = ()
-    """What was asked for by `Step.contents`, with digests."""
+    """What was asked for by `Step.contents`, with digests; of a stream, the files that were opened."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,6 +180,7 @@ def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chun
             (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
         ],
         why=next((chunk.why for chunk in chunks if chunk.why), ""),
+        contents=tuple(one for chunk in chunks for one in chunk.contents),
     )
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import BatchStructureError, PaddleShardError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
-from paddle_shard.reading.digest import TurnDigests
+from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import TRIED, Reader
+from paddle_shard.reading.reader import TRIED, Reader, in_words
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.cut import FAILED_AT, Stripe
@@ -50,6 +51,8 @@ class ChunkRequest:
     """If a sample is a rank's own batch, its number of rows; 0: the first batch tells. None: it is no such batch."""
     compared: bool = False
     """True if the samples are compared with those that other readers of the same stream read."""
+    tells: bool = False
+    """True if it is told which files are opened, and their versions."""
 
     @property
     def pad(self) -> bool:
@@ -104,6 +107,8 @@ class ChunkReader(Reader):
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
         self._digests = TurnDigests()
         self._state: Any = None
+        self._told: list[Content] = []
+        """The files and sources that were opened since the last step."""
 
     def read(self, asked: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
         """See `Reader`. Requests of a pass come in the order of their steps."""
@@ -115,7 +120,9 @@ class ChunkReader(Reader):
         self._pass_number, self._parts = None, []
 
     def _begin(self, asked: ChunkRequest) -> None:
-        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._skips)
+        self._told = []
+        opened = self._opened if asked.tells else None
+        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._skips, opened=opened)
         self._pass_number, self._next_step, self._parts = asked.pass_number, asked.first_step, []
         self._state, whole = opening.state, asked.whole_items
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
@@ -128,6 +135,11 @@ class ChunkReader(Reader):
         several = any(stage.makes_several for stage in after_the_cut)
         seen = self._digests.see if asked.compared and not (asked.repeat or several) else None
         self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if asked.repeat else 1)
+
+    def _opened(self, one: Content, *first: Any) -> None:
+        """See `Opening.opened`."""
+        with ignoring(Exception):  # what cannot be looked at is not told
+            self._told += [one._replace(digest=digest(item, 0, WHOLE), shown=in_words(item)) for item in first] or [one]
 
     def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, seeded: bool) -> Chunk:
         """See `Reader`."""
@@ -170,7 +182,8 @@ class ChunkReader(Reader):
         if asked.local_rows is not None:
             state = {"shard": parts[0], "rows": asked.local_rows, "library": self._state}
         digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
-        return Chunk(value, bytes(real), fresh, state, skipped, why, digest)
+        told, self._told[:] = tuple(self._told), ()
+        return Chunk(value, bytes(real), fresh, state, skipped, why, digest, told)
 
     def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""

@@ -345,7 +345,7 @@ class IdReader(Reader):
         """
         found, same = list[Content](), True
         for asked in step.contents:
-            one = asked._replace(name=repr(self._name_of(asked.sample)))
+            one = asked._replace(name=f"sample {self._name_of(asked.sample)!r}")
             try:
                 here = one.epoch == step.epoch and one.sample in ids
                 sample = samples[ids.index(one.sample)] if here else None
@@ -353,7 +353,7 @@ class IdReader(Reader):
                 told = digest(sample, 0, WHOLE)
                 again = self._how.compared and not found if one.digest is None else one.digest != told
                 same = same and not (again and digest(self._again(one), 0, WHOLE) != told)
-                found.append(one._replace(digest=told if same else None, shown=_shown(sample)))
+                found.append(one._replace(digest=told if same else None, shown=in_words(sample)))
             except Exception as error:
                 raise_if_a_handlers(error)
                 found.append(one._replace(digest=None, shown=described(error)))
@@ -401,7 +401,7 @@ def _seed_of(key: int, index: Any) -> int:
     return mix(key, index) if isinstance(index, int) else derive_seed(key, index)
 
 
-def _shown(sample: Any) -> str:
+def in_words(sample: Any) -> str:
     """Return a few words about a sample: the forms and the first numbers of its leaves."""
     words = []
     for leaf in islice(leaves(sample), 3):

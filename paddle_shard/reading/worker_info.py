@@ -86,7 +86,7 @@ class SelfSplit(Stage):
         opening.seed_generators(key)
         seed = key & 0x7FFFFFFF
         info = WorkerInfo(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=seed)
-        items = opening.drawn(_begun(self._dataset, info), key)
+        items = opening.drawn(_begun(self._dataset, info), part)
         first, failure = next(items, _END), None
         if first is _END:
             return

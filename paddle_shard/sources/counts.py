@@ -168,13 +168,14 @@ def source_of_files(
         counts=None if entries is None else [entries[name].samples for name in names],
         shuffle_shards=shuffle_shards,
         resample=resample,
+        versioned=True,
     )
 
 
 def _read(
     name: str, skip: int, *, samples: Samples, entries: Mapping[str, ShardEntry] | None, cache_dir: str | None
 ) -> Iterator[Any]:
-    """Read a file, starting at a given sample."""
+    """Yield the version of a file, and its samples from a given one on."""
     path = name if cache_dir is None or not files.is_remote(name) else files.cached(name, cache_dir)
     start = 0
     if entries is not None:
@@ -186,6 +187,7 @@ def _read(
                 f"the file has {size} bytes, and had {entries[name].size} when it was counted. It has changed since, "
                 f"or is another file of that name: {RECOUNT}"
             )
+        yield files.version_of(opened, name)
         for _, sample in islice(samples(file, name, start), skip, None):
             yield sample
 

@@ -98,7 +98,7 @@ class ExternalSource(Stage):
         loader = self._loader.build(share)
         if not hasattr(loader, "__iter__"):
             raise ArgumentError(f"{name}: build returned {type(loader).__name__}, which cannot be iterated.")
-        batches = opening.drawn(iter(loader), key, state["at"])
+        batches = opening.drawn(iter(loader), part, state["at"])
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
             if save is None:
                 yield batch
@@ -157,7 +157,7 @@ class IterableSource(Stage):
                 yield self._iterable[number]  # type: ignore[index]
             return
         seed(key)
-        yield from opening.drawn(self._begin(), key)
+        yield from opening.drawn(self._begin(), 0)
 
     def _begin(self) -> Iterator[Any]:
         if not self.once:

@@ -20,7 +20,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,7 @@ from paddle_shard.errors import (
 )
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.step import Content
 
 T = TypeVar("T")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -204,6 +206,10 @@ TIMEOUT = 60.0
 """Seconds without a byte after which an HTTP connection counts as dropped."""
 BUFFER = 1 << 18
 
+_ENDS = 1 << 12
+"""Bytes of the beginning and of the end of a local file that tell its version."""
+_TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "mtime")
+"""Where fsspec's file systems keep what changes when a file changes; the first that is there counts."""
 _AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP codes of failures that may pass."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -222,7 +228,40 @@ class Connection:
     size: int | None
     """Size of the whole file in bytes; None if the server does not say."""
     tag: str | None = None
-    """A value that changes when the file changes: an ETag."""
+    """A value that changes when the file changes: an ETag, or a date."""
+
+
+def version_of(file: Any, name: str) -> Content:
+    """Return by what a file is recognized when it is opened again.
+
+    If it is open, it is given, and its position stays. If it is None, the file is opened, but only if it is local.
+
+    Of a local file, a digest of its size, and of its first and last 4 KiB. Of a remote file, only what its server has
+    told anyhow: its tag, or else its size. What it is known by is its URL then, since another server has other tags.
+    """
+    if file is None:
+        if not os.path.isfile(local_path(name)):  # of a pipe, this would take bytes
+            return Content(None, "")
+        with open_file(name)[0] as opened:
+            return version_of(opened, name)
+    raw, digest, where = getattr(file, "raw", file), None, ""
+    if isinstance(raw, io.FileIO):
+        size: Any = os.fstat(raw.fileno()).st_size
+        with ignoring(OSError):  # a pipe
+            ends = os.pread(raw.fileno(), _ENDS, 0) + os.pread(raw.fileno(), _ENDS, max(0, size - _ENDS))
+            digest = zlib.crc32(ends, size & 0xFFFFFFFF)
+    else:
+        size, where = getattr(raw, "size", None), f"@{zlib.crc32(shown(name).encode()):08x}"
+        told = getattr(raw, "tag", None) or tag_of(raw) or size
+        digest = None if told is None else zlib.crc32(str(told).encode())
+    return Content(None, where, digest, f"the file {shown(name)}", f"{size} bytes")
+
+
+def tag_of(stream: Any) -> str | None:
+    """Return what fsspec knows of a file that changes when the file changes, if its server tells such a thing."""
+    known = getattr(stream, "details", None)
+    found = [str(known[tag]) for tag in _TAGS if known.get(tag)] if isinstance(known, Mapping) else []
+    return found[0] if found else None
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
@@ -278,7 +317,8 @@ class RemoteFile(io.RawIOBase):
         self._name, self._connect, self._position = name, connect, start
         self._connection: Connection | None = None
         self.size: int | None = None
-        self._tag: str | None = None
+        self.tag: str | None = None
+        """See `Connection`."""
         self._retried(self._connected)
 
     def readable(self) -> bool:
@@ -323,13 +363,13 @@ class RemoteFile(io.RawIOBase):
         connection = self._connect(self._name, self._position)
         size, tag = connection.size, connection.tag
         # Going on at the same byte of another file would join two files without a word.
-        if (None not in (self.size, size) and self.size != size) or (self._tag and tag and self._tag != tag):
+        if (None not in (self.size, size) and self.size != size) or (self.tag and tag and self.tag != tag):
             connection.stream.close()
             raise ChangedError(
-                f"the file changed while it was read: it had {self.size} bytes (tag {self._tag}), now {size} ({tag})"
+                f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
             )
         self._connection = connection
-        self.size, self._tag = self.size if size is None else size, tag or self._tag
+        self.size, self.tag = self.size if size is None else size, tag or self.tag
         return connection
 
     def _disconnect(self) -> None:
@@ -365,7 +405,8 @@ def _connect_http(name: str, start: int) -> Connection:
     request = urllib.request.Request(name, headers={"Range": f"bytes={start}-"} if start else {})
     stream = urllib.request.urlopen(request, timeout=TIMEOUT)
     try:
-        tag, length = stream.headers.get("ETag"), stream.headers.get("Content-Length")
+        length = stream.headers.get("Content-Length")
+        tag = stream.headers.get("ETag") or stream.headers.get("Last-Modified")
         if start == 0 or stream.status != 206:
             left = start  # a server that does not support ranges sends the whole file: drop its beginning
             while left:
@@ -388,7 +429,7 @@ def _connect_fsspec(name: str, start: int) -> Connection:
     stream = system.open(path, "rb")
     if start:
         stream.seek(start)
-    return Connection(stream=stream, size=getattr(stream, "size", None))
+    return Connection(stream=stream, size=getattr(stream, "size", None), tag=tag_of(stream))
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -107,11 +107,10 @@ class HuggingFaceSource(Stage):
             )
 
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
-        key = opening.key(part, "source")
-        opening.seed_generators(key)
+        opening.seed_generators(opening.key(part, "source"))
         mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy, so that its epoch can be set
         mine.set_epoch(opening.epoch + opening.round * ROUND)
-        yield from opening.drawn(iter(mine), key)
+        yield from opening.drawn(iter(mine), part)
 
 
 def _generators(node: Any) -> Iterator[str]:

@@ -13,7 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
-from paddle_shard.sources.files import Paths, failures_named, is_remote, local_path, matched, needs, remote_file, shown
+from paddle_shard.sources.files import (
+    Paths,
+    failures_named,
+    is_remote,
+    local_path,
+    matched,
+    needs,
+    remote_file,
+    shown,
+    version_of,
+)
 from paddle_shard.sources.shards import ShardSource
 
 BATCH_BYTES = 4 << 20
@@ -92,6 +102,7 @@ def parquet_source(
         counts=counts,
         shuffle_shards=shuffle_shards,
         resample=resample,
+        versioned=True,
     )
 
 
@@ -101,11 +112,12 @@ _Footer = tuple[list[int], dict[str, Any]]
 
 def _read_group(
     name: str, skip: int, *, groups: Mapping[str, tuple[str, int]], columns: list[str] | None, allow_nulls: bool
-) -> Iterator[dict[str, Any]]:
-    """Read a row group, starting at a given row."""
+) -> Iterator[Any]:
+    """Yield the version of a row group's file, and the rows from a given one on."""
     file, number = groups[name]
     end = 0
-    with _opened(file) as parquet:
+    with _opened(file) as (parquet, stream):
+        yield version_of(stream, file)
         group = parquet.metadata.row_group(number)
         size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
         batches = parquet.iter_batches(
@@ -155,7 +167,7 @@ def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] 
 
 
 def _footer(file: str) -> _Footer:
-    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as parquet:
+    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, _):
         metadata, schema = parquet.metadata, parquet.schema_arrow
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         if len(set(schema.names)) < len(schema.names):
@@ -165,17 +177,17 @@ def _footer(file: str) -> _Footer:
 
 
 @contextmanager
-def _opened(file: str) -> Iterator[Any]:
-    """Open a file for pyarrow; only the bytes that pyarrow asks for are read."""
+def _opened(file: str) -> Iterator[tuple[Any, Any]]:
+    """Open a file for pyarrow; if it is remote, yield fsspec's file, too. Only what pyarrow asks for is read."""
     from pyarrow.parquet import ParquetFile
 
     if not is_remote(file):
         with ParquetFile(local_path(file)) as opened:
-            yield opened
+            yield opened, None
         return
     system, path = remote_file(file, "parquet")
     with system.open(path, "rb", cache_type="none") as stream, ParquetFile(stream, pre_buffer=True) as opened:
-        yield opened
+        yield opened, stream
 
 
 class NullFound(Exception):

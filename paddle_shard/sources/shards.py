@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError, described
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.seeding import derive_key, mix
+from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.sources.files import failures_named, local_size, shown, within_their_folder
+from paddle_shard.plan.step import Content
+from paddle_shard.sources.files import failures_named, local_size, shown, version_of, within_their_folder
 from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable
 
 RECOUNT = (
@@ -42,6 +44,7 @@ class ShardSource(Stage):
         counts: Sequence[int] | None = None,
         shuffle_shards: bool = True,
         resample: bool = False,
+        versioned: bool = False,
     ) -> None:
         """Set up the source.
 
@@ -54,6 +57,7 @@ class ShardSource(Stage):
                 is cheap. A shard with fewer or more samples is an error when its end is read.
             shuffle_shards: If True, permute the shards, in another order in each epoch and round.
             resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
+            versioned: True if what `read` yields first is the version of the shard's file (`files.version_of`).
 
         Raises:
             ArgumentTypeError: `names` is one string.
@@ -86,7 +90,7 @@ class ShardSource(Stage):
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
         self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
-        self.endless = self._resample
+        self.endless, self._versioned = self._resample, versioned
 
     @property
     def most_even_parts(self) -> int:
@@ -162,6 +166,8 @@ class ShardSource(Stage):
     def _part(self, part: int, opening: Opening) -> Iterator[Any]:
         # Only counted shards can be skipped without reading them.
         first = 0 if self._counts is None else opening.skip
+        if self._versioned and opening.opened is not None and part in (0, opening.num_parts - 1):
+            self._look(part, opening)
         if self._resample:
             segments = self._drawn(opening, part, first)
         elif self._counts is None:
@@ -224,22 +230,22 @@ class ShardSource(Stage):
 
     def _samples(self, segments: Iterator[Segment], number: int, part: int, opening: Opening) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
-        key = opening.key(part, "read")
         empty = 0  # shards in a row without a sample; resampling these would never end
-        for shard, begin, end in segments:
+        for segment in segments:
             before = number
-            for item in self._piece(shard, begin, end, number, key, opening):
+            for item in self._piece(segment, number, part, opening):
                 number += 1
                 yield item
             empty = empty + 1 if number == before else 0
             if self._resample and empty > 100 + 10 * len(self._names):
                 raise ShardReadError.of(
                     f"resample=True: {empty} shards in a row, drawn from {len(self._names)}, have no sample.",
-                    shown(self._names[shard]),
+                    shown(self._names[segment[0]]),
                 )
 
-    def _piece(self, shard: int, begin: int, end: int | None, number: int, key: int, opening: Opening) -> Iterator[Any]:
-        name, offset, what = self._names[shard], begin, ""
+    def _piece(self, segment: Segment, number: int, part: int, opening: Opening) -> Iterator[Any]:
+        shard, begin, end = segment
+        name, offset, what, key = self._names[shard], begin, "", opening.key(part, "read")
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         items: Iterator[Any] = iter(())
@@ -247,6 +253,8 @@ class ShardSource(Stage):
             try:
                 opening.seed_generators(mix(key, number))
                 items = iter(self._read(name, begin))
+                if self._versioned:
+                    self._tell(next(items), shard, f"part {part}", opening)
                 for item in items:
                     if offset + 1 == length:  # check before the last sample: no further one may be asked for
                         what, offset = f"what follows its {length} samples", length
@@ -267,6 +275,24 @@ class ShardSource(Stage):
                     items.close()
             if end is not None:
                 raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
+
+    def _tell(self, version: Content, shard: int, reader: str, opening: Opening) -> None:
+        """Say which version of a shard's file was opened, if that is known."""
+        if opening.opened is None or version.digest is None:
+            return
+        source, file = f"{opening.seed & 0xFFFFFFFF:x}", shard  # each source of a mixture has a seed of its own
+        while file and self._files[file - 1] == self._files[shard]:  # the first of the shards that it contains
+            file -= 1
+        opening.opened(version._replace(sample=f"{source}/{file}{version.sample}", reader=f"{source}/{reader}"))
+
+    def _look(self, part: int, opening: Opening) -> None:
+        """Say which version there is of a file that has nothing to do with the position, if it is local.
+
+        So it is seen if all files were written anew, also between two epochs.
+        """
+        shard = derive_seed("look", opening.seed, part) % len(self._names)
+        with ignoring(Exception):  # reading it raises, when it is due
+            self._tell(version_of(None, self._files[shard]), shard, f"look {part}", opening)
 
 
 def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.plan.step import Content
 
 
 def _leave_generators(seed: int) -> None:
@@ -46,6 +47,10 @@ class Opening:
 
     seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
+
+    opened: Callable[..., None] | None = None
+    """Called with a `Content` for each file that is opened; by a source without files or an index, with one that has no
+    digest yet, and with its first sample."""
 
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""
@@ -91,20 +96,24 @@ class Opening:
             yield held
             rounds[part] = after
 
-    def drawn(self, items: Iterator[Any], key: int, first: int = 0) -> Iterator[Any]:
+    def drawn(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each item.
 
         Args:
             items: The items, from number `first` on.
-            key: Seed of the items.
+            part: Whose items they are.
             first: Number of the first item.
         """
+        key, source = self.key(part, "source"), f"{self.seed & 0xFFFFFFFF:x}/first {part}"
+        tell = self.opened if self.round == 0 and part in (0, self.num_parts - 1) else None
         for number in count(first):
             self.seed_generators(mix(key, number))
             try:
                 item = next(items)
             except StopIteration:
                 return
+            if number == 0 and tell is not None:  # a resumed run reads it, too
+                tell(Content(self.epoch, source, name=f"the first sample of part {part}", reader=source), item)
             if number >= first + self.skip:
                 yield item
 

@@ -3,12 +3,12 @@
 import pytest
 
 from paddle_shard import Stream
-from paddle_shard.errors import ShardReadError
+from paddle_shard.errors import ShardReadError, StateError
 from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.stages.stage import Opening
 from tests.extras import needs
-from tests.sources.laws import TOTAL, check_laws, files, make, names, steps_of
+from tests.sources.laws import FILE_KINDS, TOTAL, check_laws, files, make, names, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
 
 fsspec = needs("fsspec", "s3fs", "moto", "flask", "webdataset", "pyarrow")
@@ -84,3 +84,30 @@ def test_a_file_that_is_missing_or_replaced_is_an_error(server):
             [list(items) for items in source.open(Opening(parts=(0,), num_parts=1))]
     finally:
         system.pipe_file(path, content)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "lines", "webdataset"])
+def test_a_file_that_was_written_anew_before_a_resume_is_refused_by_its_tag(server, kind):
+    ending, content_of = FILE_KINDS[kind].ending, FILE_KINDS[kind].content
+    system = fsspec.filesystem("s3", skip_instance_cache=True)
+
+    def write(first):
+        for number in range(8):
+            ids = range(first + 5 * number, first + 5 * number + 5)
+            system.pipe_file(f"{BUCKET}/anew/{number}.{ending}", content_of(ids))
+
+    def resumed():
+        loader = make(kind, f"{FOLDER}/anew", 0)
+        loader.load_state_dict(state)
+        return steps_of(loader)
+
+    write(1000)
+    straight = steps_of(make(kind, f"{FOLDER}/anew", 0))
+    begun = make(kind, f"{FOLDER}/anew", 0)
+    steps_of(begun, 2)
+    state = begun.state_dict()
+    write(1000)
+    assert resumed() == straight[2:], "the same content has the same tag"
+    write(5000)
+    with pytest.raises(StateError, match=rf"the file {FOLDER}/anew/\d.{ending} \(now \d+ bytes\) holds something else"):
+        resumed()
