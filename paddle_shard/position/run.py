@@ -411,7 +411,8 @@ class Run:
         batches = self._source.batches
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         try:
-            position, parts = self.state(), list(integer_weights(mixing.names, weights))
+            position = self.state()
+            parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
             after = f"step {position.steps} of epoch {position.epoch}"
             said: dict[str, Any] = {"parts": parts, "drawn": batches.drawn, "after": after}
         except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank

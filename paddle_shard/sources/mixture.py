@@ -83,9 +83,6 @@ class Mixture:
         _check_rows(self.sources)
         self.segments = tuple(Segment(first, parts, lengths) for first, parts in _schedule(names, lengths, weights))
         """The stretches of the run with the same weights."""
-        for at, name in enumerate(names):
-            if not lengths[at] and any(segment.parts[at] for segment in self.segments):
-                raise ArgumentError(f"Mixture: source {name!r} is None; it needs the weight 0.")
         found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
         if found is None:
             raise ArgumentError(
@@ -113,8 +110,13 @@ class Mixture:
         Args:
             index: Its id in a loader's order, or a position of the first epoch.
         """
-        source, at = self.locate(index)
-        return self.sources[self._names[source]][at]
+        name, at = self.sample_name(index)
+        if self.sources[name] is None:
+            raise ArgumentError(
+                f"source {name!r} is gone (it is None), and this sample was drawn from it before. Serve the epochs "
+                "from the resumed one on, or give the source back."
+            )
+        return self.sources[name][at]
 
     def sample_name(self, index: int) -> tuple[str, int]:
         """Return (source, index in the source) of a sample, which errors and logs show.
@@ -205,7 +207,7 @@ def _schedule(
     if weights is None:
         weights = dict(zip(names, lengths, strict=True))
     if isinstance(weights, Mapping):
-        return ((0, integer_weights(names, weights)),)
+        return ((0, integer_weights(names, weights, lengths)),)
     fine = isinstance(weights, Sequence) and all(
         isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
         for entry in weights
@@ -218,4 +220,6 @@ def _schedule(
     firsts = [int(first) for first, _ in weights]
     if not firsts or firsts[0] != 0 or any(one >= other for one, other in pairwise(firsts)):
         raise ArgumentError(f"Mixture: weights that change must begin at sample 0 and ascend, got {firsts}.")
-    return tuple((first, integer_weights(names, found)) for first, (_, found) in zip(firsts, weights, strict=True))
+    return tuple(
+        (first, integer_weights(names, found, lengths)) for first, (_, found) in zip(firsts, weights, strict=True)
+    )
