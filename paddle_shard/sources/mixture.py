@@ -15,6 +15,7 @@ from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import Segment, integer_weights, num_positions_to_read
 from paddle_shard.sources.arrays import check_indexed
+from paddle_shard.sources.grain import NO_REPEAT
 from paddle_shard.sources.packed import Packed
 
 STOPS = ("first", "all")
@@ -194,9 +195,8 @@ def _length(name: str, source: Any) -> int:
             f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
         ) from error
     if not 1 <= length <= MAX_LENGTH:
-        raise ArgumentError(
-            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. Leave an empty source out."
-        )
+        way_out = f"It is repeated without an end? {NO_REPEAT}" if length else "Leave an empty source out."
+        raise ArgumentError(f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {way_out}")
     return length
 
 

@@ -107,7 +107,7 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
         ("balance", "balance: [48] "),
         (
             "skip",
-            "changes of the order: {'lengths': [], 'segments': [], 'skips': {'stretches': [], 'samples': [[0, 0, 0]]}}",
+            "skip(samples=): 0 (from position 0 of epoch 0) on global rank 0, 1 (from position 0 of epoch 0) on",
         ),
         ("batch size by schedule", "batch_size: [(0, 8), (16, 12)] on global rank 0, [(0, 8), (16, 4)] on global rank"),
     ],
