@@ -22,7 +22,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.order import Indices
 
 MAX_PERIOD = 1 << 20
-"""Largest sum of integer weights. Weights that need a larger one are rounded, by less than 2^-20 each."""
+"""Largest sum of integer weights. Weights that need a larger one are rounded; see `integer_weights`."""
 CHUNK = 1 << 14
 """Positions of a sequence that are computed at once."""
 
