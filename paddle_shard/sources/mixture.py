@@ -54,8 +54,9 @@ class Mixture:
                 a source that a resumed run has drawn from, and that is gone.
             weights: Name -> a number >= 0; they need not sum to 1. A number like 0.7 is taken as 7/10. Shares that need
                 a period of more than 2^20 samples are rounded, by less than 2^-20 each; a smaller one is still drawn
-                once in 2^20, which the largest pay for. Weights that change are a list such as `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. None: the
-                lengths of the sources.
+                once in 2^20, which the largest pay for. Weights that change are a list such as
+                `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. None: the lengths of the
+                sources.
             num_samples: Samples of an epoch. None: `stop` decides. It is not an end: the next epoch of the mixture goes
                 on where the sources are.
             stop: "first": an epoch ends when the share of the first source has reached its length; that source has
