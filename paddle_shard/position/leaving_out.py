@@ -57,12 +57,13 @@ def stretches_of(
             )
 
 
-def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int | str]:
+def numbers_of(samples: Iterable[Any], plan: ShardPlan | None, length: int) -> Iterator[int | str]:
     """Yield the ids of samples that a user names.
 
     Args:
         samples: Indices in the data set; of a mixture (source, index); with a sampler of your own, what it yields.
         plan: The order, unless the user's own sampler decides it.
+        length: Samples of the data set that has this order. An epoch that was begun before it has grown has fewer.
 
     Raises:
         ArgumentError: There is no such sample.
@@ -76,8 +77,8 @@ def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int |
             yield sample
         else:
             number = _number("a sample must be an index in the data set", sample)
-            if number < 0 or (plan is not None and number >= plan.num_samples):
-                most = "" if plan is None else f" below {plan.num_samples}"
+            if number < 0 or (plan is not None and number >= length):
+                most = "" if plan is None else f" below {length}"
                 raise ArgumentError(f"skip: a sample must be an index in the data set, 0 or more{most}, got {sample}.")
             yield number
 
