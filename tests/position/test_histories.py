@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from fractions import Fraction
+from itertools import islice
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paddle.io import DataLoader
 
-from paddle_shard import Mixture
+from paddle_shard import Mixture, Stream
 from paddle_shard.errors import ArgumentError, DataReadError, StateError
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation, permutation
@@ -475,3 +476,111 @@ def play(job, actions):
     for name, *how in [*actions, ("run", None), ("run", None)]:
         if getattr(job, name)(*how) is False:
             return
+
+
+# Streams, whose sources begin anew in each epoch
+
+PARTS = 2
+
+
+def turns(weights, num):
+    """Which source is drawn, for the first `num` draws."""
+    oracle = Oracle()
+    oracle.segments = [(0, {name: (weight, 1 << 30) for name, weight in weights.items()})]
+    return [name for name, _ in oracle.draws(num)]
+
+
+def part_by_hand(given, part, stripe):
+    """What a part of the mixture holds: sample i of each source is of part (i // stripe) mod P."""
+    own = {
+        name: [1000 * NAMES.index(name) + i for i in range(length) if i // stripe % PARTS == part]
+        for name, length in given["lengths"].items()
+    }
+    at, ended, found = Counter(), set(), []
+    for name in turns(given["weights"], 400):
+        if at[name] and at[name] % len(own[name]) == 0:
+            ended.add(name)
+            if len(ended) == (len(own) if given["stop"] == "all" else 1):
+                return found
+        found.append(own[name][at[name] % len(own[name])])
+        at[name] += 1
+    raise AssertionError("no end")
+
+
+def steps_by_hand(given, at, stripe):
+    """(rows, which are real) of each step from a position of the parts on; rows that are not real may be any."""
+    parts = [part_by_hand(given, part, stripe) for part in range(PARTS)]
+    size, tail, lengths = given["rows"], given["tail"], [len(part) for part in parts]
+    while at < (min(lengths) - size + 1 if tail == "drop" else max(lengths)):
+        rows = [
+            (part[k % len(part)] if k < len(part) or tail == "repeat" else None)
+            for part in parts
+            for k in range(at, at + size)
+        ]
+        yield rows
+        at += size
+
+
+def stream_loader(given, ranks):
+    known = given["known"]
+    streams = {
+        name: Stream.of(values if known else lambda values=values: iter(values))
+        for name, length in given["lengths"].items()
+        for values in [[1000 * NAMES.index(name) + i for i in range(length)]]
+    }
+    mixed = Stream.mixture(streams, given["weights"], stop=given["stop"]).in_parts(PARTS)
+    return sharded(DataLoader(mixed, batch_size=PARTS * given["rows"]), mesh(list(range(ranks))), tail=given["tail"])
+
+
+@settings(max_examples=trials(60))
+@given(
+    lengths=st.tuples(st.integers(9, 30), st.integers(9, 30), st.sampled_from([0, 9, 20])),
+    weights=st.tuples(*[st.integers(1, 4)] * 3),
+    stop=st.sampled_from(["first", "all"]),
+    known=st.booleans(),
+    stops=st.lists(
+        st.tuples(
+            st.integers(0, 6), st.sampled_from([1, 2]), st.integers(1, 4), st.sampled_from(["pad", "drop", "repeat"])
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_a_mixture_of_streams_is_resumed_at_any_step_on_any_mesh_with_any_tail(lengths, weights, stop, known, stops):
+    """Each stop: (steps before it, data ranks, rows of each part in a batch, tail) of the stretch that it ends."""
+    of = {name: (length, weight) for name, length, weight in zip(NAMES, lengths, weights, strict=False) if length}
+    given = {
+        "lengths": {name: length for name, (length, _) in of.items()},
+        "weights": {name: weight for name, (_, weight) in of.items()},
+        "stop": stop,
+        "known": known,
+    }
+    state, at, stripe, count, tail = None, 0, None, 0, None
+    for steps, ranks, rows, now in stops:
+        given = {**given, "rows": rows, "tail": now}
+        ranks = ranks if known else 1  # where lengths are not known, ranks tell each other that a part has ended
+        stripe = rows if at == 0 else stripe  # that of the first batch of the epoch
+        left = [] if state and state["ended"] else list(steps_by_hand(given, at, stripe))
+
+        def run(given=given, ranks=ranks, state=state, changed=tail not in (None, now), steps=steps):
+            loader = stream_loader(given, ranks)
+            if state is not None:
+                loader.load_state_dict(state, override=["tail"] if changed else [])
+            length, found = len(loader) if given["known"] else None, []
+            with iter(loader) as batches:
+                for batch in islice(batches, steps):
+                    value, valid = (one._local_value().numpy().tolist() for one in (batch, batches.valid))
+                    found.append([row if real else None for row, real in zip(value, valid, strict=True)])
+                over = len(found) < steps and next(batches, None) is None
+            return found, json.loads(json.dumps(loader.state_dict())), length, over
+
+        per_rank = on_each_rank(range(ranks), run)
+        told = per_rank[0]
+        for step in range(len(told[0])):
+            assert [row for rank in range(ranks) for row in per_rank[rank][0][step]] == left[step]
+        assert len(told[0]) == min(steps, len(left))
+        assert all(one[1:] == told[1:] for one in per_rank.values())
+        assert told[2] in (None, count + len(left))
+        state, tail = told[1], now
+        at, count = (0, 0) if told[3] else (at + len(told[0]) * rows, count + len(told[0]))
+        assert (state["samples"], state["steps"]) == (at * PARTS, count)
