@@ -6,13 +6,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import chairman
 from paddle_shard.stages.cut import FAILED_AT
@@ -60,7 +59,7 @@ class Mix(Stage):
         for at, drawn in enumerate(counts):
             back = int(drawn > 0)  # the draw before tells whether the source has been opened again by now
             one = replace(self._opening(opening, at), skip=drawn - back)
-            opened.append((back, in_rounds(self._stages[at], one, None, partial(self._empty, at))))
+            opened.append((back, in_rounds(self._stages[at], one, None, self._names[at])))
         return [
             self._mixed([(back, parts[at]) for back, parts in opened], opening.skip) for at in range(len(opening.parts))
         ]
@@ -102,17 +101,10 @@ class Mix(Stage):
             if found is None:
                 return None
             if 0 in found:
-                raise self._empty(at, opening.parts[found.index(0)], opening.num_parts)
+                raise nothing_to_repeat(opening.parts[found.index(0)], opening.num_parts, self._names[at])
             if found:
                 ends.append(self._chairman.inverse(np.full(len(found), at, np.int64), np.array(found, np.int64)))
         return list((np.max if self._every else np.min)(np.array(ends), axis=0).tolist())
-
-    def _empty(self, at: int, part: int, num_parts: int) -> ArgumentError:
-        """Return the error for a source that has no sample in a part."""
-        return ArgumentError(
-            f"Stream.mixture: source {self._names[at]!r} has no sample in part {part} of {num_parts}. Leave an "
-            "empty source out, or use at most as many parts (in_parts()) as it has samples, or files."
-        )
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.parts import check_count, nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
@@ -181,26 +180,14 @@ class Repeat(Transform):
         return [sum(of_part) for of_part in zip(*known, strict=True)] if len(known) == self._times else None
 
 
-def nothing_to_repeat(part: int, num_parts: int) -> ArgumentError:
-    """Return the error for a part that is to be read again and again, and has no sample."""
-    return ArgumentError(
-        f"part {part} of {num_parts} has no sample to repeat. Use fewer parts (in_parts()), or tail='pad' or 'drop'."
-    )
-
-
-def in_rounds(
-    stage: Stage,
-    opening: Opening,
-    times: int | None,
-    empty: Callable[[int, int], ArgumentError] = nothing_to_repeat,
-) -> list[Iterator[tuple[int, Any]]]:
+def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "") -> list[Iterator[tuple[int, Any]]]:
     """Open parts so that each is reopened when it has ended.
 
     Args:
         stage: The stage to open.
         opening: The opening of the first round; `skip` counts over all rounds.
         times: Number of rounds; None: without an end.
-        empty: Returns the error to raise for a part without a sample, given (part, number of parts).
+        source: Name of the source of a mixture, for the error if a part has no sample.
 
     Returns:
         For each part, pairs of the round, from 0, and the sample.
@@ -231,8 +218,8 @@ def in_rounds(
                     [one for one, at in begins.items() if at[:2] == (number, first) or (at[0] < number and not first)]
                 )
                 # Parts may begin at several places, so `seen` would be called for a sample more than once.
-                this = replace(_of_round(opening, number, times), parts=parts, skip=first)
-                this = replace(this, seen=None) if first else this
+                seen = None if first else opening.seen
+                this = replace(_of_round(opening, number, times), parts=parts, skip=first, seen=seen)
                 opened[number, first] = dict(zip(parts, stage.open(this), strict=True))
             items, found = opened[number, first].pop(part), first > 0
             if not opened[number, first]:
@@ -249,7 +236,7 @@ def in_rounds(
             # Files may go to other parts in each round: a part has seen the whole source after `num_parts` rounds.
             opening.rounds[part] = (number + 1) // opening.num_parts
             if not found:
-                raise empty(part, opening.num_parts)
+                raise nothing_to_repeat(part, opening.num_parts, source)
 
     return [of_part(part) for part in opening.parts]
 
