@@ -16,7 +16,18 @@ _NUMERIC = (np.ndarray, np.generic, numbers.Number)
 _SHOWN = 60
 
 
-def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] | None = None, path: str = "") -> Any:
+class DtypesDifferError(ValueError):
+    """Samples have arrays of different dtypes in a field."""
+
+    def __init__(self, text: str, rows: Sequence[int]) -> None:
+        super().__init__(text)
+        self.rows = rows
+        """The first row of each dtype."""
+
+
+def collate(
+    samples: Sequence[Any], stack_other: Callable[[Sequence[Any], str], Any] | None = None, path: str = ""
+) -> Any:
     """Stack samples field by field; the result has the structure of a sample.
 
     This is what `paddle.io.DataLoader` does without a `collate_fn`, except that namedtuples and subclasses of
@@ -25,7 +36,7 @@ def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] 
     Args:
         samples: One or more samples of the same structure: arrays, numbers, strings, and lists, tuples,
             namedtuples and dicts of them.
-        stack_other: Stacks leaves of another type, such as a framework's tensors.
+        stack_other: Stacks leaves of another type, such as a framework's tensors, given their field.
         path: The field of which these are the values, for errors.
 
     Returns:
@@ -33,7 +44,7 @@ def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] 
         `len(samples)` rows, and each string by the list of strings.
 
     Raises:
-        ValueError: The samples differ in shape, in keys or in the number of fields; the text names the field.
+        ValueError: The samples differ in shape, in dtype, in keys or in the number of fields; the text names the field.
         TypeError: A leaf has a type that cannot be stacked.
 
     Examples:
@@ -47,7 +58,7 @@ def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] 
         return list(samples)
     if isinstance(first, _NUMERIC):
         _check(samples, _NUMERIC, path)
-        return _stack(samples, path)
+        return stack(samples, path)
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
         if any(sample.keys() != first.keys() for sample in samples):
@@ -63,8 +74,16 @@ def collate(samples: Sequence[Any], stack_other: Callable[[Sequence[Any]], Any] 
         columns = enumerate(zip(*samples, strict=True))
         return rebuild(first, [collate(column, stack_other, f"{path}[{i}]") for i, column in columns])
     if stack_other is not None:
-        return stack_other(samples)
-    raise TypeError(f"cannot stack {type(first).__name__}{_at(path)}; give the loader a collate_fn.")
+        return stack_other(samples, path)
+    raise no_rows(samples, path)
+
+
+def no_rows(samples: Sequence[Any], path: str) -> TypeError:
+    """Return the error for samples of a type that cannot be stacked."""
+    return TypeError(
+        f"cannot stack {type(samples[0]).__name__}{_at(path)}: make arrays or numbers of it in the data set (of "
+        "Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."
+    )
 
 
 def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> None:
@@ -85,9 +104,23 @@ def _mixed(samples: Sequence[Any], path: str) -> TypeError:
     )
 
 
-def _stack(samples: Sequence[Any], path: str) -> Any:
+def check_dtypes(samples: Sequence[Any], path: str) -> None:
+    """Refuse arrays, or tensors, of different dtypes: a row would have another one for other rows beside it."""
+    found = {getattr(sample, "dtype", None) for sample in samples} - {None}  # numbers of Python fit to some dtypes
+    if len(found) > 1 and not any(getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found):
+        dtypes = [str(getattr(sample, "dtype", "")).rpartition(".")[2] for sample in samples]
+        different = [dtype for dtype in dict.fromkeys(dtypes) if dtype]
+        raise DtypesDifferError(
+            f"samples differ in their dtype{_at(path)}: {_some(different)}. Give all samples, of all sources, one "
+            "dtype there, in the data set or in a collate_fn.",
+            list(map(dtypes.index, different)),
+        )
+
+
+def stack(samples: Sequence[Any], path: str) -> Any:
     """Stack arrays and numbers."""
     first = samples[0]
+    check_dtypes(samples, path)
     try:
         # `np.array` is like `np.stack`, in a quarter of the time, but it looks into the objects of an array of objects.
         rows = np.stack(samples) if np.asarray(first).dtype.hasobject else np.array(samples)

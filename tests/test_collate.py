@@ -109,3 +109,17 @@ def test_a_plain_subclass_of_dict_is_kept(sample):
     assert list(made) == ["x"]
     assert made["x"].tolist() == [1, 1]
     assert sample == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.ones(2, "int32"), np.ones(2, "int64")),
+        (np.float32(1), np.float64(1)),
+        (np.ones(2, "float16"), np.ones(2, "uint16")),  # uint16 is Paddle's bfloat16
+    ],
+)
+def test_samples_of_different_dtypes_are_not_cast(one, other):
+    with pytest.raises(ValueError, match=rf"differ in their dtype at field \['x'\]: {one.dtype}, {other.dtype}") as it:
+        collate([{"x": one}, {"x": one}, {"x": other}])
+    assert it.value.rows == [0, 2]

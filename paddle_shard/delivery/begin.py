@@ -69,7 +69,7 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     if len(setup.agreeing_ranks) == 1:
         return AloneAgreement()
     stream = setup.source.stream
-    facts = {**setup.facts, "changes of the order": setup.run.history.to_json()}
+    facts = {**setup.facts, **_changes(setup)}
     terms = Terms(
         label=described({**facts, "epoch": start.epoch, "step": start.steps}),
         name=f"{type(setup.options.dataloader.dataset).__name__}, epoch {start.epoch}",
@@ -81,6 +81,20 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
         first_step=start.steps,
     )
     return open_agreement(setup.agreeing_ranks, terms)
+
+
+def _changes(setup: PassSetup) -> dict[str, str]:
+    """Return what was changed in the run, in words: all ranks must have changed the same."""
+    history = setup.run.history
+    name_of = getattr(setup.options.dataloader.dataset, "sample_name", repr)
+    steps = [f"positions [{first}, {end}) of epoch {epoch}" for epoch, first, end in history.skips.stretches]
+    samples = [f"{name_of(one)} (from position {at} of epoch {epoch})" for one, epoch, at in history.skips.samples]
+    return {
+        "skip(steps=)": ", ".join(steps) or "none",
+        "skip(samples=)": ", ".join(samples) or "none",
+        "(first epoch, its samples)": str(history.lengths),
+        "weights and lengths of the sources": str([tuple(segment) for segment in history.segments]),
+    }
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:

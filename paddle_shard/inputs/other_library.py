@@ -8,8 +8,8 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentTypeError
 
-_LIBRARIES = {"torch.utils.data": "torch", "webdataset": "webdataset"}
-_STREAMS = {"DataLoader", "WebLoader", "IterableDataset"}
+_LIBRARIES = {"torch.utils.data": "torch", "webdataset": "webdataset", "grain": "Grain", "streaming": "MosaicML"}
+_STREAMS = {"DataLoader", "WebLoader", "IterableDataset", "IterDataset", "StreamingDataset", "StreamingDataLoader"}
 
 
 def is_iterable_dataset(given: object) -> bool:
@@ -44,6 +44,17 @@ def check_is_paddles(given: Any, loader: paddle.io.DataLoader | None = None) -> 
             "Give its data set to Paddle's: paddle.io.DataLoader(dataset, batch_size=...), with "
             "paddle_shard.Stream.of(dataset) if it has no index; or, if its batches are global ones and the same on "
             "all ranks, a function: lambda: loader"
+        )
+    if "IterDataset" in kind:
+        way = (
+            "Give shard_dataloader, in place of a DataLoader, paddle_shard.sources.grain.grain_loader(build): a "
+            "function that builds it for a data rank. A MapDataset can go into the DataLoader as it is"
+        )
+    if "MosaicML" in of and kind & {"StreamingDataset", "StreamingDataLoader"}:
+        of = {"MosaicML"}
+        way = (
+            "It reads the part of the rank that the environment names, whatever the mesh. Give shard_dataloader what "
+            "mds_stream makes of its files, which is a recipe in demos/adapters"
         )
     if "webdataset" in of:
         way += ". Of tars: paddle_shard.Stream.webdataset(urls), of which each is read by one reader only"

@@ -23,12 +23,14 @@ from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
+from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.step import Deal
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.say_once import say_once
+from paddle_shard.sources.grain import NO_REPEAT
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.sources.packed import Packed
 
@@ -212,14 +214,16 @@ def _plan(data: Any, **settings: Any) -> ShardPlan:
         if hasattr(data, "__iter__"):
             way_out = (
                 "a stream has none. Give the DataLoader a paddle.io.IterableDataset or a Stream: Stream.of(a function "
-                "that returns its iterator), Stream.huggingface(an IterableDataset of Hugging Face), or of Grain what "
-                "docs/migration.md says."
+                "that returns its iterator), or Stream.huggingface(an IterableDataset of Hugging Face)."
             )
         raise ArgumentTypeError(f"the data set {type(data).__name__} has no length ({error}); {way_out}") from error
     if length == 0:
         raise ArgumentError(
             f"the {type(data).__name__} is empty: an empty data set cannot be sharded. Check its path and filters."
         )
+    if length > MAX_SAMPLES:
+        endless = f"It is repeated without an end? {NO_REPEAT}"
+        raise ArgumentError(f"the {type(data).__name__} has {length} samples, more than 2^62. {endless}")
     plan = ShardPlan(num_samples=length, **settings)
     if plan.num_steps == 0:
         raise ArgumentError(

@@ -152,6 +152,8 @@ class StreamOrder(Batches):
     def known_steps(self, start: LoaderState) -> int | None:
         """See `Batches`; it is the same on every rank."""
         plan = self.plan
+        if start.ended:  # also for another tail, or a batch size for which more is left
+            return start.steps
         if plan.num_batches is not None:
             return max(start.steps, plan.num_batches)
         lengths = None if self.split_over is not None else self.stage.lengths(self.opening(start))

@@ -30,6 +30,7 @@ from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading
+from paddle_shard.say_once import say_once
 from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32
@@ -49,6 +50,13 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     members = _members(layouts)
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
+    whole = options.shard_dims is None and own.num_data_ranks == 1 and not auto_dp
+    for axis, size in zip(own.layout.axes, own.layout.shape, strict=True):
+        if whole and axis in ("dp", "data") and size > 1 and me == own.layout.process_ids[0]:
+            say_once(
+                f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "
+                f"batch. shard_dims={axis!r} gives each of them rows of its own."
+            )
     stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
     options = options if stream is None else replace(options, dataloader=stream)
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)

@@ -123,9 +123,9 @@ class Mixing(Ordering):
         return derive_key("source", self.names[source], seed, epoch, size=64)
 
     def padding_from(self, epoch: int, length: int) -> int:
-        """Return where the newest segment begins, if it is in the epoch: a source from before may be gone."""
-        first = self.segments[-1].first - self.first_position(epoch, length)
-        return first if 0 < first < length else 0
+        """Return where the epoch's last segment begins, or else the epoch: a source from before may be gone."""
+        first = self.first_position(epoch, length)
+        return max(0, self.segments[self.draws.segment_at(first + length - 1)].first - first)
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on."""
@@ -146,7 +146,8 @@ class Mixing(Ordering):
         """
         fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in self.names
         source, index = (self.names.index(sample[0]), sample[1]) if fine else (0, None)
-        if not isinstance(index, int | np.integer) or not 0 <= index < self.segments[-1].lengths[source]:
+        most = max(segment.lengths[source] for segment in self.segments)  # it may be gone by now
+        if not isinstance(index, int | np.integer) or not 0 <= index < most:
             raise ArgumentError(
                 "sample of a mixture must be (name of a source, index in it), such as "
                 f"{(self.names[0], 0)}, got {sample!r}; the sources are {list(self.names)}."
@@ -172,7 +173,7 @@ class Mixing(Ordering):
             parts: Integer weight of each source.
         """
         past = [segment for segment in self.segments if segment.first < at]
-        return *past, Segment(at, parts, self.segments[self.draws.segment_at(at)].lengths)
+        return *past, Segment(at, parts, self.segments[-1].lengths)  # those of now, also if an earlier epoch is served
 
     # What was computed once is kept in the value, as its hash takes long with a thousand sources.
 
@@ -310,13 +311,14 @@ class MixtureOrder(Order):
         found = [self._found(*source_and_index(sample), (sample >> 52) % ROUNDS) for sample in flat.tolist()]
         return np.array([at[0] if at else -1 for at in found], np.int64).reshape(samples.shape)
 
-    def occurrences(self, sample: Any) -> list[int]:
+    def occurrences(self, source: int, index: int) -> list[int]:
         """Return the positions in the epoch at which a sample is delivered, in ascending order.
 
         Args:
-            sample: (name of its source, index in the source); see `Mixing.numbers_of`.
+            source: The number of its source.
+            index: Its index in the source, which may be gone by now.
         """
-        return sorted(self._found(*self.mixing.numbers_of(sample)))
+        return sorted(self._found(source, index))
 
     def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
         """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""

@@ -119,10 +119,7 @@ class PartsPlan:
                 `num_batches` is given, and a part is empty.
         """
         if self.repeats and 0 in lengths:
-            raise ArgumentError(
-                f"part {lengths.index(0)} of {self.num_parts} has no sample to repeat. Use fewer parts "
-                "(in_parts()), or tail='pad' or 'drop'."
-            )
+            raise nothing_to_repeat(lengths.index(0), self.num_parts)
         if self.num_batches is not None:
             return self.num_batches
         size = self.samples_per_part
@@ -133,6 +130,14 @@ class PartsPlan:
                 "num_batches=."
             )
         return self.ending.num_steps(lengths, size)
+
+
+def nothing_to_repeat(part: int, num_parts: int, source: str = "") -> ArgumentError:
+    """Return the error for a part, perhaps of a source of a mixture, that is to be read again and has no sample."""
+    whose = f"Stream.mixture: source {source!r}: " if source else ""
+    way_out = "leave an empty source out" if source else "tail='pad' or 'drop'"
+    text = f"{whose}part {part} of {num_parts} has no sample to repeat. Use fewer parts (in_parts()), or {way_out}."
+    return ArgumentError(text)
 
 
 def chunks_of(parts: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:

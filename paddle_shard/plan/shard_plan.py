@@ -395,7 +395,7 @@ def positions_of(plan: ShardPlan, epoch: int, sample: Any) -> list[int]:
     """Return the positions of an epoch at which a sample is, in ascending order; see `ShardPlan.where`."""
     order = plan.order(epoch=epoch)
     if isinstance(order, MixtureOrder):
-        return order.occurrences(sample)
+        return order.occurrences(*order.mixing.numbers_of(sample))
     if isinstance(sample, bool) or not isinstance(sample, int | np.integer) or not 0 <= sample < plan.num_samples:
         raise ArgumentError(f"sample must be an int in range({plan.num_samples}), got {sample!r}.")
     return [int(order.inverse(np.array([sample], np.int64))[0])]

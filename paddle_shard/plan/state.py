@@ -284,9 +284,9 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
     before, now = int(saved["num_samples"]), plan.num_samples
     then = history.length(before, epoch)
     first_new = epoch + (samples > 0)  # an epoch that was begun keeps its length
-    lengths = history.lengths or ((0, before),)
-    if then != now:
-        lengths = (*(entry for entry in lengths if entry[0] < first_new), (first_new, now))
+    lengths = tuple(entry for entry in history.lengths or ((0, before),) if entry[0] < first_new)
+    if not lengths or lengths[-1][1] != now:
+        lengths = (*lengths, (first_new, now))
     if lengths == ((0, now),):
         lengths = ()
     mixing = plan.ordering
@@ -298,6 +298,8 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
             )
         return replace(history, lengths=lengths)
     mixture = saved["mixture"]
+    if mixture == plan.fingerprint()["mixture"]:  # only the epochs are longer: weights that were switched stay
+        return replace(history, lengths=lengths)
     old = mixture["sources"]
     if list(mixing.names[: len(old)]) != old:
         raise StateError(
@@ -305,7 +307,11 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
             "the old ones first, in their order, and new ones after them. A source that is gone is given as None, with "
             "the weight 0."
         )
-    for name, was, has in zip(old, mixture["segments"][-1]["lengths"], mixing.segments[-1].lengths, strict=False):
+    segments = history.segments or tuple(
+        Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
+    )
+    for number, (name, has) in enumerate(zip(old, mixing.segments[-1].lengths, strict=False)):
+        was = max(segment.lengths[number] for segment in segments)  # also of one that was gone in between
         if 0 < has < was:
             raise StateError(
                 f"override=['mixture']: the source {name!r} had {was} samples and has {has} now. Only data that has "
@@ -313,9 +319,6 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
                 "under another name."
             )
     more = (0,) * (len(mixing.names) - len(old))
-    segments = history.segments or tuple(
-        Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
-    )
     at = first_sample(history.lengths, before, epoch) + samples
     past = [Segment(first, parts + more, sizes + more) for first, parts, sizes in segments if first < at]
     begun = mixing.segments[mixing.draws.segment_at(at)]._replace(first=at)

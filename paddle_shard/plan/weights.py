@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
@@ -21,12 +22,14 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.order import Indices
 
 MAX_PERIOD = 1 << 20
-"""Largest sum of integer weights. Weights that need a larger one are rounded, by less than 2^-20 each."""
+"""Largest sum of integer weights. Weights that need a larger one are rounded; see `integer_weights`."""
 CHUNK = 1 << 14
 """Positions of a sequence that are computed at once."""
 
 
-def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple[int, ...]:
+def integer_weights(
+    names: tuple[str, ...], weights: Mapping[str, Any], lengths: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Return an integer weight of each source, for the weights that a user has given. The greatest common divisor is 1.
 
     A float is taken as the simplest fraction that is equal to it: 0.7 is 7/10. If the exact shares need a period of
@@ -36,10 +39,12 @@ def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple
     Args:
         names: The sources.
         weights: A number >= 0 for each source. They need not sum to 1.
+        lengths: Number of samples of each source; 0 for one that is gone, which cannot be drawn. None: all are there.
 
     Raises:
         ArgumentTypeError: The weights are no mapping, or not numbers.
-        ArgumentError: A weight is negative or infinite, all are 0, or a name is missing or unknown.
+        ArgumentError: A weight is negative or infinite, all are 0, a source that is gone has one, or a name is missing
+            or unknown.
 
     Examples:
         >>> integer_weights(("web", "code"), {"web": 0.7, "code": 0.3})
@@ -52,11 +57,16 @@ def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple
         )
     missing, unknown = [name for name in names if name not in weights], [name for name in weights if name not in names]
     if missing or unknown:
+        close = [one for name in unknown for one in get_close_matches(str(name), missing, 1)]
         raise ArgumentError(
             f"weights must name each source once: missing {missing}, unknown {unknown}; the sources are {list(names)}. "
-            "A source that is not to be drawn has the weight 0."
+            + (f"Did you mean {close[0]!r}? " if close else "")
+            + "A source that is not to be drawn has the weight 0."
         )
     fractions = [_fraction(name, weights[name]) for name in names]
+    for name, fraction, length in zip(names, fractions, lengths or [1] * len(names), strict=True):
+        if fraction and not length:
+            raise ArgumentError(f"weights: source {name!r} is None; it needs the weight 0.")
     total = sum(fractions)
     if total == 0:
         raise ArgumentError(f"weights: at least one must be above 0, got {dict(weights)}.")
@@ -73,13 +83,16 @@ _LARGEST = 1e300
 def _fraction(name: str, weight: Any) -> Fraction:
     if isinstance(weight, bool) or not isinstance(weight, Real):
         raise ArgumentTypeError(f"weights: the weight of {name!r} must be a number, got {weight!r}.")
-    if weight > Fraction(_LARGEST) or not (math.isfinite(weight) and float(weight) >= 0):
-        raise ArgumentError(f"weights: the weight of {name!r} must be a finite number >= 0, got {weight!r}.")
-    if isinstance(weight, int | Fraction):
-        return Fraction(weight)
-    exact = Fraction(float(weight))
-    simple = exact.limit_denominator(MAX_PERIOD)
-    return simple if float(simple) == float(weight) else exact
+    value: Any = weight
+    if not isinstance(weight, int | Fraction):  # a float32 is what its digits say
+        value = float(str(weight)) if isinstance(weight, np.generic) else float(weight)
+    if not 0 <= value <= _LARGEST:  # nor is nan
+        long = isinstance(value, int) and abs(value) > _LARGEST
+        shown = "an int of more than 300 digits" if long else repr(weight)
+        raise ArgumentError(f"weights: the weight of {name!r} must be a finite number >= 0, got {shown}.")
+    exact = Fraction(value)
+    simple: Fraction = exact.limit_denominator(MAX_PERIOD)
+    return simple if isinstance(value, float) and float(simple) == value else exact
 
 
 def _rounded(shares: list[Fraction]) -> list[int]:

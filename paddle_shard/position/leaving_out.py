@@ -10,7 +10,7 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.source import Source
-from paddle_shard.plan.mixture import Mixing, sample_ids, source_and_index
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, sample_ids, source_and_index
 from paddle_shard.plan.shard_plan import ShardPlan, positions_of, step_of_plan
 from paddle_shard.plan.skips import Skips, Stretch
 from paddle_shard.plan.state import LoaderState
@@ -57,12 +57,13 @@ def stretches_of(
             )
 
 
-def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int | str]:
+def numbers_of(samples: Iterable[Any], plan: ShardPlan | None, length: int) -> Iterator[int | str]:
     """Yield the ids of samples that a user names.
 
     Args:
         samples: Indices in the data set; of a mixture (source, index); with a sampler of your own, what it yields.
         plan: The order, unless the user's own sampler decides it.
+        length: Samples of the data set that has this order. An epoch that was begun before it has grown has fewer.
 
     Raises:
         ArgumentError: There is no such sample.
@@ -76,8 +77,8 @@ def numbers_of(samples: Iterable[Any], plan: ShardPlan | None) -> Iterator[int |
             yield sample
         else:
             number = _number("a sample must be an index in the data set", sample)
-            if number < 0 or (plan is not None and number >= plan.num_samples):
-                most = "" if plan is None else f" below {plan.num_samples}"
+            if number < 0 or (plan is not None and number >= length):
+                most = "" if plan is None else f" below {length}"
                 raise ArgumentError(f"skip: a sample must be an index in the data set, 0 or more{most}, got {sample}.")
             yield number
 
@@ -106,13 +107,14 @@ def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
         inside.append(range(low + 1, min(high, plan.num_steps)))
         perhaps |= {low, high}
     for sample, _, _ in skips.samples:
-        named: Any = sample
-        if isinstance(plan.ordering, Mixing) and isinstance(sample, int):
-            source, index = source_and_index(sample)  # in any epoch of its source
-            named = plan.ordering.names[source], index
-        elif not isinstance(sample, int) or sample >= plan.num_samples:
+        order = plan.order(epoch=epoch)
+        if isinstance(order, MixtureOrder) and isinstance(sample, int):
+            positions = order.occurrences(*source_and_index(sample))  # in any epoch of its source
+        elif isinstance(sample, int) and sample < plan.num_samples:
+            positions = positions_of(plan, epoch, sample)
+        else:
             continue
-        perhaps |= {plan.step_of(position=position) for position in positions_of(plan, epoch, named)}
+        perhaps |= {plan.step_of(position=position) for position in positions}
     perhaps = {step for step in perhaps if step < plan.num_steps and not any(step in steps for steps in inside)}
     left_out = sum(step_of_plan(plan, epoch, step, skips) is None for step in perhaps)
     return sum(map(len, inside)) + left_out

@@ -428,7 +428,8 @@ class Run:
         batches = self._source.batches
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         try:
-            position, parts = self.state(), list(integer_weights(mixing.names, weights))
+            position = self.state()
+            parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
             after = f"step {position.steps} of epoch {position.epoch}"
             said: dict[str, Any] = {"parts": parts, "drawn": batches.drawn, "after": after}
         except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank
@@ -501,8 +502,9 @@ class Run:
             )
         plan = self._plan_from(start)
         stretches = list(stretches_of(steps, start, plan, self._source, self.num_steps_or_none(start)))
-        now = self.start()
-        self.skips = self.skips.joined(stretches, [(one, now.epoch, now.samples) for one in numbers_of(samples, plan)])
+        now, length = self.start(), 0 if plan is None else self._source.batches.plan.num_samples
+        found = [(one, now.epoch, now.samples) for one in numbers_of(samples, plan, length)]
+        self.skips = self.skips.joined(stretches, found)
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Content, Ids, Mask, Step
-from paddle_shard.reading.tensors import arrays_of, as_array
+from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
 from paddle_shard.tree import is_sequence, rebuild
 
 
@@ -214,7 +214,7 @@ def take_rows(
                 "must make one row a sample; add what is the same for all samples in the training loop."
             )
         batches = even(batches, path)
-        _check_alike([(list(batch.shape[1:]), str(batch.dtype)) for batch in batches], "row shape and dtype", at)
+        _check_alike([(list(batch.shape[1:]), dtype_of(batch)) for batch in batches], "row shape and dtype", at)
         return np.concatenate([as_array(batch) for batch in batches])[rows]
     if not is_sequence(first):
         if any(type(batch) is not type(first) or batch != first for batch in batches[1:]):

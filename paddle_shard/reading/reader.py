@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_shard.collate import collate
+from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.seeding import derive_seed, mix
@@ -24,7 +24,7 @@ from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.tensors import arrays_of, is_tensor
+from paddle_shard.reading.tensors import arrays_of, dtype_of, is_tensor
 from paddle_shard.samplers.randomness import Generator, kept, restore, states
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
@@ -145,7 +145,11 @@ class Reader:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0]), []
         collate = partial(collate_rows, collate_fn=self._collate_fn, rows_are_split=split)
         if not self._skips:
-            return collate(samples), []
+            try:
+                return collate(samples), []
+            except DtypesDifferError as error:
+                error.args = (f"{error} They begin with {' and '.join(map(name_of, error.rows))}.",)
+                raise
         value = collate_skipping(samples, failed, collate, stand_in, name_of)
         return value, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())]
 
@@ -405,8 +409,9 @@ def in_words(sample: Any) -> str:
     """Return a few words about a sample: the forms and the first numbers of its leaves."""
     words = []
     for leaf in islice(leaves(sample), 3):
-        array = np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
-        form = f"{array.dtype}{list(array.shape)} " if array.ndim else ""
+        numbers = leaf.astype("float32") if isinstance(leaf, paddle.Tensor) and dtype_of(leaf) == "bfloat16" else leaf
+        array = np.asarray(numbers.numpy() if hasattr(numbers, "numpy") else numbers)
+        form = f"{dtype_of(leaf if is_tensor(leaf) else array)}{list(array.shape)} " if array.ndim else ""
         words.append(form + ", ".join(str(item)[:20] for item in array.reshape(-1)[:3].tolist()))
     return "; ".join(words)
 
@@ -435,16 +440,17 @@ def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None
     return batch
 
 
-def _stack_tensors(samples: Sequence[Any]) -> Any:
+def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     """Stack tensors as arrays: the framework's own operators are not safe in a forked worker.
 
     Tensors on a device are stacked there. No forked worker has any.
     """
     if not all(is_tensor(sample) for sample in samples):
-        raise TypeError(f"cannot stack {type(samples[0]).__name__}; give the loader a collate_fn.")
+        raise no_rows(samples, path)
+    check_dtypes(samples, path)  # before they are arrays: those of bfloat16 are uint16
     if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
         return paddle.stack(list(samples))
-    return np.stack([sample.numpy() for sample in samples])
+    return stack([sample.numpy() for sample in samples], path)
 
 
 def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]) -> None:

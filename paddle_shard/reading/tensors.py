@@ -44,6 +44,12 @@ def num_rows_of(batch: Any) -> int:
     raise BatchStructureError(f"a batch has no array or tensor with rows: {type(batch).__name__}.")
 
 
+def dtype_of(leaf: Any) -> str:
+    """Return the name of the dtype of an array or a tensor; arrays of uint16 are Paddle's bfloat16."""
+    name = str(leaf.dtype).rpartition(".")[2]
+    return "bfloat16" if name == "uint16" else name
+
+
 def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     """Return an array, or the array of a tensor of any framework.
 

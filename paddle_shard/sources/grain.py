@@ -11,6 +11,9 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched
 from paddle_shard.sources.files import needs
 
+NO_REPEAT = "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
+"""The way out for a data set that is repeated without an end, and has a length all the same."""
+
 
 def grain_dataset(map_dataset: Any) -> GrainDataset:
     """Return a `grain.MapDataset` as a data set of fixed length for a `paddle.io.DataLoader`.
@@ -50,10 +53,7 @@ class GrainDataset:
                     "share of that again. Give it uncut; the loader cuts it for the mesh."
                 )
         if len(map_dataset) >= sys.maxsize:
-            raise ArgumentError(
-                "map_dataset is repeated without an end. Leave repeat() out (each pass over the loader is an epoch), "
-                "or give it a number."
-            )
+            raise ArgumentError(f"map_dataset is repeated without an end. {NO_REPEAT}")
         self._dataset, self._length = map_dataset, len(map_dataset)
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import Segment, integer_weights, num_positions_to_read
 from paddle_shard.sources.arrays import check_indexed
+from paddle_shard.sources.grain import NO_REPEAT
 from paddle_shard.sources.packed import Packed
 
 STOPS = ("first", "all")
@@ -52,13 +53,15 @@ class Mixture:
             sources: Name -> data set with `__len__` and `__getitem__`, at most 4096 of them. None with the weight 0:
                 a source that a resumed run has drawn from, and that is gone.
             weights: Name -> a number >= 0; they need not sum to 1. A number like 0.7 is taken as 7/10. Shares that need
-                a period of more than 2^20 samples are rounded, by less than 2^-20 each. Weights that change are a list
-                such as `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. None: the
-                lengths of the sources.
+                a period of more than 2^20 samples are rounded, by less than 2^-20 each; a smaller one is still drawn
+                once in 2^20, which the largest pay for. Weights that change are a list such as
+                `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. None: the lengths of the
+                sources.
             num_samples: Samples of an epoch. None: `stop` decides. It is not an end: the next epoch of the mixture goes
                 on where the sources are.
             stop: "first": an epoch ends when the share of the first source has reached its length; that source has
-                been read in full by then. "all": when every source's share has.
+                been read in full by then, with weights that change but for a sample or two. "all": when every
+                source's share has.
 
         Raises:
             ArgumentTypeError: A source is not a data set with an index, or an argument has another type.
@@ -83,9 +86,6 @@ class Mixture:
         _check_rows(self.sources)
         self.segments = tuple(Segment(first, parts, lengths) for first, parts in _schedule(names, lengths, weights))
         """The stretches of the run with the same weights."""
-        for at, name in enumerate(names):
-            if not lengths[at] and any(segment.parts[at] for segment in self.segments):
-                raise ArgumentError(f"Mixture: source {name!r} is None; it needs the weight 0.")
         found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
         if found is None:
             raise ArgumentError(
@@ -113,8 +113,13 @@ class Mixture:
         Args:
             index: Its id in a loader's order, or a position of the first epoch.
         """
-        source, at = self.locate(index)
-        return self.sources[self._names[source]][at]
+        name, at = self.sample_name(index)
+        if self.sources[name] is None:
+            raise ArgumentError(
+                f"source {name!r} is gone (it is None), and this sample was drawn from it before. Serve the epochs "
+                "from the resumed one on, or give the source back."
+            )
+        return self.sources[name][at]
 
     def sample_name(self, index: int) -> tuple[str, int]:
         """Return (source, index in the source) of a sample, which errors and logs show.
@@ -192,9 +197,8 @@ def _length(name: str, source: Any) -> int:
             f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
         ) from error
     if not 1 <= length <= MAX_LENGTH:
-        raise ArgumentError(
-            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. Leave an empty source out."
-        )
+        way_out = f"It is repeated without an end? {NO_REPEAT}" if length else "Leave an empty source out."
+        raise ArgumentError(f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {way_out}")
     return length
 
 
@@ -205,7 +209,7 @@ def _schedule(
     if weights is None:
         weights = dict(zip(names, lengths, strict=True))
     if isinstance(weights, Mapping):
-        return ((0, integer_weights(names, weights)),)
+        return ((0, integer_weights(names, weights, lengths)),)
     fine = isinstance(weights, Sequence) and all(
         isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
         for entry in weights
@@ -218,4 +222,6 @@ def _schedule(
     firsts = [int(first) for first, _ in weights]
     if not firsts or firsts[0] != 0 or any(one >= other for one, other in pairwise(firsts)):
         raise ArgumentError(f"Mixture: weights that change must begin at sample 0 and ascend, got {firsts}.")
-    return tuple((first, integer_weights(names, found)) for first, (_, found) in zip(firsts, weights, strict=True))
+    return tuple(
+        (first, integer_weights(names, found, lengths)) for first, (_, found) in zip(firsts, weights, strict=True)
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import chairman
 from paddle_shard.stages.cut import FAILED_AT
@@ -58,7 +59,7 @@ class Mix(Stage):
         for at, drawn in enumerate(counts):
             back = int(drawn > 0)  # the draw before tells whether the source has been opened again by now
             one = replace(self._opening(opening, at), skip=drawn - back)
-            opened.append((back, in_rounds(self._stages[at], one, None)))
+            opened.append((back, in_rounds(self._stages[at], one, None, self._names[at])))
         return [
             self._mixed([(back, parts[at]) for back, parts in opened], opening.skip) for at in range(len(opening.parts))
         ]
@@ -99,6 +100,8 @@ class Mix(Stage):
             found = [] if stage.endless else stage.lengths(self._opening(opening, at))
             if found is None:
                 return None
+            if 0 in found:
+                raise nothing_to_repeat(opening.parts[found.index(0)], opening.num_parts, self._names[at])
             if found:
                 ends.append(self._chairman.inverse(np.full(len(found), at, np.int64), np.array(found, np.int64)))
         return list((np.max if self._every else np.min)(np.array(ends), axis=0).tolist())

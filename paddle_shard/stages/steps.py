@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.parts import check_count, nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
@@ -181,39 +180,51 @@ class Repeat(Transform):
         return [sum(of_part) for of_part in zip(*known, strict=True)] if len(known) == self._times else None
 
 
-def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterator[tuple[int, Any]]]:
+def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "") -> list[Iterator[tuple[int, Any]]]:
     """Open parts so that each is reopened when it has ended.
 
     Args:
         stage: The stage to open.
         opening: The opening of the first round; `skip` counts over all rounds.
         times: Number of rounds; None: without an end.
+        source: Name of the source of a mixture, for the error if a part has no sample.
 
     Returns:
         For each part, pairs of the round, from 0, and the sample.
     """
     if times == 1:
         return [zip(repeat(0), items, strict=False) for items in stage.open(opening)]
-    opened: dict[int, dict[int, Iterator[Any]]] = {}  # [round][part]: those that were not begun yet
+    opened: dict[tuple[int, int], dict[int, Iterator[Any]]] = {}  # [round, its first sample][part]: not begun yet
 
-    def of_part(part: int) -> Iterator[tuple[int, Any]]:
+    def begin(part: int) -> tuple[int, int, int]:
+        """Return the round with which a part begins, the first sample of it, and how many are read and dropped."""
         skip = opening.skip
         for number in count() if times is None else range(times):
-            this = _of_round(opening, number, times)
-            lengths = stage.lengths(replace(this, parts=(part,)))
-            if lengths is not None and skip >= lengths[0] > 0:
-                skip -= lengths[0]
-                continue
-            if lengths is not None and skip:
-                # This opens each part alone, so `seen` would be called for the same sample once per part.
-                items, found = stage.open(replace(this, parts=(part,), skip=skip, seen=None))[0], True
-                skip = 0
-            else:
-                if number not in opened:  # for all parts at once, so that they read the source only once
-                    opened[number] = dict(zip(opening.parts, stage.open(this), strict=True))
-                items, found = opened[number].pop(part), False
-                if not opened[number]:
-                    del opened[number]
+            lengths = stage.lengths(replace(_of_round(opening, number, times), parts=(part,)))
+            if lengths is None or not skip:
+                return number, 0, skip
+            if skip < lengths[0] or not lengths[0]:
+                return number, skip, 0
+            skip -= lengths[0]
+        return times or 0, 0, 0
+
+    begins = {part: begin(part) for part in opening.parts}
+
+    def of_part(part: int) -> Iterator[tuple[int, Any]]:
+        start, first, skip = begins[part]
+        for number in count(start) if times is None else range(start, times):
+            if (number, first) not in opened:  # for all parts that come by here, so that they read the source only once
+                parts = tuple(
+                    [one for one, at in begins.items() if at[:2] == (number, first) or (at[0] < number and not first)]
+                )
+                # Parts may begin at several places, so `seen` would be called for a sample more than once.
+                seen = None if first else opening.seen
+                this = replace(_of_round(opening, number, times), parts=parts, skip=first, seen=seen)
+                opened[number, first] = dict(zip(parts, stage.open(this), strict=True))
+            items, found = opened[number, first].pop(part), first > 0
+            if not opened[number, first]:
+                del opened[number, first]
+            first = 0
             for item in items:
                 found = True
                 if skip:
@@ -225,10 +236,7 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None) -> list[Iterato
             # Files may go to other parts in each round: a part has seen the whole source after `num_parts` rounds.
             opening.rounds[part] = (number + 1) // opening.num_parts
             if not found:
-                raise ArgumentError(
-                    f"part {part} of {opening.num_parts} has no sample to repeat. Use fewer parts "
-                    "(in_parts()), or tail='pad' or 'drop'."
-                )
+                raise nothing_to_repeat(part, opening.num_parts, source)
 
     return [of_part(part) for part in opening.parts]
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from paddle_shard.errors import ArgumentError
+
 
 @contextmanager
 def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[None]:
@@ -19,9 +21,19 @@ def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[
     Args:
         global_rank: Who to be.
         world_size: What `paddle.distributed.get_world_size` answers; None for `global_rank + 1`.
+
+    Raises:
+        ArgumentError: This process is a rank of a real job.
     """
     import paddle.distributed as dist
 
+    from paddle_shard.ranks.rendezvous import num_ranks
+
+    if num_ranks() > 1:
+        raise ArgumentError(
+            f"this process is one of a job of {num_ranks()} ranks, which would wait for the others: ranks are "
+            "simulated in a single process. Run it without paddle.distributed.launch, or test real ranks by run_ranks."
+        )
     size = global_rank + 1 if world_size is None else world_size
     with (
         mock.patch.dict(os.environ, {"PADDLE_TRAINER_ID": str(global_rank)}),

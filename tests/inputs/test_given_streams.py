@@ -10,7 +10,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream, say_once
-from paddle_shard.errors import ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -138,6 +138,36 @@ def test_a_stream_of_another_library_in_a_dataloader_is_refused_with_the_way_tha
     with pytest.raises(ArgumentTypeError, match=r"DataLoader\(paddle_shard\.Stream\.of\(dataset\), batch_size=4"):
         sharded(paddle.io.DataLoader(dataset, batch_size=4))
     assert rows(Stream.of(dataset)) == list(range(8))
+
+
+@pytest.mark.parametrize("name", ["StreamingDataset", "StreamingDataLoader"])
+def test_mosaicmls_streams_are_refused_with_the_recipe_that_works(name):
+    base = of_torch("IterableDataset", __iter__=lambda self: iter(range(8)), __len__=lambda self: 8)
+    given = type(name, (base,), {"__module__": "streaming.base.x"})()
+
+    for one in (given, paddle.io.DataLoader(given, batch_size=4)):
+        with pytest.raises(ArgumentTypeError, match=f"a {name}, which is MosaicML's.*mds_stream"):
+            sharded(one)
+
+
+def test_grains_iterators_are_refused_with_the_way_that_works():
+    grain = pytest.importorskip("grain")
+    given = grain.MapDataset.range(8).to_iter_dataset()
+
+    for one in (given, paddle.io.DataLoader(given, batch_size=4)):
+        with pytest.raises(ArgumentTypeError, match="which is Grain's.*grain_loader"):
+            sharded(one)
+    assert rows(Stream.of(given)) == list(range(8))
+
+
+def test_data_that_is_repeated_without_an_end_is_told_that_each_pass_is_an_epoch():
+    grain = pytest.importorskip("grain")
+    given = grain.MapDataset.range(8).repeat()
+
+    with pytest.raises(ArgumentError, match=r"more than 2\^62.*Leave repeat\(\) out"):
+        sharded(paddle.io.DataLoader(given, batch_size=4))
+    with pytest.raises(ArgumentError, match=r"source 'a' must have 1 to 2\^40 samples.*Leave repeat\(\) out"):
+        paddle_shard.Mixture({"a": given})
 
 
 def test_webdatasets_pipelines_are_refused_with_the_way_that_works():

@@ -394,3 +394,22 @@ def test_a_stream_that_is_shorter_than_its_index_says_is_an_error_and_not_the_la
 def test_a_stream_has_no_indices_that_its_batch_sampler_could_yield():
     with pytest.raises(ArgumentTypeError, match="samples of a stream have no index"):
         list(sharded(Stream.of(range(8))).batch_sampler)
+
+
+@pytest.mark.parametrize("change", [{"size": 2}, {"tail": "pad"}])
+def test_an_epoch_that_has_ended_stays_as_it_was_delivered(change):
+    """A smaller batch, or another tail, would have served what "drop" has dropped; it comes too late."""
+    stream = Stream.of(range(23))
+    one = sharded(stream, size=4, tail="drop", num_parts=2)
+    found = iter(one)
+    for _ in range(len(one)):
+        next(found)
+    state = one.state_dict()
+    assert state["ended"]
+    again = sharded(stream, num_parts=2, **{"size": 4, "tail": "drop", **change})
+    again.load_state_dict(state, override=["tail"] if "tail" in change else [])
+
+    assert len(again) == 5
+    assert list(again) == []
+    assert again.epoch == 1
+    assert len(list(again)) == len(again)

@@ -274,3 +274,13 @@ def test_a_sample_of_a_mixture_is_named_by_its_source():
     other.load_state_dict(state)
     with pytest.raises(StateError, match=r"sample \('[ab]', \d+\) \(now"):
         next(iter(other))
+
+
+def test_a_sample_of_bfloat16_is_shown_as_such():
+    def loader(version):
+        return loader_of(Made(lambda i: paddle.full([2], i % 8 + 16 * version, "bfloat16"), LENGTH))
+
+    state, other = saved_after(loader(0), 2), loader(1)
+    other.load_state_dict(state)
+    with pytest.raises(StateError, match=r"now bfloat16\[2\] (1[6-9]|2[0-3])\.0"):
+        next(iter(other))

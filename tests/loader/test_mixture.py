@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paddle.io import DataLoader
 
 import paddle_shard
-from paddle_shard import Mixture
+from paddle_shard import Mixture, Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, StateError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
@@ -222,20 +222,121 @@ def test_sources_may_be_added_removed_or_grow_from_the_saved_sample_on(steps, gr
 
 
 @pytest.mark.parametrize("tail", ["pad", "fill"])
-def test_padding_holds_no_sample_of_a_source_that_is_gone(tail):
+@pytest.mark.parametrize("switches", [False, True])
+def test_padding_holds_no_sample_of_a_source_that_is_gone(tail, switches):
     def run():
         at = mesh([0, 1])
         old = make(2, at, weights={"web": 1, "code": 1, "chat": 0}, num_samples=5)
         next(iter(old))
-        new = make(
-            2, at, weights={"web": 0, "code": 1, "chat": 0}, lengths={**LENGTHS, "web": 0}, num_samples=5, tail=tail
-        )
+        weights = {"web": 0, "code": 1, "chat": 0}
+        weights = [(0, weights), (100, {"web": 0, "code": 0, "chat": 1})] if switches else weights
+        new = make(2, at, weights=weights, lengths={**LENGTHS, "web": 0}, num_samples=5, tail=tail)
         new.load_state_dict(old.state_dict(), override=["mixture", "tail"])
         return [batch._local_value().numpy().tolist() for batch in new]
 
     rows = [row for steps in on_each_rank([0, 1], run).values() for row in flat(steps)]
     assert len(rows) == 4
     assert {row // 1000 for row in rows} == {1}
+
+
+def resumed(old, lengths, weights=None, **options):
+    """A loader with other sources, which goes on where another one is."""
+    given = {name: 2 if length else 0 for name, length in lengths.items()} if weights is None else weights
+    new = make(lengths=lengths, weights=given, **options)
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())), override=["mixture", "num_samples"])
+    return new
+
+
+GONE = {**LENGTHS, "code": 0}
+
+
+def test_a_source_that_is_gone_comes_back_as_long_as_it_was_or_longer():
+    old = make()
+    next(iter(old))
+    without = resumed(old, GONE)
+    next(iter(without))
+
+    with pytest.raises(StateError, match="the source 'code' had 7 samples and has 4 now"):
+        resumed(without, {**LENGTHS, "code": 4})
+    again = resumed(without, LENGTHS)
+    assert {row // 1000 for row in flat(ids(iter(again)))} == {0, 1, 2}
+
+
+def test_a_source_that_is_gone_gets_no_weight():
+    old = make()
+    next(iter(old))
+    new = resumed(old, GONE)
+
+    with pytest.raises(ArgumentError, match="source 'code' is None; it needs the weight 0"):
+        new.set_weights({"web": 1, "code": 1, "chat": 1})
+    assert 1 not in {row // 1000 for row in flat(ids(iter(new)))}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_was_left_out_of_a_source_that_is_gone_does_not_matter(steps):
+    old = make()
+    old.skip(samples=[("code", 3)])
+    if steps:
+        next(iter(old))
+    new = resumed(old, GONE)
+
+    assert len(new) == 10
+    assert len(ids(iter(new))) == 10 - steps
+    assert new.certificate().exact
+
+
+def test_an_earlier_epoch_says_which_source_of_then_is_gone():
+    old = make()
+    flat(ids(iter(old)))
+    new = resumed(old, GONE)
+    new.set_epoch(0)
+
+    with pytest.raises(DataReadError, match=r"reading sample \('code', .*source 'code' is gone"):
+        flat(ids(iter(new)))
+    assert any(place.step >= 0 for place in new.where(sample=("code", 3), epoch=0))
+
+
+def test_longer_epochs_keep_the_weights_that_were_switched():
+    def switched():
+        loader = make()
+        next(iter(loader))
+        loader.set_weights({"web": 0, "code": 1, "chat": 0})
+        return loader
+
+    new = make(num_samples=52)
+    new.load_state_dict(switched().state_dict(), override=["num_samples"])
+
+    assert {row // 1000 for row in flat(ids(iter(new)))} == {1}
+
+
+def test_weights_that_are_switched_in_an_earlier_epoch_are_for_the_sources_of_now():
+    old = make()
+    flat(ids(iter(old)))
+    new = resumed(old, {**LENGTHS, "new": 5})
+    new.set_epoch(0)
+    other = make(lengths={**LENGTHS, "new": 5}, weights={**dict.fromkeys(LENGTHS, 2), "new": 2})
+    other.load_state_dict(new.state_dict())
+    other.set_weights({"web": 0, "code": 0, "chat": 0, "new": 1})
+
+    assert sorted(flat(ids(iter(other)))[:5]) == [3000, 3001, 3002, 3003, 3004]
+
+
+@pytest.mark.parametrize("of_mixture", [False, True])
+def test_data_that_grew_and_shrank_again_has_the_length_of_now(of_mixture):
+    def loader(length):
+        if of_mixture:
+            return make(num_samples=length)
+        return sharded(DataLoader(Made(length=length), batch_size=4), ONE)
+
+    one = loader(40)
+    next(iter(one))
+    state = one.state_dict()
+    for length in (52, 40, 44, 40):
+        one = loader(length)
+        one.load_state_dict(state, override=["num_samples"])
+        state = one.state_dict()
+
+    assert [len(flat(ids(iter(one)))) for _ in range(3)] == [36, 40, 40]
 
 
 def test_a_source_that_has_shrunk_is_refused():
@@ -335,6 +436,22 @@ class Broken(paddle.io.Dataset):
         if index == 3:
             raise OSError("the disk is gone")
         return np.array(index)
+
+
+@pytest.mark.parametrize("kinds", [("int32", "int64"), ("float32", "float64")])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_field_of_two_dtypes_is_told_with_its_sources(kinds, streams):
+    of = {kind: Made(lambda i, kind=kind: {"x": np.array([i], kind)}, 8) for kind in kinds}
+    if streams:
+        mixture = Stream.mixture({kind: Stream.of([one[i] for i in range(8)]) for kind, one in of.items()})
+        named = [f"source {kind!r}" for kind in kinds]
+    else:
+        mixture, named = Mixture(of), [f"sample ({kind!r}, 0)" for kind in kinds]
+    loader = sharded(DataLoader(mixture.in_parts(1) if streams else mixture, batch_size=4), ONE)
+
+    with pytest.raises(DataReadError, match=rf"differ in their dtype at field \['x'\]: {', '.join(kinds)}") as caught:
+        list(loader)
+    assert all(name in str(caught.value).split("Samples of this read")[0] for name in named)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

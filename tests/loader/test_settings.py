@@ -3,25 +3,34 @@
 What is left of the run is the same then, or the state is refused: at once, or at the first batch.
 """
 
+import inspect
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from paddle.io import DataLoader
 
+import paddle_shard
 from paddle_shard import Blocks, BucketBatchSampler, Mixture, Packed, Stream
 from paddle_shard.errors import PaddleShardError
 from tests.helpers import ONE, Made, sharded
+from tests.sources.laws import csv_bytes, jsonl_bytes, parquet_bytes, pieces, tar_bytes, text_bytes
 
 LENGTHS = np.random.default_rng(0).integers(1, 20, 46)
 DOCUMENTS = [np.arange(100 * i, 100 * i + n) for i, n in enumerate(LENGTHS)]
 
 
-def index(*, length=46, batch_size=4, shuffle=True, workers=0, order=None, **options):
+def index(*, length=46, batch_size=4, shuffle=True, workers=0, order=None, sizes=None, **options):
     options |= {"shuffle": order} if order else {}
+    options |= {"batch_size": sizes} if sizes else {}
     return sharded(
         DataLoader(Made(length=length), batch_size=batch_size, shuffle=shuffle, num_workers=workers), ONE, **options
     )
+
+
+def blocks(*, size=8, window=2):
+    return index(order=Blocks(size=size, window=window))
 
 
 def buckets(*, lengths=LENGTHS, batch_size=4, **settings):
@@ -31,28 +40,32 @@ def buckets(*, lengths=LENGTHS, batch_size=4, **settings):
     return sharded(DataLoader(Made(length=len(lengths)), batch_sampler=sampler), ONE)
 
 
-def packed(*, length=24, documents=DOCUMENTS, **settings):
+def packed(*, length=16, documents=DOCUMENTS, **settings):
     rows = Packed(documents, length, **settings)
     return sharded(DataLoader(rows, batch_size=2, shuffle=True), ONE)
 
 
-def mixture(*, weights=(1, 2), names=("a", "b"), lengths=(30, 40), **settings):
+def mixture(*, weights=(1, 2), names=("a", "b"), lengths=(30, 40), schedule=None, **settings):
     sources = {
         name: Made(lambda i, at=at: np.array(1000 * at + i), n)
         for at, (name, n) in enumerate(zip(names, lengths, strict=True))
     }
-    data = Mixture(sources, dict(zip(names, weights, strict=True)), **settings)
+    given = dict(zip(names, weights, strict=True))
+    given = given if schedule is None else [(0, given), (schedule, dict(zip(names, weights[::-1], strict=True)))]
+    data = Mixture(sources, given, **settings)
     return sharded(DataLoader(data, batch_size=4), ONE)
 
 
-def stream(*, length=46, parts=2, window=8, batch_size=4, even=False, repeat=None, **options):
+def stream(*, length=46, parts=2, window=8, batch_size=4, even=False, repeat=None, groups=0, mapped=0, **options):
     found = Stream.of(range(length)).shuffle(window) if window else Stream.of(range(length))
     found = found.filter(lambda i: i % 5) if even else found
+    found = found.map(lambda i: i) if mapped else found
+    found = found.batch(groups).unbatch() if groups else found
     found = found.repeat(repeat) if repeat else found
     return sharded(DataLoader(found.sharding_filter().in_parts(parts), batch_size=batch_size), ONE, **options)
 
 
-def packed_stream(*, length=24, **settings):
+def packed_stream(*, length=16, **settings):
     found = Stream.of([{"input_ids": one} for one in DOCUMENTS]).sharding_filter().in_parts(2)
     return sharded(DataLoader(found.pack(length, **{"window": 8, **settings}), batch_size=2), ONE)
 
@@ -64,6 +77,61 @@ def stream_mixture(*, weights=(1, 2), names=("a", "b"), lengths=(30, 40), **sett
     }
     found = Stream.mixture(sources, dict(zip(names, weights, strict=True)), **settings)
     return sharded(DataLoader(found.sharding_filter().in_parts(2), batch_size=4), ONE)
+
+
+CONTENTS = {
+    "lines": text_bytes,
+    "csv": csv_bytes,
+    "jsonl": jsonl_bytes,
+    "webdataset": tar_bytes,
+    "parquet": parquet_bytes,
+}
+FILES = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("files")
+    needs = {"webdataset": "webdataset", "parquet": "pyarrow"}
+    for kind, made in CONTENTS.items():
+        if find_spec(needs.get(kind, "os")):
+            FILES[kind] = [found / f"{number}.{kind}" for number in range(len(pieces()))]
+            for path, ids in zip(FILES[kind], pieces(), strict=True):
+                path.write_bytes(made(ids))
+
+
+def id_of(sample):
+    """The id of a row, a line, or a sample of a tar; -1 for the names of the columns."""
+    if isinstance(sample, dict):
+        sample = sample["txt"] if "txt" in sample else sample["id"]
+    elif isinstance(sample, list):
+        sample = sample[0] if sample[0] != "id" else -1
+    return int(sample)
+
+
+def files(kind, *, order=1, **settings):
+    found = getattr(Stream, kind)([*map(str, FILES[kind][::order])], **settings).map(id_of)
+    return sharded(DataLoader(found.in_parts(2), batch_size=4), ONE, num_batches=20)
+
+
+def lines(**settings):
+    return files("lines", **settings)
+
+
+def csv(**settings):
+    return files("csv", **settings)
+
+
+def jsonl(**settings):
+    return files("jsonl", **settings)
+
+
+def webdataset(**settings):
+    return files("webdataset", **settings)
+
+
+def parquet(**settings):
+    return files("parquet", **settings)
 
 
 def costs(ids):
@@ -82,7 +150,16 @@ CHANGES = {
         {"tail": "fill"},
         {"prefetch": 3},
         {"verify": None},
+        {"verify": 2},
+        {"batch_size": 6},
+        {"sizes": [(0, 4), (20, 8)]},
+        {"balance": costs},
+        {"on_error": "skip"},
+        {"on_lost": "exit"},
+        {"replicas": "leader"},
+        {"timeout": 60.0},
     ],
+    blocks: [{"size": 4}, {"window": 3}],
     buckets: [
         {"batch_size": 6},
         {"max_tokens": 60},
@@ -100,6 +177,7 @@ CHANGES = {
         {"max_pieces": 2},
         {"labels": "labels"},
         {"pad_values": {"input_ids": 7}},
+        {"ignore_index": -1},
         {"documents": DOCUMENTS[::-1]},
         {"documents": DOCUMENTS[:-1]},
         {"documents": [*DOCUMENTS[1:], DOCUMENTS[0]]},
@@ -111,6 +189,8 @@ CHANGES = {
         {"lengths": (31, 40)},
         {"num_samples": 50},
         {"stop": "all"},
+        {"schedule": 20},
+        {"schedule": 4},
     ],
     stream: [
         {"length": 47},
@@ -123,6 +203,8 @@ CHANGES = {
         {"seed": 1},
         {"tail": "drop"},
         {"num_batches": 20},
+        {"groups": 3},
+        {"mapped": 1},
     ],
     packed_stream: [
         {"length": 32},
@@ -130,6 +212,7 @@ CHANGES = {
         {"long": "drop"},
         {"labels": "labels"},
         {"ignore_index": -1},
+        {"pad_values": {"input_ids": 7}},
     ],
     stream_mixture: [
         {"weights": (2, 1)},
@@ -137,6 +220,24 @@ CHANGES = {
         {"names": ("a", "c")},
         {"stop": "all"},
         {"lengths": (31, 40)},
+    ],
+    lines: [{"order": -1}, {"counts": False}, {"shuffle_shards": False}, {"resample": True}],
+    csv: [{"header": False}, {"order": -1}, {"counts": False}, {"shuffle_shards": False}, {"resample": True}],
+    jsonl: [{"order": -1}, {"counts": False}, {"shuffle_shards": False}, {"resample": True}],
+    webdataset: [
+        {"order": -1},
+        {"index": False},
+        {"shuffle_shards": False},
+        {"resample": True},
+        {"select": lambda name: name != "0003.txt"},
+        {"select": lambda name: True},
+    ],
+    parquet: [
+        {"order": -1},
+        {"columns": ["unused", "id"]},
+        {"allow_nulls": True},
+        {"shuffle_shards": False},
+        {"resample": True},
     ],
 }
 
@@ -165,6 +266,8 @@ def rows_of(loader):
 )
 @pytest.mark.parametrize("steps", [3, 7])
 def test_another_setting_is_the_same_run_or_is_refused(made, change, steps):
+    if made.__name__ in CONTENTS and made.__name__ not in FILES:
+        pytest.skip("a library is not installed")
     loader = made()
     batches = iter(loader)
     for _ in range(steps):
@@ -183,3 +286,120 @@ def test_another_setting_is_the_same_run_or_is_refused(made, change, steps):
     # The parts of a stream take turns in each batch, so that their samples meet in another order in larger batches.
     regrouped = made is stream and "batch_size" in change
     assert (sorted(found) == sorted(expected)) if regrouped else found == expected
+
+
+MESHES, HELD = "the laws of meshes", "what a batch holds, not which samples"
+OPTIONS = {
+    "shard_dataloader": {
+        "dataloader": (index, "length"),
+        "meshes": MESHES,
+        "input_keys": HELD,
+        "shard_dims": MESHES,
+        "is_dataset_splitted": "each data rank has a run of its own",
+        "dense_tensor_idx": HELD,
+        "shuffle": (index, "order"),
+        "seed": (index, "seed"),
+        "tail": (index, "tail"),
+        "batch_size": (index, "sizes"),
+        "balance": (index, "balance"),
+        "num_batches": (stream, "num_batches"),
+        "placements": HELD,
+        "pad_to": HELD,
+        "verify": (index, "verify"),
+        "replicas": (index, "replicas"),
+        "timeout": (index, "timeout"),
+        "prefetch": (index, "prefetch"),
+        "on_error": (index, "on_error"),
+        "on_lost": (index, "on_lost"),
+    },
+    "Blocks": {"size": (blocks, "size"), "window": (blocks, "window")},
+    "BucketBatchSampler": {
+        name: (buckets, name)
+        for name in ("lengths", "batch_size", "max_tokens", "window", "multiple_of", "seed", "drop_last")
+    },
+    "Mixture": {
+        "sources": (mixture, "lengths"),
+        "weights": (mixture, "schedule"),
+        "num_samples": (mixture, "num_samples"),
+        "stop": (mixture, "stop"),
+    },
+    "Packed": {
+        **{name: (packed, name) for name in ("documents", "length", "long", "labels", "pad_values", "window")},
+        "max_pieces": (packed, "max_pieces"),
+        "lengths": "that of the documents",
+        "key": HELD,
+        "ignore_index": (packed, "ignore_index"),
+    },
+    "SequenceSplit": dict.fromkeys(
+        ("axis", "num_ranks", "layout", "key", "labels", "ignore_index", "pad_values"), HELD
+    ),
+    "ArrayDataset": {
+        "arrays": (index, "length"),
+        "block_size": (blocks, "size"),
+        "named": HELD,
+    },
+    "ExternalLoader": dict.fromkeys(("build", "name", "save"), "the library's own: tests/adapters"),
+    "Stream.of": {"iterable": (stream, "length"), "splits_itself": "the data set's own parts"},
+    "Stream.mixture": {
+        "sources": (stream_mixture, "names"),
+        "weights": (stream_mixture, "weights"),
+        "stop": (stream_mixture, "stop"),
+    },
+    "Stream.lines": {
+        "paths": (lines, "order"),
+        **{name: (lines, name) for name in ("counts", "shuffle_shards", "resample")},
+    },
+    "Stream.csv": {
+        "paths": (csv, "order"),
+        **{name: (csv, name) for name in ("header", "counts", "shuffle_shards", "resample")},
+    },
+    "Stream.jsonl": {
+        "paths": (jsonl, "order"),
+        **{name: (jsonl, name) for name in ("counts", "shuffle_shards", "resample")},
+    },
+    "Stream.webdataset": {
+        "urls": (webdataset, "order"),
+        **{name: (webdataset, name) for name in ("shuffle_shards", "resample", "index", "select")},
+        "cache_dir": "where files are kept",
+    },
+    "Stream.parquet": {
+        "paths": (parquet, "order"),
+        **{name: (parquet, name) for name in ("columns", "allow_nulls", "shuffle_shards", "resample")},
+    },
+    "Stream.huggingface": {"dataset": "tests/sources/test_huggingface.py"},
+    "Stream.decode": {"handlers": HELD, "only": HELD},
+    "Stream.map": {"function": (stream, "mapped")},
+    "Stream.filter": {"predicate": (stream, "even")},
+    "Stream.shuffle": {"window": (stream, "window")},
+    "Stream.batch": {"size": (stream, "groups")},
+    "Stream.pack": {
+        **{
+            name: (packed_stream, name) for name in ("length", "window", "long", "labels", "ignore_index", "pad_values")
+        },
+        "key": HELD,
+    },
+    "Stream.repeat": {"times": (stream, "repeat")},
+    "Stream.in_parts": {"num_parts": (stream, "parts")},
+}
+"""Each option of what a user builds a run with: where it is changed above, or why it need not be."""
+BUILDS_NO_RUN = {"MeshLayout", "ShardPlan", "Balanced", "ShardDataloader", "ShardIterator", "ShardOptions", "Stream"}
+BUILDS_NO_RUN |= {"TrainerCallback", "gather_valid", "patch_paddle", "state_from_tensor", "state_to_tensor", "errors"}
+
+
+def options_of(one):
+    return {name for name in inspect.signature(one).parameters if name not in ("self", "cls")}
+
+
+def test_no_option_is_forgotten_here():
+    """A new option is tried above, or it says why its change cannot be another run."""
+    public = {name: getattr(paddle_shard, name) for name in set(paddle_shard.__all__) - BUILDS_NO_RUN - {"__version__"}}
+    public |= {
+        f"Stream.{name}": one
+        for name in vars(Stream)
+        if not name.startswith("_") and callable(one := getattr(Stream, name)) and options_of(one)
+    }
+
+    assert {name: options_of(one) for name, one in public.items()} == {name: set(of) for name, of in OPTIONS.items()}
+    tried = {(made, name) for made, changes in CHANGES.items() for change in changes for name in change}
+    asked = {where for of in OPTIONS.values() for where in of.values() if not isinstance(where, str)}
+    assert asked <= tried

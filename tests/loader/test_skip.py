@@ -339,3 +339,18 @@ def test_a_sample_that_was_delivered_before_it_is_left_out_is_no_false_alarm(ste
         assert certificate.exact, str(certificate)
         expected = set(range(LENGTH)) - (set(served) if epoch == 0 else set()) - set(gone)
         assert sorted(found) == sorted(expected)
+
+
+def test_a_sample_by_which_the_data_has_grown_is_left_out_before_the_epoch_that_has_it():
+    def of(length):
+        return sharded(DataLoader(Made(length=length), batch_size=4), ONE)
+
+    old = of(12)
+    next(iter(old))
+    new = of(16)
+    new.load_state_dict(old.state_dict(), override=["num_samples"])
+    new.skip(samples=[15])
+
+    assert [real(rows_of(iter(new))) for _ in range(2)] == [list(range(4, 12)), list(range(15))]
+    with pytest.raises(ArgumentError, match="0 or more below 16, got 16"):
+        of(16).skip(samples=[16])

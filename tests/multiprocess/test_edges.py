@@ -113,7 +113,7 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
         ("balance", "balance: [48] "),
         (
             "skip",
-            "changes of the order: {'lengths': [], 'segments': [], 'skips': {'stretches': [], 'samples': [[0, 0, 0]]}}",
+            "skip(samples=): 0 (from position 0 of epoch 0) on global rank 0, 1 (from position 0 of epoch 0) on",
         ),
         ("a file", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
         ("a file's size", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),

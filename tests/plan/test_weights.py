@@ -15,6 +15,16 @@ def parts(**weights):
     return integer_weights(tuple(weights), weights)
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble])
+def test_a_number_of_numpy_is_what_its_digits_say(kind):
+    assert parts(web=kind("0.7"), code=kind("0.3")) == (7, 3)
+
+
+def test_a_name_that_is_misspelt_is_told_the_nearest():
+    with pytest.raises(ArgumentError, match=r"unknown \['wbe'\].* Did you mean 'web'\?"):
+        integer_weights(("web", "code"), {"wbe": 0.7, "code": 0.3})
+
+
 def test_short_numbers_are_exact():
     assert parts(web=0.7, code=0.3) == (7, 3)
     assert parts(web=70, code=30) == (7, 3)
@@ -61,6 +71,14 @@ def test_others_are_rounded_by_less_than_a_part(weights):
         ({"a": float("inf"), "b": 1}, ArgumentError, "the weight of 'a'"),
         ({"a": "1", "b": 1}, ArgumentTypeError, "the weight of 'a'"),
         ({"a": True, "b": 1}, ArgumentTypeError, "the weight of 'a'"),
+        ({"a": 10**5000, "b": 1}, ArgumentError, "the weight of 'a' must be a finite number >= 0, got an int of more"),
+        (
+            {"a": -(10**400), "b": 1},
+            ArgumentError,
+            "the weight of 'a' must be a finite number >= 0, got an int of more",
+        ),
+        ({"a": np.float32("nan"), "b": 1}, ArgumentError, "the weight of 'a'"),
+        ({"a": np.array(0.5), "b": 1}, ArgumentTypeError, "the weight of 'a'"),
     ],
 )
 def test_bad_weights_are_named(weights, error, says):

@@ -14,6 +14,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset
 
 import paddle_shard
 from paddle_shard.errors import BatchSizeError, DataReadError
+from paddle_shard.reading.batch import take_rows
 from tests.deadlines import HANG
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
@@ -295,3 +296,34 @@ def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, work
     assert found == numbers(6, 0)
     assert sum(noise != 0 for noise in found) == 24 - first
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), expected, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda i: paddle.ones([2 + i % 2], "bfloat16"), r"different shapes cannot be stacked at field \['x'\]"),
+        (lambda i: paddle.ones([2], ["bfloat16", "float32"][i % 2]), r"dtype at field \['x'\]: bfloat16, float32"),
+        (lambda i: slice(i), r"cannot stack slice at field \['x'\]"),
+    ],
+)
+def test_tensors_and_other_leaves_that_cannot_be_stacked_are_named_with_their_field(make, text, workers):
+    class Fields(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return {"x": make(index)}
+
+    loader = paddle_shard.shard_dataloader(
+        DataLoader(Fields(), batch_size=4, num_workers=workers), dist.ProcessMesh([0], dim_names=["dp"])
+    )
+    with pytest.raises(DataReadError, match=text):
+        next(iter(loader))
+
+
+def test_rows_of_workers_that_differ_in_dtype_name_bfloat16():
+    rows = [paddle.ones([2, 1], kind) for kind in ("bfloat16", "float32")]
+
+    with pytest.raises(ValueError, match=r"row shape and dtype: \(\[1\], 'bfloat16'\), \(\[1\], 'float32'\)"):
+        take_rows([rows[0].numpy(), rows[1].numpy()], [2, 2], np.arange(4))

@@ -5,7 +5,13 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, SplitError
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DataReadError,
+    MissingDependencyError,
+    SplitError,
+)
 from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.stages.stage import Opening
 from tests.extras import needs
@@ -73,6 +79,21 @@ def test_a_format_makes_arrays_of_lists():
     [items] = HuggingFaceSource(dataset).open(Opening(parts=(0,), num_parts=1))
 
     assert [item["x"].tolist() for item in items] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_column_that_no_tensor_holds_is_named_with_the_way_out(streams):
+    images = needs("PIL.Image")
+    rows = {"id": range(8), "image": [images.fromarray(np.zeros((2, 2), np.uint8))] * 8, "labels": [*"abcdefgh"]}
+    dataset = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    given = Stream.huggingface(dataset.to_iterable_dataset()) if streams else dataset
+    loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(given, batch_size=4), dist.ProcessMesh([0]))
+
+    with pytest.raises(DataReadError, match=r"cannot stack PngImageFile at field \['image'\].*leave the field out"):
+        next(iter(loader))
+    texts = paddle.io.DataLoader(dataset.remove_columns("image"), batch_size=4)
+    (first, _) = paddle_shard.shard_dataloader(texts, dist.ProcessMesh([0]))
+    assert first["labels"] == ["a", "b", "c", "d"]
 
 
 def test_random_numbers_of_its_own_map_depend_on_part_and_sample_alone():

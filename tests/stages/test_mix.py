@@ -144,3 +144,16 @@ def test_bad_arguments_are_named(sources, options, error, says):
     with pytest.raises(error) as caught:
         Stream.mixture(sources, **options)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_source_without_a_sample_in_a_part_is_named(stop, counted):
+    lists = [[[1, 2, 3, 4]] * 3, [[5], [6], []]]
+    stage = mix(lists, [3, 1], stop, [counted, counted])
+
+    with pytest.raises(
+        ArgumentError, match="source 'code': part 2 of 3 has no sample to repeat. .* leave an empty source out"
+    ):
+        stage.lengths(opening(3)) or contents(stage, opening(3))
+    assert contents(mix(lists, [3, 0], stop, [counted, counted]), opening(3)) == [[1, 2, 3, 4]] * 3

@@ -3,6 +3,7 @@
 import json
 import random
 import zlib
+from collections import Counter
 from itertools import chain, islice
 
 import numpy as np
@@ -18,6 +19,7 @@ from paddle_shard.sources.external import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages import stage as stage_module
+from paddle_shard.stages.mix import Mix
 from paddle_shard.stages.pack import PackedRows
 from paddle_shard.stages.stage import Opening, Stage, Unreadable
 from paddle_shard.stages.steps import in_rounds
@@ -630,3 +632,34 @@ def test_readers_that_read_the_same_stream_never_say_that_they_differ(before, af
         assert len({chunk.digest for chunk in chunks}) == 1
         if not all(all(chunk.real) for chunk in chunks):
             return
+
+
+class Counted(list):
+    """A list that notes what is read of it."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("skip", [0, 3, 29, 30, 31, 61])
+@pytest.mark.parametrize(
+    "make", [lambda one: Repeat(one), lambda one: Repeat(one, 3), lambda one: Mix({"a": one}, [1], "all")]
+)
+def test_parts_that_are_opened_in_the_middle_of_a_round_read_the_source_once(make, skip):
+    source = Counted(range(121))
+    stage = make(Stripe(IterableSource(source)))
+
+    straight = [list(islice(items, 70)) for items in stage.open(opening(4))]
+    source.read.clear()
+    opened = stage.open(opening(4, skip=skip))
+    found = [[next(items, None) for items in opened] for _ in range(4)]
+
+    wanted = [[one[at] if at < len(one) else None for one in straight] for at in range(skip, skip + 4)]
+    assert found == wanted
+    # Where the parts of a round differ in length, those that are behind begin their round at another sample.
+    assert max(Counter(source.read).values(), default=0) <= (2 if skip in (31, 61) else 1)
