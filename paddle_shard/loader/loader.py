@@ -311,7 +311,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
     """This rank's batches of indices, as Paddle's own loader shows them to trainers.
 
     `batch_size`, `nranks` and `local_rank` are a data rank's; `set_epoch` is the loader's; other attributes
-    are those of the sampler that the loader was given.
+    are those of the sampler that the loader was given, of whose class it is, too, for `isinstance`.
     """
 
     def __init__(self, setup: PassSetup, batch_size: int | None) -> None:
@@ -358,6 +358,12 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         if asked_by_to_static():
             return  # describing the inputs has not moved the order
         self._run.set_epoch(epoch, others)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # What `isinstance` asks, too: a trainer that does not find its own sampler here skips by reading.
+        given = self.__dict__.get("_given")
+        return type(self if given is None else given)
 
     def __getattr__(self, name: str) -> Any:
         # `copy` and `pickle` ask for dunder names, and for others before `__init__` has run: without an end.

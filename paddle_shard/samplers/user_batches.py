@@ -317,7 +317,8 @@ def seen_ahead(values: Iterator[Value], may_be_last: Callable[[Value], Any]) -> 
 
 _REPLAYED = (
     "Make its order depend on the epoch only, through set_epoch or the global generators of numpy, Python and Paddle, "
-    "which are seeded for it; or give it a state_dict and a load_state_dict."
+    "which are seeded for it; or give it a state_dict and a load_state_dict. Set its position in one way only: a "
+    "sampler that begins behind its consumed_samples is not resumed from a state, too."
 )
 
 
