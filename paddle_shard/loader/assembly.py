@@ -59,12 +59,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         )
     replicas = replicas_of(options, source, layouts, agreeing)
     batch_check: BatchCheck | None = None
-    # A sampler that says which part it reads was held against the mesh, and in auto-DP mode Paddle has split the data.
-    known_to_differ = hasattr(source.custom_sampler, "nranks") or auto_dp
     compares = options.verify is not None and len(agreeing) > 1
     if compares and not source.split:
         batch_check = BatchCheck(None, getattr(options.dataloader.dataset, "sample_name", None))
-    elif compares and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
+    elif compares and own.on_mesh and own.num_data_ranks > 1:
         batch_check = BatchCheck((own.layout, own.data_axes))
     return PassSetup(
         options=options,
@@ -89,14 +87,12 @@ def _reading(
 ) -> Reading:
     """Return how steps are read, here or in workers."""
     given = options.dataloader
-    sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
         generators=generators_of(given.dataset, given.places[0]),
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
-        several=pads is None and (own.num_data_ranks > 1 or sharing > 1),
-        split=source.split,
+        of_rank=(own.data_rank,) if source.split and own.on_mesh else (),
         compared=compared,
     )
     stream, even, read = source.stream, as_they_are if pads is None else pads.even, None

@@ -112,9 +112,9 @@ class Placed:
         if pad is not None:
             (self.local if dense else self.padded).add(pad.path)
         waits = self._pad_to is not None and not dense and len(shape) > 0
-        if waits or self._pad_to is None:
+        if waits or (self._pad_to is None and not dense):
             kind = kind_of(dtype)
-            if own_rows and layout.num_data_ranks > 1 and not dense:  # of these, all data ranks must have as many
+            if own_rows and layout.num_data_ranks > 1:  # of these, all data ranks must have as many
                 kind += f", {shape[0]} rows of "
             self.row_shapes[path] = [kind, *shape[1:]]
         if dense:
