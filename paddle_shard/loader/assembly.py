@@ -19,7 +19,7 @@ from paddle_shard.inputs.generators import generators_of
 from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
-from paddle_shard.loader.compat import in_auto_dp_mode
+from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
@@ -30,9 +30,15 @@ from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading
+from paddle_shard.say_once import say_once
 from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32
+_LOST = (
+    "auto-DP mode: when a DataLoader is made, Paddle replaces a sampler of yours by the order of the data set, and "
+    "forgets drop_last of an IterableDataset, which nobody can see afterwards. Order the data set itself, and give "
+    "tail='drop'."
+)
 
 
 def setup_of(options: LoaderOptions) -> PassSetup:
@@ -42,6 +48,12 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         ArgumentError: An argument cannot be honoured.
     """
     auto_dp, me = in_auto_dp_mode(), dist.get_rank()
+    if auto_dp and options.shard_dims is None:  # as Paddle's own, and PaddleFormers for data without an index
+        options = replace(options, shard_dims=auto_dp_axis(options.meshes))
+    if auto_dp:
+        say_once(_LOST)
+    if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
+        options = replace(options, is_dataset_splitted=True)
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
     members = _members(layouts)

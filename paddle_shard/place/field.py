@@ -42,7 +42,8 @@ class FieldLayout:
     """The tensor dims that are split `Balanced`."""
     global_rank: int
     replicated_in_name: bool = False
-    """True if the data is split, but the placements say `Replicate` (Paddle's auto-DP mode)."""
+    """True if the data is split, but the placements say `Replicate` (Paddle's auto-DP mode): each data rank computes on
+    its own batch, whose shape may differ from the others'."""
     own_rows: bool = False
     """True if the rows are not the samples; each data rank has what was made of its samples."""
 

@@ -112,7 +112,7 @@ class Placed:
         if pad is not None:
             (self.local if dense else self.padded).add(pad.path)
         waits = self._pad_to is not None and not dense and len(shape) > 0
-        if waits or (self._pad_to is None and not dense):
+        if waits or (self._pad_to is None and not (dense or layout.replicated_in_name)):
             kind = kind_of(dtype)
             if own_rows and layout.num_data_ranks > 1:  # of these, all data ranks must have as many
                 kind += f", {shape[0]} rows of "
@@ -291,7 +291,7 @@ def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: Batc
             f"{what}: this rank has read other samples, too, and it cannot be told which of its rows are whose. Split "
             "all fields alike (shard_dims), so that each rank reads its own samples only, or make one row a sample."
         )
-    if dense or layout.own_rows or rows.apart or layout.num_data_ranks == 1:
+    if dense or layout.own_rows or layout.replicated_in_name or rows.apart or layout.num_data_ranks == 1:
         return
     raise BatchStructureError(
         f"{what}: it cannot be split by rows. A collate_fn must make one row a sample. What is the same for all "
