@@ -75,7 +75,7 @@ def _loader_of(stream: Stream, **settings: Any) -> paddle.io.DataLoader:
 
     In auto-DP mode, Paddle's constructor would ask the stream for a length, to split its indices.
     """
-    mode = sys.modules.get("paddle.distributed.auto_parallel.auto_dp_utils", SimpleNamespace())
+    mode: Any = sys.modules.get("paddle.distributed.auto_parallel.auto_dp_utils", SimpleNamespace())
     was, mode._enable_auto_dp_mode = getattr(mode, "_enable_auto_dp_mode", False), False
     try:
         return paddle.io.DataLoader(stream, batch_size=None, **settings)
