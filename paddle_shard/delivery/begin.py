@@ -77,7 +77,8 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
     if not (setup.source.split and isinstance(batches, UserBatches)) or batches.draws_for or len(ranks) == 1:
         return
     told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
-    batches.draws_for.append((own.data_rank,) if len(told) == 1 and told != {""} else ())
+    if told != {""}:
+        batches.draws_for.append((own.data_rank,) if len(told) == 1 else ())
 
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
@@ -87,7 +88,7 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     facts = {**setup.facts, "changes of the order": setup.run.history.to_json()}
     terms = Terms(
         label=described({**facts, "epoch": start.epoch, "step": start.steps}),
-        name=f"{type(setup.options.dataloader.dataset).__name__}, epoch {start.epoch}",
+        name=f"{setup.facts['data set']}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,
         same_data=same,

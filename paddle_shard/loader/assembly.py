@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import paddle.distributed as dist
+import paddle.io
 
 from paddle_shard.delivery.placing import LoaderRows, PassSetup
 from paddle_shard.delivery.replicas import replicas_of
@@ -54,6 +55,8 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         say_once(_LOST)
     if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
         options = replace(options, is_dataset_splitted=True)
+    given = options.dataloader
+    name = type(given.dataset if isinstance(given, paddle.io.DataLoader) else given).__name__
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
     members = _members(layouts)
@@ -86,7 +89,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
-        facts=_facts(options, source, placer),
+        facts={"data set": name, **_facts(options, source, placer)},
         batch_check=batch_check,
         replicas=replicas,
         prefetch=prefetch,
@@ -117,7 +120,7 @@ def _reading(
 
 def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
-    facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
+    facts: dict[str, Any] = {"paddle_shard": VERSION}
     facts |= {"meshes": _shown(placer.layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))

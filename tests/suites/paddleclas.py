@@ -64,6 +64,19 @@ class RandomIdentities(DistributedBatchSampler):
         return len(self.dataset) // self.batch_size // 2
 
 
+class MixSampler(DistributedBatchSampler):
+    """Follows `mix_sampler.py`: keeps the iterator of another sampler, so that nothing can copy it."""
+
+    def __init__(self, dataset, batch_size):
+        super().__init__(dataset, batch_size)
+        self.sampler = PKSampler(dataset, batch_size)
+        self.batches = iter(self.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.batches)
+
+
 class RepeatedAugmentation(DistributedBatchSampler):
     """Follows `ra_sampler.py`: each row once on each rank at the same step, to be augmented in different ways."""
 

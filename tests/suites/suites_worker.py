@@ -4,11 +4,12 @@ Each rank reports {case: {"steps": [[field, ...] of each step], "error": ""}}.
 """
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from paddle.io import DataLoader
+from paddle.io import DataLoader, DistributedBatchSampler
 
 import paddle_shard
 from paddle_shard.errors import PaddleShardError
@@ -34,7 +35,9 @@ def read(loader, epochs=1):
     try:
         for _ in range(epochs):
             for batch in loader:
-                steps.append([values_of(leaf) for leaf in (batch.values() if isinstance(batch, dict) else batch)])
+                fields = batch.values() if isinstance(batch, dict) else batch
+                fields = [batch] if isinstance(batch, paddle.Tensor) else fields
+                steps.append([values_of(leaf) for leaf in fields])
     except PaddleShardError as raised:
         error = f"{type(raised).__name__}: {raised}"
     return {"steps": steps, "error": error}
@@ -68,6 +71,46 @@ class Stream(paddle.io.IterableDataset):
         return (data[index] for index in range(len(data)))
 
 
+class Range(paddle.io.IterableDataset):
+    """Follows example 2 of Paddle's page on `IterableDataset`: `worker_init_fn` gives each worker its share."""
+
+    def __init__(self, start, end):
+        self.start, self.end = start, end
+
+    def __iter__(self):
+        return (np.array([row]) for row in range(self.start, self.end))
+
+
+def share(worker_id, info=None):
+    info = info or paddle.io.get_worker_info()
+    data, size = info.dataset, -(-(info.dataset.end - info.dataset.start) // info.num_workers)
+    data.start += info.id * size
+    data.end = min(data.start + size, data.end)
+
+
+def half(worker_id):
+    """The same, for two workers, whatever is said of them."""
+    share(worker_id, SimpleNamespace(dataset=paddle.io.get_worker_info().dataset, num_workers=2, id=worker_id))
+
+
+class BaseDataLoader:
+    """Follows `ppdet/data/reader.py`: a reader that is no DataLoader, over a DataLoader of this rank's rows."""
+
+    def __init__(self, data, batch_size):
+        self.dataloader = DataLoader(data, batch_sampler=DistributedBatchSampler(data, batch_size))
+        self.loader = iter(self.dataloader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return next(self.loader)
+        except StopIteration:
+            self.loader = iter(self.dataloader)
+            raise
+
+
 LOCAL = [[], [0, 1]]
 """`dense_tensor_idx` of images, and of a list of boxes for each of two rows."""
 
@@ -88,12 +131,17 @@ CASES = {
     "resize, stream": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=Stream()),
     "stride": lambda: detected(det.PadBatch(stride=8), lists=True, dense_tensor_idx=LOCAL),
     "padded": lambda: detected(PADDED, data=det.Boxes(sizes=(6,) * 9 + (3,) * 7)),
+    "shares": lambda: read(sharded(DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=share))),
+    "halves": lambda: read(sharded(DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=half))),
+    "reader": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4))),
+    "reader, split": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4), is_dataset_splitted=True)),
     "padded, further": lambda: detected(PADDED, pad_to=LONGEST),
     "pk": lambda: read(sampled(clas.PKSampler), epochs=2),
     "pk, split, each step": lambda: read(sampled(clas.PKSampler, is_dataset_splitted=True, verify=1), epochs=2),
     "pk, resumed": lambda: resumed(clas.PKSampler),
     "identities": lambda: read(sampled(clas.RandomIdentities), epochs=2),
     "identities, resumed": lambda: resumed(clas.RandomIdentities),
+    "mixed": lambda: read(sampled(clas.MixSampler)),
     "augmented": lambda: read(sampled(clas.RepeatedAugmentation)),
     "augmented, workers": lambda: read(sampled(clas.RepeatedAugmentation, workers=1)),
     "one order": lambda: read(sampled(clas.OneOrderCut, is_dataset_splitted=True), epochs=2),

@@ -9,9 +9,9 @@ from tests.deadlines import HANG
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
 WORKER = HERE / "suites_worker.py"
-CASES = ["pk", "pk, split, each step", "pk, resumed", "identities", "identities, resumed", "augmented"]
+CASES = ["mixed", "pk", "pk, split, each step", "pk, resumed", "identities", "identities, resumed", "augmented"]
 CASES += ["augmented, workers", "one order", "scales", "scales, split", "resize", "resize, workers", "resize, at once"]
-CASES += ["resize, stream", "stride", "padded", "padded, further"]
+CASES += ["resize, stream", "stride", "padded", "padded, further", "shares", "halves", "reader", "reader, split"]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,13 @@ def test_a_sampler_that_draws_for_its_rank_draws_other_rows_on_each_data_rank(ca
 def test_it_draws_the_same_again_after_a_resume(case, of_ranks):
     for straight, again in of_ranks(case):
         assert rows_of(straight) == rows_of(again) != []
+
+
+def test_one_that_cannot_be_copied_is_refused_where_its_rows_are_the_same(of_ranks):
+    for report in of_ranks("mixed"):
+        assert report["steps"] == []
+        assert report["error"].startswith("SplitError: the data is split already, by is_dataset_splitted=True or by ")
+        assert "if copy.deepcopy can copy it" in report["error"]
 
 
 @pytest.mark.parametrize("case", ["augmented", "augmented, workers"])
@@ -104,3 +111,20 @@ def test_rows_that_differ_between_ranks_are_an_error_on_all_at_their_step_and_ca
         assert "pad_to={field: ('longest', value)}" in report["error"]
     for report in of_ranks("padded, further"):
         assert sides_of(report) == [6] * 4
+
+
+def test_a_split_by_worker_init_fn_as_paddles_page_shows_it_loses_nothing_and_another_one_is_named(of_ranks):
+    rows = [row for report in of_ranks("shares") for step in rows_of(report) for row in step]
+    assert sorted(rows) == list(range(16))
+    for report in of_ranks("halves"):
+        assert report["steps"] == []
+        assert "worker_init_fn" in report["error"]
+
+
+def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken_where_that_is_said(of_ranks):
+    for report in of_ranks("reader"):
+        assert report["steps"] == []
+        assert "BaseDataLoader" in report["error"]
+        assert "is_dataset_splitted=True" in report["error"]
+    rows = [row for report in of_ranks("reader, split") for step in rows_of(report) for row in step]
+    assert sorted(rows) == list(range(48))
