@@ -25,6 +25,22 @@ class ConsumedSamples(paddle.io.BatchSampler):
             yield mine[first : first + self.batch_size]
 
 
+class MappingSampler(paddle.io.DistributedBatchSampler):
+    """Follows `MappingDistributedBatchSampler` in `paddleformers/utils/batch_sampler.py`: of Paddle's class."""
+
+    consumed_samples = 0
+
+    def set_epoch(self, epoch=0, consumed_samples=0):
+        self.epoch, self.consumed_samples = epoch, consumed_samples
+
+    def __iter__(self):
+        paddle.seed(self.epoch)
+        order = paddle.randperm(len(self.dataset)).tolist()
+        mine = order[self.consumed_samples + self.local_rank :: self.nranks]
+        for first in range(0, len(mine), self.batch_size):
+            yield mine[first : first + self.batch_size]
+
+
 def resumed(given, dist_loader, sampler_class, steps_trained, steps_per_epoch, epochs):
     """Yield the batches on which `auto_trainer.py` trains that resumes: the loop of its `_inner_training_loop`."""
     skip = steps_trained % steps_per_epoch

@@ -9,28 +9,29 @@ import paddle_shard
 from paddle_shard.errors import StateError
 from paddle_shard.testing import on_each_rank
 from tests.helpers import DP2, Made, local, sharded
-from tests.suites.paddlenlp import ConsumedSamples, resumed
+from tests.suites.paddlenlp import ConsumedSamples, MappingSampler, resumed
 
 ROWS, BATCH, STEPS = 20, 2, 5
 
 
-def of_rank(consumed=0):
+def of_rank(consumed=0, kind=ConsumedSamples):
     data = Made(length=ROWS)
-    sampler = ConsumedSamples(data, BATCH, 2, dist.get_rank())
+    sampler = kind(data, BATCH, 2, dist.get_rank())
     sampler.set_epoch(consumed_samples=consumed)
     return DataLoader(data, batch_sampler=sampler)
 
 
+@pytest.mark.parametrize("kind", [ConsumedSamples, MappingSampler])
 @pytest.mark.parametrize("stop", [0, 2, 4])
-def test_a_trainer_that_resumes_by_consumed_samples_skips_once(stop):
+def test_a_trainer_that_resumes_by_consumed_samples_skips_once(stop, kind):
     def run():
-        given = of_rank(consumed=stop * BATCH * 2)
+        given = of_rank(stop * BATCH * 2, kind)
         with paddle_shard.patch_paddle():
             loader = dist.shard_dataloader(given, [DP2], shard_dims="dp")
-        return [(epoch, local(rows)) for epoch, rows in resumed(given, loader, ConsumedSamples, stop, STEPS, 2)]
+        return [(epoch, local(rows)) for epoch, rows in resumed(given, loader, kind, stop, STEPS, 2)]
 
     def straight():
-        sampler, found = of_rank().batch_sampler, []
+        sampler, found = of_rank(kind=kind).batch_sampler, []
         for epoch in range(2):
             sampler.set_epoch(epoch)
             found += [(epoch, rows) for rows in sampler]
