@@ -22,10 +22,11 @@ def of_rank(consumed=0, kind=ConsumedSamples):
 
 
 @pytest.mark.parametrize("kind", [ConsumedSamples, MappingSampler])
+@pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("stop", [0, 2, 4])
-def test_a_trainer_that_resumes_by_consumed_samples_skips_once(stop, kind):
+def test_a_trainer_skips_once_whether_it_tells_its_sampler_what_was_consumed_or_not(stop, says, kind):
     def run():
-        given = of_rank(stop * BATCH * 2, kind)
+        given = of_rank(stop * BATCH * 2 * says, kind)
         with paddle_shard.patch_paddle():
             loader = dist.shard_dataloader(given, [DP2], shard_dims="dp")
         return [(epoch, local(rows)) for epoch, rows in resumed(given, loader, kind, stop, STEPS, 2)]
@@ -44,7 +45,7 @@ def test_what_a_client_finds_behind_a_loader_is_of_the_class_that_it_put_there()
     class Mine(paddle.io.BatchSampler):
         """Of nobody's making."""
 
-    for sampler in (of_rank().batch_sampler, Mine(Made(length=4), batch_size=4)):
+    for sampler in (of_rank(4).batch_sampler, Mine(Made(length=4), batch_size=4)):
         loader = sharded(DataLoader(Made(length=4), batch_sampler=sampler))
         for seen in (loader.batch_sampler, loader._dataloader.batch_sampler):
             assert isinstance(seen, type(sampler))
