@@ -41,6 +41,22 @@ class MappingSampler(paddle.io.DistributedBatchSampler):
             yield mine[first : first + self.batch_size]
 
 
+def dpo_collate(batch, max_seq_len=16):
+    """Follows `collate_fn` in `paddleformers/datasets/dpo.py`, with offsets that count inside the row.
+
+    A sample is a row of packed pairs of answers, each (number, start, begin of the rejected answer, end).
+    """
+    found = {"input_ids": [], "response_indexs": []}
+    for place, pairs in enumerate(batch):
+        ids, before = [], 0
+        for number, start, rejected, end in pairs:
+            found["response_indexs"].append([place, before + start, before + rejected, before + end])
+            ids += [number] * end
+            before += end
+        found["input_ids"].append(ids + [0] * (max_seq_len - len(ids)))
+    return {key: np.array(value) for key, value in found.items()}
+
+
 def resumed(given, dist_loader, sampler_class, steps_trained, steps_per_epoch, epochs):
     """Yield the batches on which `auto_trainer.py` trains that resumes: the loop of its `_inner_training_loop`."""
     skip = steps_trained % steps_per_epoch

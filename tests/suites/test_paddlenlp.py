@@ -1,5 +1,6 @@
 """What the trainers of PaddleNLP and PaddleFormers do with a loader, without the packages; see `tests/trainers`."""
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
@@ -8,8 +9,8 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard.errors import StateError
 from paddle_shard.testing import on_each_rank
-from tests.helpers import DP2, Made, local, sharded
-from tests.suites.paddlenlp import ConsumedSamples, MappingSampler, resumed
+from tests.helpers import DP2, ONE, Made, local, sharded
+from tests.suites.paddlenlp import ConsumedSamples, MappingSampler, dpo_collate, resumed
 
 ROWS, BATCH, STEPS = 20, 2, 5
 
@@ -66,3 +67,21 @@ def test_a_position_that_is_set_in_the_sampler_and_in_a_state_is_told():
     again.batch_sampler.set_epoch(consumed_samples=2 * BATCH * 2)
     with pytest.raises(StateError, match=r"not those that were delivered.*consumed_samples"):
         next(iter(again))
+
+
+@pytest.mark.parametrize("packed", [1, 2])
+def test_packed_pairs_of_dpo_are_found_in_the_global_batch_by_a_trainer_that_nobody_edits(packed):
+    def pairs(index):
+        return [(1 + 10 * index + part, 1, 2 + index % 3, 4 + index % 3) for part in range(packed)]
+
+    def run(mesh, **options):
+        given = DataLoader(Made(pairs, 8), batch_size=4, collate_fn=dpo_collate)
+        with paddle_shard.patch_paddle(**options):
+            loader = dist.shard_dataloader(given, [mesh], shard_dims="dp")
+        return [{key: np.array(local(leaf)) for key, leaf in batch.items()} for batch in loader]
+
+    whole = run(ONE)
+    ranks = on_each_rank(range(2), lambda: run(DP2, placements={"response_indexs": "row index"}))
+    for step, expected in enumerate(whole):
+        for key, value in expected.items():
+            assert np.array_equal(np.concatenate([ranks[rank][step][key] for rank in ranks]), value)
