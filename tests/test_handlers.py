@@ -17,12 +17,13 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.handlers import ignoring
+from paddle_shard.plan.tails import find_tail
 from paddle_shard.ranks.agreement import Coordinator
 from paddle_shard.ranks.verdict import Terms
+from paddle_shard.samplers import UserBatches
 from paddle_shard.sources.files import RemoteFile
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.text import LINES, text_source
-from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World, end
 
@@ -278,19 +279,17 @@ def test_what_a_handler_raises_leaves_the_loop_as_itself(place, on_error, option
             pass
 
 
-def test_it_does_so_while_a_slice_is_checked_for_its_length(strike):
-    def padded(samples):
-        if len(samples) == 1:
+def test_it_does_so_while_it_is_found_out_for_which_rank_a_sampler_draws(strike):
+    class Striking:
+        def __iter__(self):
             strike()
-        length = max(map(len, samples))
-        return np.stack([np.pad(sample, (0, length - len(sample))) for sample in samples])
+            yield [0]
 
-    def rank():
-        given = paddle.io.DataLoader(Data(lambda index: None), batch_size=8, collate_fn=padded)
-        with pytest.raises((Enough, TimeoutError)):
-            next(iter(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp", prefetch=0)))
+        def __deepcopy__(self, memo):  # the fixture's frame cannot be copied
+            return self
 
-    on_each_rank([0], rank)
+    with pytest.raises((Enough, TimeoutError)):
+        UserBatches(batch_sampler=Striking(), num_data_ranks=1, tail=find_tail("pad")).first_draw(0)
 
 
 def test_it_does_so_while_lines_are_counted(strike, tmp_path, monkeypatch):

@@ -10,11 +10,12 @@ from paddle_shard.delivery.placing import PassSetup, note_summary, placed, place
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import SplitError, UnequalEndsError
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import open_agreement
+from paddle_shard.ranks.agreeing import gather_of, open_agreement
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.prefetcher import Prefetcher
+from paddle_shard.samplers import UserBatches
 
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
@@ -23,6 +24,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     num_steps, compares = None, False
     place: Callable[[Batch], Batch] = partial(placed, setup)
     tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
+    _settle_draws(setup, start)
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
         contents = setup.run.contents_to_tell() if tells else None
@@ -65,6 +67,20 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         raise
 
 
+def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
+    """Find out, once, whether the sampler of data that is split already draws for its data rank alone.
+
+    All ranks seed it alike at first. If it yields the same on all data ranks, it does not know its rank, as the
+    PKSampler of PaddleClas: what it draws is meant for one rank. If not, it cuts its rows out of a common order.
+    """
+    batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
+    if not (setup.source.split and isinstance(batches, UserBatches)) or batches.draws_for or len(ranks) == 1:
+        return
+    told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
+    if told != {""}:
+        batches.draws_for.append((own.data_rank,) if len(told) == 1 else ())
+
+
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
     if len(setup.agreeing_ranks) == 1:
         return AloneAgreement()
@@ -72,7 +88,7 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     facts = {**setup.facts, **_changes(setup)}
     terms = Terms(
         label=described({**facts, "epoch": start.epoch, "step": start.steps}),
-        name=f"{type(setup.options.dataloader.dataset).__name__}, epoch {start.epoch}",
+        name=f"{setup.facts['data set']}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,
         same_data=same,

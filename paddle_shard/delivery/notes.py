@@ -14,7 +14,6 @@ from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import finished
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.reader import RAGGED
 
 
 class StepNotes:
@@ -110,7 +109,7 @@ class StepNotes:
                 for rank, shapes in sorted(self._shapes.items())
             )
             kinds = [{path: row[0].partition(",")[0] for path, row in one.items()} for one in self._shapes.values()]
-            way_out = RAGGED if all(one == kinds[0] for one in kinds) else _OTHER_FIELDS
+            way_out = _RAGGED if all(one == kinds[0] for one in kinds) else _OTHER_FIELDS
             raise BatchStructureError(
                 "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row, "
                 f"field by field: {shown}. {way_out}"
@@ -118,4 +117,10 @@ class StepNotes:
         return batch
 
 
+_RAGGED = (
+    "Give shard_dataloader pad_to={field: ('longest', value)}: rows are padded to the longest of all "
+    "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
+    ".batch(B).map(collate_fn) of a Stream, or items that are batches."
+)
+"""The ways out for a collate_fn that pads to the longest row."""
 _OTHER_FIELDS = "Make the samples on all ranks of the same fields, with the same dtypes."

@@ -17,9 +17,10 @@ from paddle_shard.errors import BatchStructureError, DataReadError, UnequalEndsE
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.placer import BatchPlacer, BatchRows
+from paddle_shard.place.placer import BatchPlacer, BatchRows, counts_anew
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.step import as_ids
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
@@ -27,6 +28,7 @@ from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.tensors import as_array, becomes_tensor
+from paddle_shard.samplers import UserBatches
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import leaves, named_leaves
 
@@ -124,10 +126,27 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     if batch.contents:
         setup.run.check_contents(batch.contents, batch.step.epoch)
     batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
+    if first:
+        _say_what_counts_anew(setup, value, len(batch.placed.rows.read))
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))
     return batch
+
+
+def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int) -> None:
+    """Log which fields of a first batch seem to number its rows, as one process would those of a global batch."""
+    own, options = setup.own_layout, setup.options
+    if not own.on_mesh or own.data_rank == 0 or own.replicated_in_name or options.dataloader.collate_fn is None:
+        return
+    named = {f"[{key!r}]" for key, layout in setup.placer.overrides.items() if layout.row_index}
+    leaves_of = [(path, leaf) for path, leaf in named_leaves(value) if isinstance(leaf, paddle.Tensor)]
+    found = [path for path, leaf in leaves_of if path not in named and counts_anew(leaf, num_rows)]
+    if found:
+        say_once(
+            f"fields {', '.join(found)} count 0, 1, .. for the rows that this rank has read, as if they were all. If a "
+            "collate_fn writes there which row of the batch is meant, say so: placements={field: 'row index'}."
+        )
 
 
 def placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None, batch: Batch) -> Batch:
@@ -184,6 +203,9 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
     ids, stream = np.asarray(batch.step.ids).tolist(), setup.source.stream
     key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
     arrays = [(path, _compared(leaf)) for path, leaf in named_leaves(batch.value, "", _is_list_of_values)]
+    batches, cuts = setup.source.batches, isinstance(setup.source.custom_sampler, paddle.io.DistributedBatchSampler)
+    if isinstance(batches, UserBatches) and setup.source.split and cuts and not batches.draws_for:
+        arrays = [("the sampler's indices", as_ids(ids))]  # whether it draws for its rank alone is not known
     if batch.skipped is not None:  # a row of another sample than its own tells nothing
         kept, num_rows = ~batch.skipped, len(batch.skipped)
         arrays = [(path, leaf[kept] if leaf.shape[:1] == (num_rows,) else leaf) for path, leaf in arrays]

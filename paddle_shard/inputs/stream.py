@@ -541,7 +541,10 @@ class Stream(paddle.io.IterableDataset):
 
     def __len__(self) -> int:
         # Raise a TypeError, so that list(stream) works. Paddle's `__len__` raises another error.
-        raise ArgumentTypeError("the length of a stream shows only at its end.")
+        raise ArgumentTypeError(
+            "the length of a stream shows only at its end. (In auto-DP mode Paddle's DataLoader asks for it: give "
+            "shard_dataloader the stream itself, with .batch(rows of the global batch), and .map() of a collate_fn.)"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Read the stream without a loader. In a worker, read its part only: there are as many parts as workers."""

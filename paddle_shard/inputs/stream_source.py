@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,14 +48,14 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
         )
     if isinstance(given, paddle.io.DataLoader):
         if split and _reads_for_itself(given):  # use its batches as they are
-            return paddle.io.DataLoader(Stream.of(lambda: iter(given)), batch_size=None, places=given.places)
+            return _loader_of(Stream.of(lambda: iter(given)), places=given.places)
         check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
     check_is_paddles(given)
     if isinstance(given, ExternalLoader):
-        return paddle.io.DataLoader(Stream(ExternalSource(given)), batch_size=None)
+        return _loader_of(Stream(ExternalSource(given)))
     if isinstance(given, Stream):
-        return paddle.io.DataLoader(given, batch_size=None)
+        return _loader_of(given)
     if isinstance(given, paddle.io.IterableDataset):
         raise ArgumentTypeError(
             f"dataloader is the {type(given).__name__} itself; give paddle.io.DataLoader(it, batch_size=...), or "
@@ -65,7 +67,20 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
             "dataloader must be a paddle.io.DataLoader, a paddle_shard.Stream, or an iterable of batches (a list, a "
             f"generator, a function that returns one), got {type(given).__name__}: {given!r}."
         )
-    return paddle.io.DataLoader(Stream.of(given), batch_size=None)
+    return _loader_of(Stream.of(given))
+
+
+def _loader_of(stream: Stream, **settings: Any) -> paddle.io.DataLoader:
+    """Return a DataLoader over a stream whose items are batches.
+
+    In auto-DP mode, Paddle's constructor would ask the stream for a length, to split its indices.
+    """
+    mode: Any = sys.modules.get("paddle.distributed.auto_parallel.auto_dp_utils", SimpleNamespace())
+    was, mode._enable_auto_dp_mode = getattr(mode, "_enable_auto_dp_mode", False), False
+    try:
+        return paddle.io.DataLoader(stream, batch_size=None, **settings)
+    finally:
+        mode._enable_auto_dp_mode = was
 
 
 def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
@@ -92,6 +107,8 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     _check_off_mesh(own, split and num_batches is None)
     tail = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
     accumulation, size = int(getattr(dataloader.batch_sampler, "_acc_steps", 1)), dataloader.batch_size
+    if size is not None and not split:  # in auto-DP mode, Paddle's constructor has made it that of a data rank
+        size *= getattr(dataloader.batch_sampler, "nranks", 1)
     if size is None and isinstance(stage, Batch):  # the last stage makes the batches
         size, stage = stage.size, stage.upstream
     if size is None:

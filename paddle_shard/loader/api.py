@@ -18,7 +18,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError
 from paddle_shard.inputs.options import LoaderOptions
-from paddle_shard.loader.compat import mend_process_mesh
+from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
@@ -86,8 +86,10 @@ def shard_dataloader(
             `meshes`, or all on the only one. The keys that are left out are logged. None: all keys.
         shard_dims: The axes that split the rows: a name or an index for all meshes, or a list with an entry for each
             mesh. With one mesh, a list means several axes that act as one; with several meshes, use a tuple inside
-            the list. None: nothing is split, and every rank gets the whole global batch.
-        is_dataset_splitted: True if the loader of each data rank already has rows of its own.
+            the list. None: nothing is split, and every rank gets the whole global batch; or in Paddle's auto-DP mode,
+            where each data rank has rows of its own, the axis "dp".
+        is_dataset_splitted: True if the loader of each data rank already has rows of its own. A data set may say so
+            by an attribute of this name.
         dense_tensor_idx: For each field, the numbers of the items that stay local tensors. A field that is a tensor
             stays local if its entry is not empty. A local tensor need not have a row for each sample (for example
             image patches): it is what `collate_fn` made of this rank's samples. One worker then reads a batch of a
@@ -118,7 +120,9 @@ def shard_dataloader(
         placements: For single fields, by key or position: the tensor dim that each axis splits, such as
             `{"input_ids": {"dp": 0, "sep": 1}}`. `Balanced(dim=1)` splits for causal attention. "as read" is for a
             field whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` made
-            of its own samples, and all must have the same number of rows.
+            of its own samples, and all must have the same number of rows. "row index" is the same for a field in which
+            `collate_fn` writes which row of the batch is meant, as its numbers or in its first column: each data rank
+            counts from 0, and gets the places in the global batch.
         pad_to: For a `collate_fn` that pads to the longest row that it is given, which differs from rank to rank. For
             each field to be padded further, by key or position (0 for a bare tensor): (length, number behind the end of
             its rows), such as `{"input_ids": ("longest", 0), "labels": ("longest", -100)}`. "longest": to the longest
@@ -283,7 +287,7 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
 def gather_valid(values: Any, valid: Any) -> Any:
     """Return a value for each real row of a global batch, from all ranks, without the padding.
 
-    Collective over the mesh of `valid`.
+    Collective over the mesh of `valid`. In Paddle's auto-DP mode, too, where placements say `Replicate`.
 
     Args:
         values: [rows, ...]; a distributed tensor with a value for each row of the global batch; or a local one, with a
@@ -319,10 +323,23 @@ def gather_valid(values: Any, valid: Any) -> Any:
             f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "
             f"rank holds, got shape {list(values.shape)}."
         )
-    whole = [
-        dist.reshard(one, one.process_mesh, [dist.Replicate() for _ in one.placements])._local_value()
-        if one.is_dist()
-        else one
-        for one in (values, valid)
-    ]
-    return whole[0][whole[1]]
+    if in_auto_dp_mode():  # placements say `Replicate` there, though each data rank has rows of its own
+        mesh, axis = valid.process_mesh, auto_dp_axis(valid.process_mesh)
+        split = [dist.Shard(0) if axis in (at, name) else dist.Replicate() for at, name in enumerate(mesh.dim_names)]
+        parts = [one._local_value() if one.is_dist() else one for one in (values, valid)]
+        shape = paddle.to_tensor([[*parts[0].shape, *[0] * (9 - len(parts[0].shape))]])
+        shapes = _whole(dtensor_from_local(shape, mesh, split)).tolist()
+        if any(one != shapes[0] for one in shapes):
+            raise ArgumentError(
+                f"values must have the same shape on all data ranks, got {[s[: values.ndim] for s in shapes]}: give "
+                "one number for each row, or pad the rows to one length."
+            )
+        values, valid = (dtensor_from_local(one.contiguous(), mesh, split) for one in parts)
+    return _whole(values)[_whole(valid)]
+
+
+def _whole(tensor: Any) -> Any:
+    """Return all of a tensor, as a local one; collective over its mesh."""
+    if not tensor.is_dist():
+        return tensor
+    return dist.reshard(tensor, tensor.process_mesh, [dist.Replicate() for _ in tensor.placements])._local_value()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import paddle.distributed as dist
+import paddle.io
 
 from paddle_shard.delivery.placing import LoaderRows, PassSetup
 from paddle_shard.delivery.replicas import replicas_of
@@ -19,7 +20,7 @@ from paddle_shard.inputs.generators import generators_of
 from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
-from paddle_shard.loader.compat import in_auto_dp_mode
+from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
@@ -36,6 +37,11 @@ from paddle_shard.version import VERSION
 _SHOWN_RANKS = 32
 _MOST_OF_FILES = 40_000
 """Most characters of the list of files that ranks compare by name; they always compare a digest of all."""
+_LOST = (
+    "auto-DP mode: when a DataLoader is made, Paddle replaces a sampler of yours by the order of the data set, and "
+    "forgets drop_last of an IterableDataset, which nobody can see afterwards. Order the data set itself, and give "
+    "tail='drop'."
+)
 
 
 def setup_of(options: LoaderOptions) -> PassSetup:
@@ -45,6 +51,14 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         ArgumentError: An argument cannot be honoured.
     """
     auto_dp, me = in_auto_dp_mode(), dist.get_rank()
+    if auto_dp and options.shard_dims is None:  # as Paddle's own, and PaddleFormers for data without an index
+        options = replace(options, shard_dims=auto_dp_axis(options.meshes))
+    if auto_dp:
+        say_once(_LOST)
+    if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
+        options = replace(options, is_dataset_splitted=True)
+    given = options.dataloader
+    name = type(given.dataset if isinstance(given, paddle.io.DataLoader) else given).__name__
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
     members = _members(layouts)
@@ -69,12 +83,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         )
     replicas = replicas_of(options, source, layouts, agreeing)
     batch_check: BatchCheck | None = None
-    # A sampler that says which part it reads was held against the mesh, and in auto-DP mode Paddle has split the data.
-    known_to_differ = hasattr(source.custom_sampler, "nranks") or auto_dp
     compares = options.verify is not None and len(agreeing) > 1
     if compares and not source.split:
         batch_check = BatchCheck(None, getattr(options.dataloader.dataset, "sample_name", None))
-    elif compares and not known_to_differ and own.on_mesh and own.num_data_ranks > 1:
+    elif compares and own.on_mesh and own.num_data_ranks > 1:
         batch_check = BatchCheck((own.layout, own.data_axes))
     return PassSetup(
         options=options,
@@ -86,7 +98,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         run=Run(source, own, members, options.timeout),
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
-        facts=_facts(options, source, placer),
+        facts={"data set": name, **_facts(options, source, placer)},
         batch_check=batch_check,
         replicas=replicas,
         prefetch=prefetch,
@@ -99,14 +111,12 @@ def _reading(
 ) -> Reading:
     """Return how steps are read, here or in workers."""
     given = options.dataloader
-    sharing = 1 if source.stream is None else source.stream.num_workers  # workers that read parts of one step
     how = HowToRead(
         generators=generators_of(given.dataset, given.places[0]),
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
-        several=pads is None and (own.num_data_ranks > 1 or sharing > 1),
-        split=source.split,
+        of_rank=(own.data_rank,) if source.split and own.on_mesh else (),
         compared=compared,
     )
     stream, even, read = source.stream, as_they_are if pads is None else pads.even, None
@@ -119,7 +129,7 @@ def _reading(
 
 def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
-    facts: dict[str, Any] = {"paddle_shard": VERSION, "data set": type(options.dataloader.dataset).__name__}
+    facts: dict[str, Any] = {"paddle_shard": VERSION}
     facts |= {"meshes": _shown(placer.layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
     facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))

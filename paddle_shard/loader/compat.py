@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import paddle.distributed as dist
 
+from paddle_shard.errors import ArgumentError
+
 try:  # Paddle >= 3.1
     from paddle.distributed.auto_parallel.auto_dp_utils import in_auto_dp_mode
 except ImportError:
@@ -18,7 +20,26 @@ except ImportError:
         return False
 
 
-__all__ = ["asked_by_to_static", "in_auto_dp_mode", "mend_process_mesh"]
+__all__ = ["asked_by_to_static", "auto_dp_axis", "in_auto_dp_mode", "mend_process_mesh"]
+
+
+def auto_dp_axis(meshes: Any) -> str | int:
+    """Return the axis of meshes, perhaps nested, over which Paddle's DataLoader splits the data in auto-DP mode.
+
+    Raises:
+        ArgumentError: It is not known.
+    """
+    found = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
+    while nested := [one for one in found if isinstance(one, list | tuple)]:
+        found = [one for one in found if not isinstance(one, list | tuple)] + [one for each in nested for one in each]
+    if all("dp" in one.dim_names for one in found):
+        return "dp"
+    if all(len(one.shape) == 1 for one in found):
+        return 0
+    raise ArgumentError(
+        "shard_dims is missing: in auto-DP mode (dist.enable_auto_dp()) each data rank has rows of its own, and meshes "
+        f"have no axis 'dp' that says which: {[one.dim_names for one in found]}. Name the axis."
+    )
 
 
 @functools.cache  # once a process

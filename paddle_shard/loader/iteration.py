@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
 from paddle.profiler import RecordEvent
+from paddle.profiler.timer import benchmark
 
 from paddle_shard.delivery.begin import begin, unequal_ends
 from paddle_shard.delivery.placing import PassSetup
@@ -62,6 +64,8 @@ class ShardIterator:
         self._valid: tuple[Batch, Any] | None = None
         self._make = TensorMaker(setup.options.dataloader.places[0], ahead=False)
         self._clock = PassClock(setup.stats)
+        # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
+        self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass = begin(setup, start) if begun is None else begun
         self._progress = setup.run.begin(start)  # at last: the run counts what it delivers until it is closed
@@ -88,7 +92,9 @@ class ShardIterator:
         """
         if self._progress.closed:
             raise StopIteration
-        setup, entered = self._setup, self._clock.enter()
+        setup, entered, timer = self._setup, self._clock.enter(), benchmark()
+        timer.check_if_need_record(self._timed)
+        timer.before_reader()
         try:
             with RecordEvent("paddle_shard: next batch"):
                 found = next(self._pass)
@@ -97,6 +103,7 @@ class ShardIterator:
             local = setup.source.split or bool(found.step.parts)
             ids, lost = found.own_ids(setup.own_layout, local=local)
             self._clock.leave(entered, found)
+            timer.after_reader()
             if found.contents:
                 say_if_unsplit(setup.source, found.contents)
                 setup.run.note_contents(found.contents)

@@ -42,9 +42,12 @@ class FieldLayout:
     """The tensor dims that are split `Balanced`."""
     global_rank: int
     replicated_in_name: bool = False
-    """True if the data is split, but the placements say `Replicate` (Paddle's auto-DP mode)."""
+    """True if the data is split, but the placements say `Replicate` (Paddle's auto-DP mode): each data rank computes on
+    its own batch, whose shape may differ from the others'."""
     own_rows: bool = False
     """True if the rows are not the samples; each data rank has what was made of its samples."""
+    row_index: bool = False
+    """True if its numbers are places of samples in the rank's batch, which become places in the global batch."""
 
     @cached_property
     def on_mesh(self) -> bool:
@@ -180,6 +183,8 @@ Entry = FieldLayout | list[FieldLayout]
 
 AS_READ = "as read"
 """A field's entry in `placements`: its rows are not the samples; each data rank keeps what was made of its samples."""
+ROW_INDEX = "row index"
+"""The same, and its numbers, or those in its first column, are places of samples in the batch."""
 
 
 def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[list[Entry], dict[Any, FieldLayout]]:
@@ -225,9 +230,9 @@ def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[l
         entries.append([field_layout(m, d, global_rank, **others) for m, d in zip(of_items, each, strict=True)])
     overrides = {}
     for key, number, wanted in _overridden(options.placements, given, input_keys):
-        as_read = wanted == AS_READ
-        split = axes[number] if as_read else wanted
-        overrides[key] = field_layout(given[number], split, global_rank, own_rows=as_read, **others)
+        own = {"own_rows": wanted in (AS_READ, ROW_INDEX), "row_index": wanted == ROW_INDEX}
+        split = axes[number] if own["own_rows"] else wanted
+        overrides[key] = field_layout(given[number], split, global_rank, **own, **others)
     return entries, overrides
 
 
@@ -271,10 +276,10 @@ def _overridden(
     items = list(placements.items()) if isinstance(placements, Mapping) else None
     if isinstance(placements, list | tuple):
         items = [(i, wanted) for i, wanted in enumerate(placements) if wanted is not None]
-    if items is None or not all(isinstance(wanted, Mapping) or wanted == AS_READ for _, wanted in items):
+    if items is None or not all(isinstance(wanted, Mapping) or wanted in (AS_READ, ROW_INDEX) for _, wanted in items):
         raise ArgumentError(
             "placements must map a field's key or position to {axis: tensor dim}, such as "
-            f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, or to 'as read', got {placements!r}."
+            f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, or to 'as read' or 'row index', got {placements!r}."
         )
     for key, wanted in items:
         if len(meshes) == 1:

@@ -108,13 +108,15 @@ class Placed:
             _check_own_rows(shape, layout, path, rows, dense=dense)
         if by_rows and layout.on_mesh:
             value = _take_rows(value, rows.positions(layout))
+        if layout.row_index and layout.on_mesh and not (dense or layout.replicated_in_name):
+            value = _places_in_global_batch(value, path, rows)
         pad = None if self._pad_to is None else self._pad_to.pad_of(path)
         if pad is not None:
             (self.local if dense else self.padded).add(pad.path)
         waits = self._pad_to is not None and not dense and len(shape) > 0
-        if waits or self._pad_to is None:
+        if waits or (self._pad_to is None and not (dense or layout.replicated_in_name)):
             kind = kind_of(dtype)
-            if own_rows and layout.num_data_ranks > 1 and not dense:  # of these, all data ranks must have as many
+            if own_rows and layout.num_data_ranks > 1:  # of these, all data ranks must have as many
                 kind += f", {shape[0]} rows of "
             self.row_shapes[path] = [kind, *shape[1:]]
         if dense:
@@ -278,6 +280,35 @@ def _take_rows(tensor: Any, positions: Rows) -> Any:
     return paddle.concat([tensor[int(run[0]) : int(run[-1]) + 1] for run in runs])
 
 
+def _places_in_global_batch(tensor: Any, path: str, rows: BatchRows) -> Any:
+    """Return a field whose numbers, or those of its first column, are places of samples, with their global places.
+
+    Negative numbers, which are no places, stay.
+    """
+    places = tensor if tensor.ndim == 1 else tensor[:, 0]
+    if (
+        tensor.place.is_cpu_place() and tensor.size and int(places.max()) >= len(rows.read)
+    ):  # a device would be waited for
+        raise BatchStructureError(
+            f"field {path}: placements says 'row index', but it has numbers up to {int(places.max())}, and this rank's "
+            f"batch has {len(rows.read)} rows. Its numbers, or those in its first column, must be places of rows in "
+            "the batch that the collate_fn was given."
+        )
+    known = paddle.to_tensor(rows.read, place=tensor.place)
+    found = paddle.where(places < 0, places, known[places.astype("int64").clip(min=0)].astype(tensor.dtype))
+    return found if tensor.ndim == 1 else paddle.concat([found.unsqueeze(1), tensor[:, 1:]], axis=1)
+
+
+def counts_anew(tensor: Any, num_rows: int) -> bool:
+    """Return whether a field's numbers, or those of its first column, count the rows of this rank's batch from 0."""
+    if num_rows < 2 or tensor.ndim == 0 or tensor.ndim > 2 or not tensor.size:
+        return False
+    places: np.ndarray[Any, Any] = (tensor if tensor.ndim == 1 else tensor[:, 0]).numpy()
+    known = places[places >= 0]
+    ascending = places.dtype.kind in "iuf" and bool((known[1:] >= known[:-1]).all())
+    return ascending and np.array_equal(np.unique(known), np.arange(num_rows))
+
+
 def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:
     """Refuse a field whose rows are not the samples, if it would have to be cut or cannot be a distributed tensor."""
     name = f"field {path or 'batch'}"
@@ -293,7 +324,7 @@ def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: Batc
             f"{what}: this rank has read other samples, too, and it cannot be told which of its rows are whose. Split "
             "all fields alike (shard_dims), so that each rank reads its own samples only, or make one row a sample."
         )
-    if dense or layout.own_rows or rows.apart or layout.num_data_ranks == 1:
+    if dense or layout.own_rows or layout.replicated_in_name or rows.apart or layout.num_data_ranks == 1:
         return
     raise BatchStructureError(
         f"{what}: it cannot be split by rows. A collate_fn must make one row a sample. What is the same for all "

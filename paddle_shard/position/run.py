@@ -245,10 +245,10 @@ class Run:
             self._resumed = None
         if progress.epoch == self.epoch:
             self._epoch = progress.epoch + 1
-            if self._shared:
-                self._sampler.epoch = self._epoch
-            elif owner_of(self._sampler) is None:  # as a run does that is resumed here; others move on by their state
+            if owner_of(self._sampler) is None:  # as a run does that is resumed here; others move on by their state
                 self._tell_samplers(self._epoch)
+            elif self._shared:
+                self._sampler.epoch = self._epoch
             self._seen = self._samplers_epoch() or 0
             self._newest = None
         elif progress is self._newest:

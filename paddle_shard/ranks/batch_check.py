@@ -25,6 +25,8 @@ _SAME_DATA = (
     "samples may be lost."
 )
 
+_SPLIT = "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
+
 NEVER_THE_SAME = (
     "samples are not the same each time they are read, or cannot be read: nobody sees whether ranks, or a run that is "
     "resumed, have the same data, and no run can be repeated. Draw random numbers from the global generators of numpy, "
@@ -110,14 +112,14 @@ class BatchCheck:
         for rank, found in said.items():
             if found["size"] != said[first]["size"]:
                 raise SplitError(
-                    f"is_dataset_splitted=True, but global rank {first} has {said[first]['size']} rows and global rank "
+                    f"{_SPLIT}, but global rank {first} has {said[first]['size']} rows and global rank "
                     f"{rank} has {found['size']}, so their steps would differ. Give every data rank the same number of "
                     "rows, or leave is_dataset_splitted=False, and this loader splits the data."
                 )
             leader = leaders.setdefault(self._data_ranks[rank], rank)  # the first rank of the replica group
             if found["fields"] != said[leader]["fields"]:
                 raise SplitError(
-                    f"is_dataset_splitted=True, but global ranks {leader} and {rank}, which are replicas "
+                    f"{_SPLIT}, but global ranks {leader} and {rank}, which are replicas "
                     f"(the same data rank), read different {found['what']}. Split by the data rank, not by the global "
                     "rank, and draw random numbers from a seed that replicas share."
                 )
@@ -126,10 +128,12 @@ class BatchCheck:
             other = by_digest.setdefault(str(found["fields"]), rank)
             if self._data_ranks[other] != self._data_ranks[rank]:
                 raise SplitError(
-                    f"is_dataset_splitted=True, but global ranks {other} and {rank}, which are different "
+                    f"{_SPLIT}, but global ranks {other} and {rank}, which are different "
                     f"data ranks, read the same {found['what'].removesuffix('es')}: the data is not split. Leave "
                     "is_dataset_splitted=False, and this loader splits it. Or give each data rank a loader of its own "
-                    "rows, for instance with paddle.io.DistributedBatchSampler(num_replicas=, rank=)."
+                    "rows, for instance with paddle.io.DistributedBatchSampler(num_replicas=, rank=). A sampler that "
+                    "draws for its rank alone gets random numbers of its own if copy.deepcopy can copy it; else let it "
+                    "seed a generator with its rank. Where equal rows are meant, verify=None leaves this check out."
                 )
 
 

@@ -271,7 +271,8 @@ def error_of(
             "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use "
             "the same seed on all ranks for every random generator of its own; and, with balance=, the same costs. "
             "(The global generators of numpy, Python, Paddle and torch are seeded.) If each rank has its own data, set "
-            "is_dataset_splitted=True."
+            "is_dataset_splitted=True; where a trainer makes the loader, set an attribute of the data set: "
+            "`is_dataset_splitted = True`."
         )
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]

@@ -87,7 +87,6 @@ class ChunkReader(Reader):
         generators: Sequence[Generator],
         *,
         skips: bool = False,
-        split: bool = False,
     ) -> None:
         """Set up the reader.
 
@@ -97,10 +96,9 @@ class ChunkReader(Reader):
             collate_fn: The user's function, or None to stack the samples with `collate`.
             generators: Global generators to seed before each call of the user's code.
             skips: True if a sample on which the user's code fails becomes an invalid row.
-            split: True if other rows of the global batch are collated elsewhere.
         """
         super().__init__(dataset, collate_fn, generators, skips=skips)
-        self._stage, self._split = stage, split
+        self._stage = stage
         self._pass_number: int | None = None
         self._next_step = 0
         self._parts: list[Iterator[tuple[int, Any]]] = []
@@ -166,12 +164,11 @@ class ChunkReader(Reader):
         if len(samples) == len(real):  # else rows are missing
             failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
             at.update(what=f"collating {len(samples)} samples", index=None)
-            self._seed(asked.opening.key(parts[0], "collate", asked.step))
+            self._seed(asked.opening.key(0, "collate", asked.step))  # the same for all readers of the step
             value, skipped = self._collated(
                 samples,
                 failed,
                 whole=asked.whole_items,
-                split=self._split,
                 stand_in=lambda: self._padding.of(parts[0]),
                 name_of=lambda row: self._named(*places[row], asked),
             )

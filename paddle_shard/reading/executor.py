@@ -105,7 +105,8 @@ class _Reads(Executor):
             if answer.digest != chunks[0].digest:
                 raise DifferentDataError(
                     f"step {step.number}: the workers of this rank have read different data, though each reads the "
-                    "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them."
+                    "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
+                    "Leave a split among the workers (by worker_init_fn, or by their number) to this loader."
                 )
             for _, why in answer.skipped:
                 logging.getLogger("paddle_shard").warning("skipped %s", why)

@@ -6,7 +6,6 @@ samples that fail, and how a failure travels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,21 +23,14 @@ from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.tensors import arrays_of, dtype_of, is_tensor
+from paddle_shard.reading.tensors import dtype_of, is_tensor
 from paddle_shard.samplers.randomness import Generator, kept, restore, states
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
-from paddle_shard.tree import TEXT, leaves
+from paddle_shard.tree import leaves
 
 TRIED = 64
 """Number of samples that are tried to find one that can be read."""
-
-RAGGED = (
-    "Give shard_dataloader pad_to={field: ('longest', value)}: rows are padded to the longest of all "
-    "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
-    ".batch(B).map(collate_fn) of a Stream, or items that are batches."
-)
-"""The ways out for a collate_fn that pads to the longest row."""
 
 
 class DrewBesideError(Exception):
@@ -70,6 +62,7 @@ class Reader:
         """
         self.dataset, self.generators = dataset, generators
         self._collate_fn, self._skips = collate_fn, skips
+        self._collate = collate_fn or partial(collate, stack_other=_stack_tensors)
 
     @property
     def runs_free(self) -> bool:
@@ -127,7 +120,6 @@ class Reader:
         failed: dict[int, str],
         *,
         whole: bool,
-        split: bool,
         stand_in: Callable[[], Any],
         name_of: Callable[[int], str],
     ) -> tuple[Any, list[tuple[int, str]]]:
@@ -137,20 +129,18 @@ class Reader:
             samples: One for each row.
             failed: Row -> why its sample could not be read.
             whole: True if a sample is a whole batch.
-            split: True if other rows of the global batch are collated elsewhere.
             stand_in: Returns a sample that can be read; it raises `LookupError` if there is none.
             name_of: Returns the name of a row's sample, for messages.
         """
         if whole:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0]), []
-        collate = partial(collate_rows, collate_fn=self._collate_fn, rows_are_split=split)
         if not self._skips:
             try:
-                return collate(samples), []
+                return self._collate(samples), []
             except DtypesDifferError as error:
                 error.args = (f"{error} They begin with {' and '.join(map(name_of, error.rows))}.",)
                 raise
-        value = collate_skipping(samples, failed, collate, stand_in, name_of)
+        value = collate_skipping(samples, failed, self._collate, stand_in, name_of)
         return value, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())]
 
 
@@ -166,10 +156,8 @@ class HowToRead:
     """True if a sample that cannot be read becomes an invalid row."""
     items_are_batches: bool = False
     """True if an item of the data set is a whole batch (`batch_size=None`)."""
-    several: bool = False
-    """True if others (data ranks, or a stream's workers) read other rows, so that none may depend on its neighbours."""
-    split: bool = False
-    """True if the loader of every data rank has rows of its own."""
+    of_rank: tuple[int, ...] = ()
+    """(data rank,) if the loader of each has rows of its own: what a sample draws is then its own, too."""
     compared: bool = False
     """True if other ranks read some of the same samples, to compare them."""
 
@@ -266,41 +254,43 @@ class IdReader(Reader):
 
     def _rows(self, asked: Step, at: dict[str, Any], *, seeded: bool) -> Chunk:
         """See `Reader`. The first batch, which is seeded, shows whether reading draws."""
-        key = _key_of(self._how.seed, asked.epoch)
+        key = _key_of(self._how.seed, asked.epoch, *self._how.of_rank)
         ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
         if self._read_many is None:
             return self._one_by_one(asked, ids, at, key, seeded=seeded)
-        seed = _seed_of(key, ids[0])
         try:
-            if seeded:
-                self._seed(seed)
-            found = self._at_once(asked, ids, at)
+            return self._at_once(asked, ids, at, _seed_of(key, ids[0]), seeded=seeded)
         except Exception as error:
             raise_if_a_handlers(error)
             if not self._skips or not hasattr(self.dataset, "__getitem__"):
                 raise
             return self._one_by_one(asked, ids, at, key, seeded=seeded)
-        if self._draws is None:
-            self._draws = self._drew_since(seed)
-        return found
 
-    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any]) -> Chunk:
+    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int, *, seeded: bool) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
         at.update(what=f"reading {len(ids)} samples at once", index=None)
+        if seeded:
+            self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
-        if not isinstance(samples, list):
-            contents = self.contents(step)
-            return Chunk(samples if self._collate_fn is None else self._collate_fn(samples), contents=contents)
-        if len(samples) != len(ids):
+        watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
+        contents, listed = self.contents(step), isinstance(samples, list)
+        if listed and len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
                 "a batch that is no list."
             )
-        contents = self.contents(step)
-        at.update(what=f"collating {len(samples)} samples", index=None)
-        value = collate_rows(samples, self._collate_fn, rows_are_split=self._splits(step))
+        at.update(what=f"collating {len(samples) if listed else 'the'} samples", index=None)
+        if seeded:
+            self._seed(seed := self._collate_seed(step))
+        value = self._collate(samples) if listed or self._collate_fn is not None else samples
+        if watched:
+            self._draws = drew or self._drew_since(seed)
         return Chunk(value, contents=contents)
+
+    def _collate_seed(self, step: Step) -> int:
+        """Return the seed of what is drawn while a step is collated: the same on all data ranks."""
+        return derive_seed(_key_of(self._how.seed, step.epoch), "collate", step.number)
 
     def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
@@ -325,13 +315,11 @@ class IdReader(Reader):
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
         contents = self.contents(step, ids, samples)  # before collating may change them
         if seeded:
-            seed = derive_seed(key, "collate", step.number)
-            self._seed(seed)
+            self._seed(seed := self._collate_seed(step))
         value, skipped = self._collated(
             samples,
             failed,
             whole=self._how.items_are_batches,
-            split=self._splits(step),
             stand_in=lambda: self._readable(key),
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
@@ -375,10 +363,6 @@ class IdReader(Reader):
         self._seed(seed)
         return states(self.generators) != now
 
-    def _splits(self, step: Step) -> bool:
-        """Return whether other rows of a step's global batch are collated elsewhere."""
-        return self._how.several and (self._how.split or len(step.ids) < step.num_rows)
-
     def _readable(self, key: int) -> Any:
         """Return the first sample of the data set that can be read: the same one on every rank."""
         if self._stand_in is None:
@@ -395,9 +379,9 @@ class IdReader(Reader):
 
 
 @lru_cache(maxsize=16)
-def _key_of(seed: int, epoch: int) -> int:
-    """Return the key of the seeds of an epoch's samples."""
-    return derive_seed("sample", seed, epoch)
+def _key_of(*parts: int) -> int:
+    """Return the key of the seeds of an epoch's samples, given the seed, the epoch and perhaps the data rank."""
+    return derive_seed("sample", *parts)
 
 
 def _seed_of(key: int, index: Any) -> int:
@@ -421,25 +405,6 @@ def _itself(index: Any) -> Any:
     return index
 
 
-def collate_rows(samples: Sequence[Any], collate_fn: Callable[[Any], Any] | None, *, rows_are_split: bool) -> Any:
-    """Return samples as rows of one batch.
-
-    Args:
-        samples: One or more.
-        collate_fn: The user's, or None to stack them with `collate`.
-        rows_are_split: True if other rows of the global batch are collated elsewhere.
-
-    Raises:
-        ValueError: The rows are split, and a row's shape depends on its neighbours.
-    """
-    if collate_fn is None:
-        return collate(samples, _stack_tensors)
-    batch = collate_fn(samples)
-    if rows_are_split:
-        _refuse_lengths_of_neighbours(samples, batch, collate_fn)
-    return batch
-
-
 def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     """Stack tensors as arrays: the framework's own operators are not safe in a forked worker.
 
@@ -451,33 +416,6 @@ def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
         return paddle.stack(list(samples))
     return stack([sample.numpy() for sample in samples], path)
-
-
-def _refuse_lengths_of_neighbours(samples: Sequence[Any], batch: Any, collate_fn: Callable[[Any], Any]) -> None:
-    """Raise if a row's shape depends on its neighbours, since other data ranks would get another length.
-
-    A collate that pads to its longest row is found by collating the smallest sample alone. Lengths that
-    agree within every rank and differ between them cannot be seen from here.
-    """
-    sizes = [
-        sum(len(leaf) if isinstance(leaf, TEXT) else math.prod(getattr(leaf, "shape", ())) for leaf in leaves(sample))
-        for sample in samples
-    ]
-    if min(sizes) == max(sizes):
-        return
-    smallest = samples[sizes.index(min(sizes))]
-    try:
-        alone = collate_fn([smallest])
-    except Exception as error:  # a collate that wants several samples: nothing can be told
-        raise_if_a_handlers(error)
-        return
-    together, single = ([tuple(array.shape[1:]) for array in arrays_of(made)] for made in (batch, alone))
-    if together != single:
-        raise ValueError(
-            f"the collate_fn pads to the longest row of what it is given: row shapes {together} for this "
-            f"slice, but {single} for its smallest sample alone. Other data ranks collate other rows, so the "
-            f"global batch would be ragged. {RAGGED}"
-        )
 
 
 def collate_skipping(

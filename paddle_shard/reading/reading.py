@@ -109,7 +109,7 @@ class Reading:
         reader: Reader | None = self._id_reader
         if stream is not None:
             made, how = (stream.stage, given.dataset, given.collate_fn), self._how
-            reader = ChunkReader(*made, how.generators, skips=how.skip_errors, split=how.several)
+            reader = ChunkReader(*made, how.generators, skips=how.skip_errors)
             places, even = stream.places if len(stream.places) > 1 else None, stream.even
             reads_all = isinstance(stream.stage.source, IterableSource)
         assert reader is not None

@@ -33,6 +33,7 @@ class WorkerSettings:
     num_ahead: int
     """Number of requests that a worker is sent ahead."""
 
+
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 

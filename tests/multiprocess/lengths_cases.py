@@ -21,6 +21,8 @@ CASES = {
     "no value": {"mesh": DP, "pad_to": "longest", "pad_values": {"ids": 0, "weights": 0.5, "mask": 0}},
     "no such field": {"mesh": DP, "pad_to": "longest", "pad_values": {"id": 0}},
     "not padded": {"mesh": DP},
+    "not padded, workers": {"mesh": DP, "workers": 2},
+    "not padded, stream": {"mesh": DP, "stream": True},
     "no number": {"mesh": DP, "pad_to": "longest", "pad_values": {**VALUES, "ids": 0.5}},
     "local": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "dense_tensor_idx": [[0], [], [], []]},
     "none on a rank": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "odd": "none"},

@@ -5,7 +5,7 @@ import paddle
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard.errors import BatchStructureError, DataReadError
+from paddle_shard.errors import BatchStructureError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import DP2, ONE, Made, mesh, sharded
 
@@ -105,15 +105,3 @@ def test_what_input_keys_leaves_out_is_not_counted():
     next(iter(loader))
 
     assert loader.stats.total.bytes == 4 * 4 * 8
-
-
-def test_a_collate_that_pads_texts_to_the_longest_is_refused():
-    def pad(samples):
-        longest = max(map(len, samples))
-        return np.array([[ord(c) for c in s.ljust(longest)] for s in samples])
-
-    loader = sharded(DataLoader(Made(lambda i: "a" * (i + 1)), batch_size=4, collate_fn=pad))
-    with pytest.raises(DataReadError, match="pads to the longest row"):
-        next(iter(loader))
-    alone = sharded(DataLoader(Made(lambda i: "a" * (i + 1)), batch_size=4, collate_fn=pad), mesh([0]))
-    assert next(iter(alone)).shape == [4, 4], "with one data rank there are no others"

@@ -128,5 +128,5 @@ def test_what_would_have_to_be_cut_is_refused():
 
 
 def test_a_word_that_says_nothing_is_refused():
-    with pytest.raises(ArgumentError, match="placements must map a field's key .* or to 'as read'"):
+    with pytest.raises(ArgumentError, match="placements must map a field's key .* or to 'as read' or 'row index'"):
         sharded(pairs, placements={1: "as it is"})

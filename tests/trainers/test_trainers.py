@@ -76,6 +76,21 @@ def test_accumulation_takes_each_row_once_too(tmp_path):
     assert np.allclose([loss for _, loss in steps], losses_of_a_plain_loop(steps, 2 * ROWS, accumulation=2), atol=1e-5)
 
 
+@pytest.mark.skipif(TRAINER != "paddleformers", reason="other trainers do not take such data")
+@pytest.mark.parametrize("data", ["stream", "ragged"])
+def test_a_stream_and_rows_of_several_lengths_are_each_row_once(data, tmp_path):
+    check_epochs(trained(tmp_path, data=data), ROWS, STEPS)
+
+
+@pytest.mark.skipif(TRAINER == "paddleformers", reason="in its mode Paddle's DataLoader replaces the sampler")
+def test_the_packages_own_sampler_skips_once_whether_it_is_told_what_was_consumed_or_not(tmp_path):
+    steps = trained(tmp_path, consumed=0, save_steps=2)
+
+    for told in (0, 2 * ROWS // STEPS):
+        rest = trained(tmp_path / str(told), consumed=told, resume=str(tmp_path / "out" / "checkpoint-2"))
+        assert [rows for rows, _ in rest] == [rows for rows, _ in steps[2:]]
+
+
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_resumed_run_goes_on_with_the_next_row(straight, stop, tmp_path):
     static, folder, steps = straight

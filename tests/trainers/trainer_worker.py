@@ -1,6 +1,8 @@
 """A tiny random model, trained by a package's auto-parallel trainer that nobody edits: `trainer_worker.py OPTIONS`.
 
-Options, in JSON: the package's `name`, the folder `out`, and `static`, `accumulation`, `rows`, `max_steps`, `resume`.
+Options, in JSON: the package's `name`, the folder `out`, and `static`, `accumulation`, `rows`, `max_steps`, `resume`;
+`data`: "stream", or "ragged" for rows of several lengths; `consumed`: for the package's own sampler without a
+`TrainerCallback`, the samples behind which it begins.
 Each rank reports [rows of its slice, loss] of each micro-step.
 """
 
@@ -33,6 +35,39 @@ class Rows(paddle.io.Dataset):
         tokens, labels = draw.randint(0, VOCABULARY, (2, LENGTH))
         tokens[0] = index
         return {"input_ids": tokens.astype("int64"), "labels": labels.astype("int64")}
+
+
+class Ragged(Rows):
+    """Rows of one to six tokens."""
+
+    def __getitem__(self, index):
+        return {key: value[: 1 + index % LENGTH] for key, value in super().__getitem__(index).items()}
+
+
+class Stream(paddle.io.IterableDataset):
+    """The rows, without an index."""
+
+    def __init__(self, length):
+        self.rows = Rows(length)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+DATA = {"rows": Rows, "ragged": Ragged, "stream": Stream}
+
+
+def padded(samples):
+    """A batch as long as the longest of its rows."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    found = {}
+    for key, fill in (("input_ids", 0), ("labels", -100)):
+        rows = [np.pad(s[key], (0, longest - len(s[key])), constant_values=fill) for s in samples]
+        found[key] = paddle.to_tensor(np.stack(rows))
+    return found
 
 
 class Config:
@@ -113,12 +148,23 @@ def rows_of(inputs):
 def main(options):
     on_cpu()
     position = paddle_shard.TrainerCallback(options.get("resume"))
-    paddle_shard.patch_paddle(on_loader=position.add)
+    consumed = options.get("consumed")
+    paddle_shard.patch_paddle(on_loader=position.add if consumed is None else None)
     trainer_class, arguments_class = imported(options["name"])
     static, accumulation = options.get("static", False), options.get("accumulation", 1)
     found = []
 
     class Watched(trainer_class):
+        def _get_train_sampler(self):
+            if consumed is None:
+                return super()._get_train_sampler()
+            from importlib import import_module
+
+            package = "paddlenlp" if options["name"] == "paddlenlp" else "paddleformers"
+            sampler = import_module(f"{package}.utils.batch_sampler").DistributedBatchSampler
+            told = {"num_replicas": world, "rank": dist.get_rank(), "consumed_samples": consumed}
+            return sampler(self.train_dataset, BATCH // world, **told)
+
         def training_step(self, model, inputs, *args, **others):
             rows = rows_of(inputs)
             loss = super().training_step(model, inputs, *args, **others)
@@ -157,8 +203,14 @@ def main(options):
         dist.fleet.auto.set_mesh(mesh)
     layer = model()
     dist.shard_layer(layer, mesh.get_mesh_with_dim("pp")[0], lambda name, part, mesh: None)
+    data = options.get("data", "rows")
     trainer = Watched(
-        model=layer, criterion=Loss(), args=arguments, train_dataset=Rows(options["rows"]), callbacks=[position]
+        model=layer,
+        criterion=Loss(),
+        args=arguments,
+        train_dataset=DATA[data](options["rows"]),
+        callbacks=[position] if consumed is None else [],
+        **({"data_collator": padded} if data == "ragged" else {}),
     )
     if static:
         cpu_static()

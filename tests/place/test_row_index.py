@@ -1,0 +1,76 @@
+"""Fields in which a collate_fn writes the row's place in the batch, such as `response_indexs` of preference pairs."""
+
+import numpy as np
+import pytest
+from paddle.io import DataLoader
+
+import paddle_shard
+from paddle_shard.errors import PaddleShardError
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from tests.helpers import DP2, ONE, Made, local, mesh, sharded
+
+SPLIT = {"index": "row index", "boxes": "row index"}
+MP_DP = mesh([[0, 1], [2, 3]], "mp", "dp")
+
+
+def numbered(samples):
+    """Rows, their places, and two boxes for each: (place of the image, number of the box); one has -1."""
+    places = np.arange(len(samples))
+    boxes = np.stack([np.repeat(places, 2), np.repeat(samples, 2)], axis=1).astype("float32")
+    boxes[0, 0] = -1
+    return {"rows": np.array(samples), "index": places, "boxes": boxes}
+
+
+def steps_of(loader):
+    return [{key: np.array(local(leaf)) for key, leaf in batch.items()} for batch in loader]
+
+
+def given(workers=0, accumulation=1, stream=False, length=16):
+    data = paddle_shard.Stream.of(range(length)) if stream else Made(int, length)
+    found = DataLoader(data, batch_size=8 // accumulation, collate_fn=numbered, num_workers=workers)
+    found.batch_sampler._acc_steps = accumulation
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"stream": True}, {"length": 13}, {"workers": 2}])
+@pytest.mark.parametrize("over", [DP2, MP_DP], ids=["dp", "mp x dp"])
+def test_the_places_are_those_in_the_global_batch(over, options):
+    tail = None if "stream" in options else "fill"
+
+    def run():
+        return steps_of(sharded(given(**options), over, placements=SPLIT, tail=tail))
+
+    ranks = on_each_rank(range(over.size), run)
+    whole = steps_of(sharded(given(**options), ONE, tail=tail))
+
+    for step, expected in enumerate(whole):
+        for rank in ranks.values():
+            found = rank[step]
+            assert (expected["rows"][found["index"]] == found["rows"]).all(), "a row is where its place says"
+            images = found["boxes"][:, 0].astype(int)
+            assert images[0] == -1
+            assert (expected["rows"][images[1:]] == found["boxes"][1:, 1]).all()
+        joined = np.concatenate([ranks[rank][step]["index"] for rank in over.process_ids[:2]])
+        assert sorted(joined) == list(range(len(joined)))
+
+
+def test_a_stream_of_several_workers_counts_each_batch_once():
+    assert steps_of(sharded(given(stream=True, workers=2), ONE, placements=SPLIT))[1]["index"].tolist() == [*range(8)]
+
+
+def test_a_place_that_the_batch_does_not_have_is_an_error_with_the_field():
+    def beyond(samples):
+        return {"rows": np.array(samples), "index": np.array([7] * len(samples))}
+
+    with pytest.raises(PaddleShardError, match=r"field \['index'\]: .* 'row index', .* up to 7, and .* 2 rows"):
+        next(iter(sharded(DataLoader(Made(int), batch_size=4, collate_fn=beyond), placements={"index": "row index"})))
+
+
+def test_what_counts_anew_on_each_data_rank_and_does_not_say_so_is_said(caplog):
+    for rank in (0, 1):
+        caplog.clear()
+        with simulated_rank(rank, 2):
+            next(iter(sharded(given(), placements={"boxes": "as read"})))
+        said = [record.getMessage() for record in caplog.records if "row index" in record.getMessage()]
+        assert len(said) == rank
+    assert "['index'], ['boxes'] " in said[0]

@@ -1,0 +1,130 @@
+"""Paddle's suites on two data ranks: samplers as those of PaddleClas, batches as those of PaddleDetection."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import HANG
+
+pytestmark = pytest.mark.multiprocess
+HERE = Path(__file__).parent
+WORKER = HERE / "suites_worker.py"
+CASES = ["mixed", "pk", "pk, split, each step", "pk, resumed", "identities", "identities, resumed", "augmented"]
+CASES += ["augmented, workers", "one order", "scales", "scales, split", "resize", "resize, workers", "resize, at once"]
+CASES += ["resize, stream", "stride", "padded", "padded, further", "shares", "halves", "reader", "reader, split"]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(run_case):
+    def reports(case):
+        return run_case(WORKER, 2, case, CASES, env={"PYTHONPATH": str(HERE.parents[1])}, timeout=2 * HANG)
+
+    return reports
+
+
+def rows_of(report):
+    """The numbers of the rows of each step."""
+    assert report["error"] == ""
+    return [[row[0] for row in fields[0]] for fields in report["steps"]]
+
+
+@pytest.mark.parametrize("case", ["pk", "pk, split, each step", "identities"])
+def test_a_sampler_that_draws_for_its_rank_draws_other_rows_on_each_data_rank(case, of_ranks):
+    first, second = map(rows_of, of_ranks(case))
+
+    assert len(first) == len(second) >= 8
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    for rows in first + second:
+        identities = [row % 12 for row in rows]
+        assert len(set(identities)) == 2
+        assert all(identities.count(one) == 2 for one in identities)
+
+
+@pytest.mark.parametrize("case", ["pk, resumed", "identities, resumed"])
+def test_it_draws_the_same_again_after_a_resume(case, of_ranks):
+    for straight, again in of_ranks(case):
+        assert rows_of(straight) == rows_of(again) != []
+
+
+def test_one_that_cannot_be_copied_is_refused_where_its_rows_are_the_same(of_ranks):
+    for report in of_ranks("mixed"):
+        assert report["steps"] == []
+        assert report["error"].startswith("SplitError: the data is split already, by is_dataset_splitted=True or by ")
+        assert "if copy.deepcopy can copy it" in report["error"]
+
+
+@pytest.mark.parametrize("case", ["augmented", "augmented, workers"])
+def test_a_row_that_several_data_ranks_read_on_purpose_is_augmented_differently_on_each(case, of_ranks):
+    one, other = of_ranks(case)
+
+    assert rows_of(one) == rows_of(other)
+    drawn = [[row for step in report["steps"] for row in step[1]] for report in (one, other)]
+    assert all(a != b for a, b in zip(*drawn, strict=True))
+
+
+def test_a_sampler_that_cuts_one_drawn_order_still_draws_it_alike_on_all_ranks(of_ranks):
+    first, second = map(rows_of, of_ranks("one order"))
+
+    assert len(first) == 12
+    for epoch in (0, 6):
+        read = [row for rows in (first, second) for step in rows[epoch : epoch + 6] for row in step]
+        assert sorted(read) == list(range(48))
+    assert first[:6] != first[6:]
+
+
+def test_a_sampler_that_cuts_for_its_rank_without_a_word_is_refused_and_taken_where_that_is_said(of_ranks):
+    for report in of_ranks("scales"):
+        assert "is_dataset_splitted=True" in report["error"]
+    first, second = map(rows_of, of_ranks("scales, split"))
+    assert sorted(row for rows in (first, second) for step in rows for row in step) == list(range(48))
+
+
+def sides_of(report):
+    """The side of the images of each step."""
+    assert report["error"] == ""
+    return [len(fields[0][0]) for fields in report["steps"]]
+
+
+@pytest.mark.parametrize("case", ["resize", "resize, workers", "resize, at once", "resize, stream"])
+def test_a_collate_that_draws_draws_the_same_on_all_data_ranks_and_other_numbers_at_each_step(case, of_ranks):
+    first, second = map(sides_of, of_ranks(case))
+
+    assert first == second
+    assert len(first) == 8
+    assert len(set(first[:4])) > 1
+    assert first[:4] != first[4:]
+    assert first == sides_of(of_ranks("resize")[0]) or case == "resize, stream"
+
+
+def test_rows_that_are_as_long_on_all_ranks_are_taken_whatever_each_would_be_alone(of_ranks):
+    for report in of_ranks("stride"):
+        assert sides_of(report) == [8] * 4
+        assert [[len(boxes) for boxes in fields[1]] for fields in report["steps"]] != [[1, 1]] * 4, "what stays local"
+
+
+def test_rows_that_differ_between_ranks_are_an_error_on_all_at_their_step_and_can_be_padded_further(of_ranks):
+    for report in of_ranks("padded"):
+        assert len(report["steps"]) == 0
+        assert report["error"].startswith(
+            "BatchStructureError: epoch 0, step 0: the rows that the ranks have read do not "
+        )
+        assert "pad_to={field: ('longest', value)}" in report["error"]
+    for report in of_ranks("padded, further"):
+        assert sides_of(report) == [6] * 4
+
+
+def test_a_split_by_worker_init_fn_as_paddles_page_shows_it_loses_nothing_and_another_one_is_named(of_ranks):
+    rows = [row for report in of_ranks("shares") for step in rows_of(report) for row in step]
+    assert sorted(rows) == list(range(16))
+    for report in of_ranks("halves"):
+        assert report["steps"] == []
+        assert "worker_init_fn" in report["error"]
+
+
+def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken_where_that_is_said(of_ranks):
+    for report in of_ranks("reader"):
+        assert report["steps"] == []
+        assert "BaseDataLoader" in report["error"]
+        assert "is_dataset_splitted=True" in report["error"]
+    rows = [row for report in of_ranks("reader, split") for step in rows_of(report) for row in step]
+    assert sorted(rows) == list(range(48))
