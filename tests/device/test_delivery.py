@@ -200,6 +200,27 @@ def test_a_batch_that_the_user_holds_keeps_its_numbers():
     assert np.concatenate([x._local_value().numpy() for x, _ in held]).tolist() == ROWS.tolist()
 
 
+class OneMemory(Data):
+    """Gives the same array and the same tensor in host memory for every batch."""
+
+    def __init__(self):
+        self.array, self.tensor = np.zeros([8, 8], "float32"), paddle.to_tensor(np.zeros([8, 8], "float32"), place=CPU)
+
+    def __getitems__(self, indices):
+        self.array[: len(indices)] = ROWS[indices]
+        paddle.assign(paddle.to_tensor(self.array, place=CPU), self.tensor)
+        return self.array[: len(indices)], self.tensor[: len(indices)]
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
+def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
+    loader = paddle_shard.shard_dataloader(given(OneMemory(), places=[PLACE]), MESH, shard_dims="dp", **options)
+    found = [arrays(batch) for _ in range(5) for batch in loader]
+
+    for field in range(2):
+        assert np.concatenate([batch[field] for batch in found]).tolist() == ROWS.tolist() * 5
+
+
 @needs_two
 def test_valid_is_where_the_batch_is_and_counts_its_rows():
     loader = paddle_shard.shard_dataloader(given(places=[PLACE]), MESH, shard_dims="dp", tail="fill")
