@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.plan.handlers import ignoring
@@ -40,7 +39,7 @@ class TensorMaker:
                 batch is due.
         """
         if type(place) is core.Place and str(place) != str(core.Place()):
-            # A tensor's place is such an object. Where an event is made, Paddle takes it for no choice of a device.
+            # A tensor's place is such an object, which has no stream.
             place = paddle.device._convert_to_place(str(place)[len("Place(") : -1])
         self._place, self._on_cpu = place, is_cpu(place)
         self._feed: DeviceFeed | DeviceQueue | None = None
@@ -131,11 +130,15 @@ class DeviceQueue:
         """
         found = core.eager.read_next_tensor_list(list(tensors))
         self._made.append([tensor._copy_to(self._place, False) for tensor in found])
-        if isinstance(self._place, core.XPUPlace):  # it has copied, and Paddle 3.0 has no event for it
+        place = self._place
+        if isinstance(place, core.XPUPlace):  # it has copied, and Paddle 3.0 has no event for it
             return
-        with _dygraph_place_guard(self._place):  # an event is the current device's
-            event = paddle.device.Event()
-            event.record()
+        # `paddle.device.Event` is the current place's, which is the same for all threads: it must not be changed here.
+        if isinstance(place, core.CustomPlace):
+            event = core.CustomDeviceEvent(place.get_device_type(), place.get_device_id(), False, False, False)
+        else:
+            event = core.CUDAEvent(False, False, False)  # of the thread's current device, which a copy sets
+        event.record(paddle.device.current_stream(place).stream_base)
         self._held.append((event, found))
         while self._held and (len(self._held) > _MOST_QUEUED or self._held[0][0].query()):
             _wait_for(self._held[0][0])
