@@ -79,7 +79,7 @@ class TensorMaker:
                     if not (owned and self._on_cpu):
                         made = made._copy_to(self._host, True)
                     one = None if self._on_cpu else made.value().get_tensor()
-            if one is not None and 0 in leaf.shape and not self._on_cpu:  # the feed takes none; nothing is copied here
+            if one is not None and not self._on_cpu and 0 in leaf.shape:  # the feed takes none; nothing is copied here
                 host = core.eager.read_next_tensor_list([one])[0] if made is None else made
                 made, one = host._copy_to(self._place, False), None
             if one is not None:
