@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.plan.handlers import ignoring
@@ -40,7 +39,7 @@ class TensorMaker:
                 batch is due.
         """
         if type(place) is core.Place and str(place) != str(core.Place()):
-            # A tensor's place is such an object. Where an event is made, Paddle takes it for no choice of a device.
+            # A tensor's place is such an object, which has no stream.
             place = paddle.device._convert_to_place(str(place)[len("Place(") : -1])
         self._place, self._on_cpu = place, is_cpu(place)
         self._feed: DeviceFeed | DeviceQueue | None = None
@@ -50,8 +49,6 @@ class TensorMaker:
             self._feed = DeviceFeed(place) if ahead else DeviceQueue(place)
             if not ahead and isinstance(place, core.CUDAPlace):  # else the copy is not asynchronous
                 self._host = core.CUDAPinnedPlace()
-        self._copies = not (ahead or self._on_cpu)
-        """True if the copy may read the host's memory when the loop has changed it."""
 
     def __call__(self, leaves: Sequence[Any], owned: bool) -> Callable[[], list[Any]]:
         """Begin to make tensors of leaves, and return a function that returns them. It is called in the same order.
@@ -59,7 +56,8 @@ class TensorMaker:
         Args:
             leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Tensors are detached. On a device,
                 what is in host memory is moved there, as Paddle moves a collate_fn's results.
-            owned: True if nothing else uses the arrays, so that a tensor may share an array's memory. False: it copies.
+            owned: True if nothing else uses the leaves, so that a tensor may share their memory. False: what is in host
+                memory is copied, since it may be used again before a device has copied it, or a thread handed it over.
         """
         adopt = owned and len(set(map(id, leaves))) == len(leaves)  # two tensors must not share the memory of one array
         found: list[Any] = []
@@ -74,15 +72,14 @@ class TensorMaker:
                 one.set(leaf, self._host, mine)
             else:
                 made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
-                in_host_memory = is_cpu(made.place) or made.place.is_cuda_pinned_place()
-                if in_host_memory and not self._on_cpu:
-                    # Paddle frees another library's memory under a lock, and that needs the GIL; from_dlpack takes the
-                    # lock with the GIL held. So the reader's thread must never be the one to free it. Nor does that
-                    # reader know of strides: of a view it copies other numbers. (`contiguous` would change the user's.)
-                    if self._copies or not isinstance(leaf, paddle.Tensor) or not made.is_contiguous():
+                if made.is_dense() and (is_cpu(made.place) or made.place.is_cuda_pinned_place()):
+                    # On a device, what is owned is copied, too. Paddle's reader does not know of strides. Nor may its
+                    # thread be the one to free another library's memory: Paddle does it under a lock, and that needs
+                    # the GIL; from_dlpack takes the lock with the GIL held.
+                    if not (owned and self._on_cpu):
                         made = made._copy_to(self._host, True)
-                    one = made.value().get_tensor()
-            if one is not None and 0 in leaf.shape and not self._on_cpu:  # the feed takes none; nothing is copied here
+                    one = None if self._on_cpu else made.value().get_tensor()
+            if one is not None and not self._on_cpu and 0 in leaf.shape:  # the feed takes none; nothing is copied here
                 host = core.eager.read_next_tensor_list([one])[0] if made is None else made
                 made, one = host._copy_to(self._place, False), None
             if one is not None:
@@ -133,11 +130,15 @@ class DeviceQueue:
         """
         found = core.eager.read_next_tensor_list(list(tensors))
         self._made.append([tensor._copy_to(self._place, False) for tensor in found])
-        if isinstance(self._place, core.XPUPlace):  # it has copied, and Paddle 3.0 has no event for it
+        place = self._place
+        if isinstance(place, core.XPUPlace):  # it has copied, and Paddle 3.0 has no event for it
             return
-        with _dygraph_place_guard(self._place):  # an event is the current device's
-            event = paddle.device.Event()
-            event.record()
+        # `paddle.device.Event` is the current place's, which is the same for all threads: it must not be changed here.
+        if isinstance(place, core.CustomPlace):
+            event = core.CustomDeviceEvent(place.get_device_type(), place.get_device_id(), False, False, False)
+        else:
+            event = core.CUDAEvent(False, False, False)  # of the thread's current device, which a copy sets
+        event.record(paddle.device.current_stream(place).stream_base)
         self._held.append((event, found))
         while self._held and (len(self._held) > _MOST_QUEUED or self._held[0][0].query()):
             _wait_for(self._held[0][0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from paddle_shard.reading.reader import DrewBesideError, Reader
 from paddle_shard.reading.tensors import ToTensors, arrays_of, begin_tensors
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
+from paddle_shard.say_once import say_once
 
 
 class Executor:
@@ -121,12 +123,22 @@ class _Reads(Executor):
             raise ReadFailure.of(error, what=what).error(step) from None
 
 
+_OTHER_THREAD = (
+    "another thread than the main one reads without workers. While a sample is read, the CPU is Paddle's current place "
+    "for all threads, so what the main thread computes meanwhile may be on the CPU. Iterate over the loader where you "
+    "train (it reads ahead by itself), or use workers (num_workers=)."
+)
+
+
 def on_cpu() -> contextlib.AbstractContextManager[Any]:
     """Make the CPU the current place, as it is in workers: so samples draw the same numbers, from the same generator.
 
     All threads of a process have the same current place, so only the caller's thread may do this.
     """
-    return _dygraph_place_guard(core.CPUPlace()) if _on_device() else contextlib.nullcontext()
+    on_device = _on_device()
+    if on_device and threading.current_thread() is not threading.main_thread():
+        say_once(_OTHER_THREAD)
+    return _dygraph_place_guard(core.CPUPlace()) if on_device else contextlib.nullcontext()
 
 
 def _on_device() -> bool:

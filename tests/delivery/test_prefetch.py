@@ -183,6 +183,28 @@ def test_a_data_set_that_draws_is_read_on_the_callers_thread_and_the_others_besi
     assert set(drawing.threads) == {main}
 
 
+class OneMemory(Rows):
+    """Gives the same array and the same tensor for every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.array, self.tensor = np.zeros(8, "int64"), paddle.zeros([8], "int64")
+
+    def __getitems__(self, indices):
+        self.array[:] = indices
+        paddle.assign(self.array, self.tensor)
+        return self.array, self.tensor
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
+def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
+    given = paddle.io.DataLoader(OneMemory(), batch_size=8)
+    held = list(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options))
+
+    for field in range(2):
+        assert [row for batch in held for row in batch[field].numpy().tolist()] == list(range(64))
+
+
 def test_a_training_loop_that_draws_gets_the_same_numbers_and_the_same_batches():
     class Rarely(Rows):
         def __getitem__(self, index):

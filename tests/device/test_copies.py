@@ -174,8 +174,23 @@ def test_rows_that_are_scattered_are_taken_without_an_index_that_is_copied(monke
     assert indices.numpy().tolist() == list(range(16))
 
 
+def test_a_copy_leaves_the_current_place_as_it_is(monkeypatch):
+    """It is the same for all threads: another one may be reading on the CPU, or computing on another device."""
+    seen, current_stream = [], paddle.device.current_stream
+
+    def stream(*place):
+        seen.append(paddle.get_device())
+        return current_stream(*place)
+
+    monkeypatch.setattr(paddle.device, "current_stream", stream)
+    batches = iter(loader_of(given(places=[paddle.CustomPlace("standin", 1)]), prefetch=0))
+    next(batches)
+
+    assert seen == ["standin:0"]
+
+
 def test_a_place_may_be_that_of_a_tensor(plugin):
-    """It is an object of another class, which Paddle takes for no choice of a device when it makes an event."""
+    """It is an object of another class, which Paddle takes for no choice of a device where it makes an event."""
     other = paddle.CustomPlace("standin", 1)
     maker = TensorMaker(paddle.ones([1])._copy_to(other, True).place, ahead=False)
     plugin.standin_close(paddle.device.current_stream(other).stream_base.raw_stream)

@@ -1,5 +1,7 @@
 """Every kind of batch comes to the device, with the bytes that it has on the CPU."""
 
+import threading
+
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -7,6 +9,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from tests.deadlines import HANG
 from tests.device.devices import DEVICE, OTHER, needs_two, place
 
 ROWS = np.random.default_rng(0).normal(size=(45, 8)).astype("float32")
@@ -192,12 +195,47 @@ def test_what_a_collate_function_makes_on_the_device_stays_there():
     assert [i for batch in batches for i in batch[1]._local_value().numpy().tolist()] == list(range(45))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_thread_of_the_users_that_reads_is_told_of_the_current_place(workers, monkeypatch, caplog):
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+    loader = paddle_shard.shard_dataloader(given(num_workers=workers), MESH, shard_dims="dp")
+    list(loader)
+    assert not caplog.messages
+    thread = threading.Thread(target=lambda: list(loader))
+    thread.start()
+    thread.join(HANG)
+
+    assert [text for text in caplog.messages if "current place" in text] == caplog.messages
+    assert len(caplog.messages) == (workers == 0)
+
+
 def test_a_batch_that_the_user_holds_keeps_its_numbers():
     loader = paddle_shard.shard_dataloader(given(), MESH, shard_dims="dp")
 
     held = list(loader)  # all at once, while later batches are copied
 
     assert np.concatenate([x._local_value().numpy() for x, _ in held]).tolist() == ROWS.tolist()
+
+
+class OneMemory(Data):
+    """Gives the same array and the same tensor in host memory for every batch."""
+
+    def __init__(self):
+        self.array, self.tensor = np.zeros([8, 8], "float32"), paddle.to_tensor(np.zeros([8, 8], "float32"), place=CPU)
+
+    def __getitems__(self, indices):
+        self.array[: len(indices)] = ROWS[indices]
+        paddle.assign(paddle.to_tensor(self.array, place=CPU), self.tensor)
+        return self.array[: len(indices)], self.tensor[: len(indices)]
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
+def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
+    loader = paddle_shard.shard_dataloader(given(OneMemory(), places=[PLACE]), MESH, shard_dims="dp", **options)
+    found = [arrays(batch) for _ in range(5) for batch in loader]
+
+    for field in range(2):
+        assert np.concatenate([batch[field] for batch in found]).tolist() == ROWS.tolist() * 5
 
 
 @needs_two

@@ -83,6 +83,15 @@ def test_a_view_that_the_user_keeps_stays_a_view():
     assert next(iter(loader))._local_value().tolist() == [[7.0, 0.0], *[[0.0, 0.0]] * 3]
 
 
+def test_a_sparse_tensor_that_stays_local_is_given_as_it_is():
+    def collate(samples):
+        return [np.array(samples), paddle.sparse.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], [2, 2])]
+
+    given = DataLoader(Made(int, length=4), batch_size=2, collate_fn=collate)
+    for _, sparse in sharded(given, ONE, dense_tensor_idx=[[], [0]]):
+        assert sparse.to_dense().tolist() == [[0.0, 1.0], [2.0, 0.0]]
+
+
 def test_a_dict_cannot_have_a_list_of_meshes():
     fields = Made(lambda i: ({"a": np.array(i)}, np.array(i)))
 
