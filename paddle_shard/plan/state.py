@@ -245,14 +245,16 @@ def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override:
     then, here = state["fingerprint"].get("packed") or {}, now.get("packed") or {}
     if then == here:
         return override
-    if "mixture" in now and "mixture" in override:
-        changed = [name for name in then if name in here and then[name] != here[name]]
-        if changed:
+    if "mixture" in now:
+        there = dict(zip(now["mixture"]["sources"], now["mixture"]["segments"][-1]["lengths"], strict=True))
+        old = state["fingerprint"].get("mixture", {"sources": []})["sources"]
+        changed = [name for name in old if there.get(name) and then.get(name) != here.get(name)]
+        if changed and "mixture" in override:
             raise StateError(
                 f"the sources {changed} are packed into other rows than those of the state, so their epochs cannot be "
                 "continued. Give them under new names, and the old ones as None with the weight 0."
             )
-        return [*override, "packed"]
+        return override if changed else [*override, "packed"]
     if "packed" in override and state["samples"]:
         raise StateError(
             "override=['packed']: the documents are packed into other rows than those of the state, so the epoch that "

@@ -150,6 +150,8 @@ class PlanBatches(IndexBatches):
         self._changed = history, history.plan(self.plan)
         plan = self.plan_of(LoaderState(epoch=state.epoch))
         if isinstance(plan.ordering, Mixing):
+            if packed := {**saved.get("packed", {}), **self._data.get("packed", {})}:  # of a source that is gone, too
+                self._data["packed"] = packed
             self.drawn = plan.ordering.first_position(state.epoch, plan.num_samples) + state.samples
 
     def set_weights(self, at: int, parts: tuple[int, ...]) -> None:

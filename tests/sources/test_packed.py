@@ -363,3 +363,35 @@ def test_documents_that_are_no_tokens_are_refused(document, says):
 def test_a_pad_value_that_the_field_cannot_hold_is_refused(pad):
     with pytest.raises((ValueError, OverflowError), match="pad_values|too large|too big"):
         Packed([np.arange(3)], 4, pad_values={"input_ids": pad})[0]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_packed_source_that_was_gone_comes_back_with_the_rows_that_it_had(steps):
+    def loader(code):
+        sources = {"web": Packed(Texts([5] * 20), 12, max_pieces=4), "code": code}
+        mixture = Mixture(sources, {"web": 1, "code": int(code is not None)}, num_samples=24)
+        return sharded(DataLoader(mixture, batch_size=2), ONE)
+
+    def rows(lengths):
+        return Packed(Texts(lengths), 12, max_pieces=4)
+
+    def resumed(old, code):
+        found = loader(code)
+        found.load_state_dict(json.loads(json.dumps(old.state_dict())), override=["mixture"])
+        return found
+
+    old = loader(rows([5] * 30))
+    batches = iter(old)
+    for _ in range(3):
+        next(batches)
+    gone = resumed(old, None)
+    batches = iter(gone)
+    for _ in range(steps):
+        next(batches)
+    again = loader(None)
+    again.load_state_dict(gone.state_dict())  # needs no override: nothing has changed since
+
+    for before in (gone, again):
+        with pytest.raises(StateError, match=r"the sources \['code'\] are packed into other rows"):
+            resumed(before, rows([12] * 15))
+        assert len(list(resumed(before, rows([5] * 30)))) == 12 - 3 - steps
