@@ -165,8 +165,9 @@ class StepPass:
     def close(self) -> None:
         """End the workers and threads, and leave the agreement. It is safe to call this again."""
         self._over = True
-        self._agreement.close()
-        self._executor.close()
+        if self._process == os.getpid():  # in a forked child, a lock of the other threads may stay locked
+            self._agreement.close()
+            self._executor.close()
 
     def _take(self) -> Batch:
         """Return the batch of the next step.

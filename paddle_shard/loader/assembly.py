@@ -26,6 +26,7 @@ from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
+from paddle_shard.ranks.agreeing import connect
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.reading.batch import as_they_are
@@ -35,8 +36,6 @@ from paddle_shard.say_once import say_once
 from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32
-_MOST_OF_FILES = 40_000
-"""Most characters of the list of files that ranks compare by name; they always compare a digest of all."""
 _LOST = (
     "auto-DP mode: when a DataLoader is made, Paddle replaces a sampler of yours by the order of the data set, and "
     "forgets drop_last of an IterableDataset, which nobody can see afterwards. Order the data set itself, and give "
@@ -45,7 +44,7 @@ _LOST = (
 
 
 def setup_of(options: LoaderOptions) -> PassSetup:
-    """Return what the passes of a loader need. Nothing is sent to other ranks.
+    """Return what the passes of a loader need. Other ranks are not waited for.
 
     Raises:
         ArgumentError: An argument cannot be honoured.
@@ -62,6 +61,8 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
     members = _members(layouts)
+    agreeing = members if me in members else (me,)
+    connect(agreeing, options.timeout)  # first, since the data may be counted for minutes, or refused on this rank only
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
     whole = options.shard_dims is None and own.num_data_ranks == 1 and not auto_dp
@@ -75,7 +76,6 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     options = options if stream is None else replace(options, dataloader=stream)
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     prefetch, if_worth_it, on_device = checked_prefetch(options, stream=stream is not None)
-    agreeing = members if me in members else (me,)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(
             f"pad_to={options.pad_to!r}: global rank {me} is on none of the meshes, so nobody tells it "
@@ -140,7 +140,8 @@ def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
     if source.stream is not None and not source.split:
-        facts["files"] = "\n".join(source.stream.stage.source.files)[:_MOST_OF_FILES]
+        # As much as fits into a report; a digest of all is compared, too.
+        facts["files"] = "\n".join(source.stream.stage.source.files)[:40_000]
     if not source.split:  # else each data rank has an order of its own
         facts |= source.batches.fingerprint()
     return facts

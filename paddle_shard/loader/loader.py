@@ -25,7 +25,6 @@ from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import connect
 from paddle_shard.reading.batch import NO_STAND_IN
 
 
@@ -76,7 +75,6 @@ class ShardDataloader(PaddleShardDataloader):
         # Trainers look for the sampler behind the DataLoader, too, where Paddle's class has it.
         self._dataloader = setup.reading.dataloader
         self._dataloader.batch_sampler = self.batch_sampler
-        connect(setup.agreeing_ranks, options.timeout)
 
     @property
     def _input_keys(self) -> Any:

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 from paddle_shard import errors
@@ -222,11 +221,10 @@ def differences(said: Mapping[int, str]) -> str:
 def _on_some(texts: Mapping[int, str]) -> str:
     """Return the first line that not all ranks have, and who has it."""
     lines = {rank: dict.fromkeys(text.split("\n")) for rank, text in texts.items()}
-    for row in zip_longest(*lines.values()):
-        for line in filter(None, row):
-            if lacking := [rank for rank, own in lines.items() if line not in own]:
-                having = [rank for rank in lines if rank not in lacking]
-                return f"{line!r} is on {_named(having)}, and not on {_named(lacking)}"
+    for _, _, line in sorted((at, rank, line) for rank, own in lines.items() for at, line in enumerate(own) if line):
+        if lacking := [rank for rank, own in lines.items() if line not in own]:
+            having = [rank for rank in lines if rank not in lacking]
+            return f"{line!r} is on {_named(having)}, and not on {_named(lacking)}"
     return "in another order"
 
 

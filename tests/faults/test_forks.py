@@ -1,5 +1,7 @@
 """A loader in a forked process, in whatever state its parent's is."""
 
+import threading
+
 import pytest
 
 from paddle_shard.errors import PaddleShardError
@@ -66,6 +68,26 @@ def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
         return [read + numbers(batches), isinstance(found, PaddleShardError)]
 
     assert in_a_fork(parent, 2 * HANG) == [ALL, True]
+
+
+def test_a_fork_drops_an_iterator_of_its_parent_whatever_locks_were_held_when_it_was_made():
+    def parent():
+        batches = iter(loader_of("map", LENGTH))
+        next(batches)
+        release, held = threading.Event(), threading.Event()
+
+        def hold():
+            with batches._pass._agreement._changed:  # as the thread that agrees with other ranks does, now and then
+                held.set()
+                release.wait(HANG)
+
+        threading.Thread(target=hold).start()
+        held.wait(HANG)
+        found = in_a_fork(batches.close, HANG / 8)
+        release.set()
+        return [found, len(numbers(batches))]
+
+    assert in_a_fork(parent, 2 * HANG) == [None, LENGTH - 8]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

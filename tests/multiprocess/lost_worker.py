@@ -1,7 +1,8 @@
 """Ranks of which one is killed in a loop over a loader: `lost map|stream WORKERS LOOP VICTIM`; or before the first:
-`early kill|end certificate|loop VICTIM`; or `stopped VICTIM`; or `unmet`; or `spawn`.
+`early kill|end|refuse certificate|loop VICTIM`; or `stopped VICTIM`; or `unmet`; or `spawn`.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
-from paddle_shard.errors import PeerLostError
+from paddle_shard.errors import PaddleShardError, PeerLostError
 from paddle_shard.testing import report
 
 STEPS, KILLED_AT = 20, 5
@@ -32,10 +33,10 @@ class NumbersAt(paddle.io.Dataset):
         return np.array(index)
 
 
-def loader(kind, workers, *, timeout=1800.0, **options):
+def loader(kind, workers, *, timeout=1800.0, batch_size=8, **options):
     dataset = NumbersAt() if kind == "map" else Numbers()
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
-    dataloader = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, **options)
+    dataloader = paddle.io.DataLoader(dataset, batch_size=batch_size, num_workers=workers, **options)
     return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", timeout=timeout)
 
 
@@ -60,7 +61,12 @@ def lost(kind, workers, loop, victim):
 def early(how, call, victim):
     """Report [whom a rank has lost in its first call, seconds], where another has ended since it made its loader."""
     dist.init_parallel_env()
-    folder, batches = Path(os.environ["PADDLE_SHARD_REPORT_DIR"]), loader("map", 0)
+    folder = Path(os.environ["PADDLE_SHARD_REPORT_DIR"])
+    if dist.get_rank() == int(victim) and how == "refuse":
+        with contextlib.suppress(PaddleShardError):
+            loader("map", 0, batch_size=9)
+    else:
+        batches = loader("map", 0)
     (folder / f"made-{dist.get_rank()}").touch()
     while len(list(folder.glob("made-*"))) < dist.get_world_size():
         time.sleep(0.01)

@@ -39,7 +39,7 @@ def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, worker
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("how", "call", "victim", "num_ranks"),
-    [("kill", "certificate", 1, 2), ("end", "certificate", 3, 4), ("kill", "loop", 0, 4), ("end", "loop", 1, 2)],
+    [("kill", "certificate", 1, 2), ("end", "certificate", 3, 4), ("kill", "loop", 0, 4), ("refuse", "loop", 1, 2)],
 )
 def test_a_rank_that_ends_before_the_first_call_is_named_at_once(how, call, victim, num_ranks, tmp_path):
     with start_ranks(WORKER, num_ranks, tmp_path, args=["early", how, call, str(victim)], timeout=HANG) as job:
