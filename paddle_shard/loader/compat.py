@@ -10,6 +10,7 @@ import numpy as np
 import paddle.distributed as dist
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.tree import leaves
 
 try:  # Paddle >= 3.1
     from paddle.distributed.auto_parallel.auto_dp_utils import in_auto_dp_mode
@@ -29,11 +30,9 @@ def auto_dp_axis(meshes: Any) -> str | int:
     Raises:
         ArgumentError: It is not known.
     """
-    found = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
-    while nested := [one for one in found if isinstance(one, list | tuple)]:
-        found = [one for one in found if not isinstance(one, list | tuple)] + [one for each in nested for one in each]
-    if all("dp" in one.dim_names for one in found):
-        return "dp"
+    found = list(leaves(meshes))
+    if any("dp" in getattr(one, "dim_names", ["dp"]) for one in found):
+        return "dp"  # what is no mesh, or has no such axis beside others that have, is refused by name
     if all(len(one.shape) == 1 for one in found):
         return 0
     raise ArgumentError(

@@ -286,13 +286,14 @@ def _places_in_global_batch(tensor: Any, path: str, rows: BatchRows) -> Any:
     Negative numbers, which are no places, stay.
     """
     places = tensor if tensor.ndim == 1 else tensor[:, 0]
-    if (
-        tensor.place.is_cpu_place() and tensor.size and int(places.max()) >= len(rows.read)
-    ):  # a device would be waited for
+    most = -1
+    if tensor.place.is_cpu_place() and tensor.size:  # a device would be waited for
+        most = int(places.max())
+    if tensor.ndim > 2 or most >= len(rows.read):
         raise BatchStructureError(
-            f"field {path}: placements says 'row index', but it has numbers up to {int(places.max())}, and this rank's "
-            f"batch has {len(rows.read)} rows. Its numbers, or those in its first column, must be places of rows in "
-            "the batch that the collate_fn was given."
+            f"field {path}: placements says 'row index', but it has shape {list(tensor.shape)} and numbers up to "
+            f"{most}, and this rank's batch has {len(rows.read)} rows. Its numbers, or those in its first column, must "
+            "be places of rows in the batch that the collate_fn was given."
         )
     known = paddle.to_tensor(rows.read, place=tensor.place)
     found = paddle.where(places < 0, places, known[places.astype("int64").clip(min=0)].astype(tensor.dtype))

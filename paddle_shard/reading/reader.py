@@ -62,7 +62,7 @@ class Reader:
         """
         self.dataset, self.generators = dataset, generators
         self._collate_fn, self._skips = collate_fn, skips
-        self._collate = collate_fn or partial(collate, stack_other=_stack_tensors)
+        self._collate = partial(collate, stack_other=_stack_tensors) if collate_fn is None else collate_fn
 
     @property
     def runs_free(self) -> bool:

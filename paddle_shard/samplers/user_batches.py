@@ -62,7 +62,7 @@ class UserBatches(IndexBatches):
     consecutive: bool = False
     """True if its batches are stretches of one order of samples, which may be cut again into another batch size."""
     dataset: Any = None
-    """The data set, which copies of the sampler share."""
+    """The data set, which copies of the sampler share, as they do the one that the sampler was made of."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
     deal: Deal | None = None
@@ -88,7 +88,8 @@ class UserBatches(IndexBatches):
         return type(self.batch_sampler).__name__
 
     def _copy(self) -> Any:
-        return copy.deepcopy(self.batch_sampler, {id(self.dataset): self.dataset})
+        held = [getattr(s, name, None) for s in samplers(self.batch_sampler) for name in ("dataset", "data_source")]
+        return copy.deepcopy(self.batch_sampler, {id(data): data for data in (self.dataset, *held)})
 
     def snapshot(self) -> dict[str, Any] | None:
         """See `Batches`."""

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler
+from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler, RandomSampler
 
 from paddle_shard import Packed
 from paddle_shard.errors import ArgumentError, SplitError, StateError
@@ -258,3 +258,26 @@ def test_a_sampler_with_set_epoch_is_told_of_each_epoch_in_a_straight_run_as_in_
     while len(found) < 18:
         found += [local(batch) for batch in again]
     assert found == straight
+
+
+class Heavy(Made):
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
+
+
+class Stateful(BatchSampler):
+    """Has a state, so that each pass has its own copy."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("given", [{"dataset": Heavy(length=8)}, {"sampler": RandomSampler(Heavy(length=8))}])
+def test_a_copy_of_a_sampler_shares_the_data_set_that_the_sampler_holds(given):
+    loader = sharded(DataLoader(Made(length=8), batch_sampler=Stateful(**given, batch_size=4)), ONE)
+
+    for _ in range(2):  # the second pass needs a copy
+        assert sorted(row for batch in locals_of(loader) for row in batch) == list(range(8))

@@ -58,9 +58,10 @@ def test_a_stream_of_several_workers_counts_each_batch_once():
     assert steps_of(sharded(given(stream=True, workers=2), ONE, placements=SPLIT))[1]["index"].tolist() == [*range(8)]
 
 
-def test_a_place_that_the_batch_does_not_have_is_an_error_with_the_field():
+@pytest.mark.parametrize("shape", [[2], [2, 3], [2, 1, 4]])
+def test_a_place_that_the_batch_does_not_have_is_an_error_with_the_field(shape):
     def beyond(samples):
-        return {"rows": np.array(samples), "index": np.array([7] * len(samples))}
+        return {"rows": np.array(samples), "index": np.full(shape, 7)}
 
     with pytest.raises(PaddleShardError, match=r"field \['index'\]: .* 'row index', .* up to 7, and .* 2 rows"):
         next(iter(sharded(DataLoader(Made(int), batch_size=4, collate_fn=beyond), placements={"index": "row index"})))

@@ -16,6 +16,7 @@ from paddle_shard.errors import PaddleShardError
 from paddle_shard.testing import report
 from tests.suites import paddleclas as clas
 from tests.suites import paddledetection as det
+from tests.suites import paddleocr as ocr
 
 RANK = dist.get_rank()
 DP2 = dist.ProcessMesh([0, 1], dim_names=["dp"])
@@ -121,6 +122,15 @@ def detected(*steps, data=None, workers=0, lists=False, epochs=1, **options):
     return read(sharded(given, **options), epochs)
 
 
+def lined(workers=0):
+    given = DataLoader(ocr.SimpleDataSet(), batch_size=4, collate_fn=ocr.DictCollator(), num_workers=workers)
+    return read(sharded(given))
+
+
+def rotated(**options):
+    return read(sharded(DataLoader(ocr.Rotations(), batch_size=4, collate_fn=ocr.SSLRotateCollate()), **options))
+
+
 RESIZE, PADDED = (det.BatchRandomResize([2, 3, 4, 5, 7]), det.PadBatch(boxes=True)), det.PadBatch(boxes=True)
 LONGEST = {"image": ("longest", 0), "gt_bbox": ([8], -1)}
 
@@ -131,6 +141,10 @@ CASES = {
     "resize, stream": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=Stream()),
     "stride": lambda: detected(det.PadBatch(stride=8), lists=True, dense_tensor_idx=LOCAL),
     "padded": lambda: detected(PADDED, data=det.Boxes(sizes=(6,) * 9 + (3,) * 7)),
+    "lines": lambda: lined(),
+    "lines, workers": lambda: lined(workers=2),
+    "rotations": lambda: rotated(placements={0: "as read", 1: "as read"}),
+    "rotations, unsaid": lambda: rotated(),
     "shares": lambda: read(sharded(DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=share))),
     "halves": lambda: read(sharded(DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=half))),
     "reader": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4))),

@@ -1,4 +1,4 @@
-"""Paddle's suites on two data ranks: samplers as those of PaddleClas, batches as those of PaddleDetection."""
+"""Paddle's suites on two data ranks: as PaddleClas samples, and PaddleDetection and PaddleOCR make batches."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ WORKER = HERE / "suites_worker.py"
 CASES = ["mixed", "pk", "pk, split, each step", "pk, resumed", "identities", "identities, resumed", "augmented"]
 CASES += ["augmented, workers", "one order", "scales", "scales, split", "resize", "resize, workers", "resize, at once"]
 CASES += ["resize, stream", "stride", "padded", "padded, further", "shares", "halves", "reader", "reader, split"]
+CASES += ["lines", "lines, workers", "rotations", "rotations, unsaid"]
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +129,21 @@ def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken
         assert "is_dataset_splitted=True" in report["error"]
     rows = [row for report in of_ranks("reader, split") for step in rows_of(report) for row in step]
     assert sorted(rows) == list(range(48))
+
+
+@pytest.mark.parametrize("case", ["lines", "lines, workers"])
+def test_a_line_that_is_drawn_for_one_that_cannot_be_read_is_the_same_whoever_reads_it(case, of_ranks):
+    reports = of_ranks(case)
+    assert [report["steps"] for report in reports] == [report["steps"] for report in of_ranks("lines")]
+    for rank, report in enumerate(reports):
+        for step, (images, labels, paths) in enumerate(report["steps"]):
+            assert [row[0] for row in images] == labels == [int(path.removesuffix(".png")) for path in paths]
+            rows = [4 * step + 2 * rank + row for row in range(2)]
+            assert all(label == row or row in (5, 6, 11) for label, row in zip(labels, rows, strict=True))
+
+
+def test_four_rows_for_each_sample_are_taken_where_it_is_said_and_asked_for_where_not(of_ranks):
+    for rank, report in enumerate(of_ranks("rotations")):
+        assert rows_of(report) == [[2 * rank] * 4 + [2 * rank + 1] * 4, [4 + 2 * rank] * 4 + [5 + 2 * rank] * 4]
+    for report in of_ranks("rotations, unsaid"):
+        assert "'as read'" in report["error"]
