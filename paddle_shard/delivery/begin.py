@@ -9,6 +9,7 @@ from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import PassSetup, note_summary, placed, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import SplitError, UnequalEndsError
+from paddle_shard.inputs.source import is_plain
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import gather_of, open_agreement
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
@@ -72,9 +73,12 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
 
     All ranks seed it alike at first. If it yields the same on all data ranks, it does not know its rank, as the
     PKSampler of PaddleClas: what it draws is meant for one rank. If not, it cuts its rows out of a common order.
+    (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
     """
     batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
     if not (setup.source.split and isinstance(batches, UserBatches)) or batches.draws_for or len(ranks) == 1:
+        return
+    if is_plain(batches.batch_sampler):
         return
     told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
     if told != {""}:

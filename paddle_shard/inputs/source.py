@@ -86,7 +86,7 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
         options.refuse(balance=f"the data is split already, and {DEALS}")
     costs = None if options.balance is None else costs_of(options.balance, dataset)
     deal: Deal | None = None if costs is None else partial(dealt, num_data_ranks=ranks, costs_of=costs)
-    plain = not split and _is_plain(sampler)
+    plain = not split and is_plain(sampler)
     if not plain:
         _check_own_order(options, tail)
         ranks = _check_split(sampler, layouts) if split else ranks
@@ -122,7 +122,7 @@ def _ordering(options: LoaderOptions) -> Ordering:
     return dataset.ordering(ordering) if isinstance(dataset, Mixture) else ordering
 
 
-def _is_plain(batch_sampler: Any) -> bool:
+def is_plain(batch_sampler: Any) -> bool:
     """True if a batch sampler is what `DataLoader(batch_size=, shuffle=)` makes, with nothing of the user's."""
     sampler: Any = batch_sampler.sampler if type(batch_sampler) is paddle.io.BatchSampler else None
     if type(sampler) is paddle.io.RandomSampler:

@@ -116,7 +116,9 @@ def _reading(
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
-        of_rank=(own.data_rank,) if source.split and own.on_mesh else (),
+        # A sampler that says which rank it is of may repeat a row on another on purpose, to augment it twice. With
+        # is_dataset_splitted=True a row that is the same on two shows that the data is not split, and must stay so.
+        of_rank=(own.data_rank,) if source.split and own.on_mesh and not options.is_dataset_splitted else (),
         compared=compared,
     )
     stream, even, read = source.stream, as_they_are if pads is None else pads.even, None

@@ -157,7 +157,7 @@ class HowToRead:
     items_are_batches: bool = False
     """True if an item of the data set is a whole batch (`batch_size=None`)."""
     of_rank: tuple[int, ...] = ()
-    """(data rank,) if the loader of each has rows of its own: what a sample draws is then its own, too."""
+    """(data rank,) if what a sample draws is its own on each."""
     compared: bool = False
     """True if other ranks read some of the same samples, to compare them."""
 

@@ -18,11 +18,28 @@ class Numbers(paddle.io.Dataset):
         return np.array(self.numbers[index])
 
 
-def outcome(numbers, **sampler):
+class Augmented(Numbers):
+    def __getitem__(self, index):
+        return self.numbers[index] + np.random.rand(2)
+
+
+class OfRank0(paddle.io.Sampler):
+    """What a DistributedSampler yields whose rank was forgotten."""
+
+    def __iter__(self):
+        return iter(range(0, 8, 2))
+
+    def __len__(self):
+        return 4
+
+
+def outcome(numbers, kind=Numbers, given=None, **sampler):
     mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
-    data = Numbers(numbers)
+    data = kind(numbers)
     try:
-        if sampler:
+        if given is not None:
+            given = paddle.io.DataLoader(data, **given)
+        elif sampler:
             given = paddle.io.DataLoader(data, batch_sampler=paddle.io.DistributedBatchSampler(data, 2, **sampler))
         else:
             given = paddle.io.DataLoader(data, batch_size=2)
@@ -37,6 +54,12 @@ def outcomes():
     data_rank = rank // 2
     return {
         "not split": outcome(range(8)),
+        "not split, shuffled": outcome(range(8), given={"batch_size": 2, "shuffle": True}),
+        "not split, augmented": outcome(range(8), Augmented),
+        "not split, both": outcome(range(8), Augmented, given={"batch_size": 2, "shuffle": True}),
+        "rank forgotten": outcome(
+            range(8), Augmented, given={"batch_sampler": paddle.io.BatchSampler(sampler=OfRank0(), batch_size=2)}
+        ),
         "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),
         "split by global rank": outcome(range(2 * rank, 2 * rank + 2)),
         "unequal": outcome(range(8 * data_rank, 8 * data_rank + 8 - 4 * data_rank)),
