@@ -118,6 +118,17 @@ def on_cpu():
     dist.load_state_dict = lambda state, *args, **options: load(flatten_state_dict(state)[0], *args, **options)
 
 
+def whole_states(state_class):
+    """Let no rank see half a `trainer_state.json`: 0.4.1 has all ranks write the same file at the same time."""
+    plain = state_class.save_to_json
+
+    def save_to_json(self, path):
+        plain(self, f"{path}.{dist.get_rank()}")
+        os.replace(f"{path}.{dist.get_rank()}", path)
+
+    state_class.save_to_json = save_to_json
+
+
 def imported(name):
     """(trainer, its arguments) of a package."""
     if name == "paddlenlp":
@@ -126,9 +137,11 @@ def imported(name):
 
         return AutoTrainer, AutoTrainingArguments
     if name == "paddleformers_auto":
+        from paddleformers.trainer import TrainerState
         from paddleformers.trainer.auto_trainer import AutoTrainer
         from paddleformers.trainer.auto_training_args import AutoTrainingArguments
 
+        whole_states(TrainerState)
         return AutoTrainer, AutoTrainingArguments
     import paddleformers.trainer.trainer as trainer
     from paddleformers.trainer import Trainer, TrainingArguments
