@@ -30,13 +30,14 @@ FIRST = WORDS.index("row0")
 
 def tokenizer():
     """A word is a token, and the first word of a row is its number."""
-    from paddleformers.transformers.tokenizer_utils import PreTrainedTokenizerFast
+    from paddleformers.transformers.tokenizer_utils import warp_tokenizer
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    made = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    made = warp_tokenizer(PreTrainedTokenizerFast)(tokenizer_object=words, **special)
     made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     return made
 
@@ -45,12 +46,13 @@ def write_rows(folder):
     """Write the file of each task; rows differ in length."""
     folder.mkdir(parents=True, exist_ok=True)
     said = lambda row, times, count: " ".join(f"w{(row * times + k) % 40}" for k in range(count))  # noqa: E731
-    lines = {"sft": [], "dpo": []}
+    lines = {"sft": [], "dpo": [], "sft-0.4.1": []}
     for row in range(ROWS):
         asked = {"role": "user", "content": f"row{row} {said(row, 1, row % 4 + 1)}"}
         good, bad = ({"role": "assistant", "content": said(row, by, row % by + 1)} for by in (5, 3))
         lines["sft"].append({"messages": [asked, good]})
         lines["dpo"].append({"messages": [asked], "chosen_response": [good], "rejected_response": [bad]})
+        lines["sft-0.4.1"].append({"src": f"row{row} {said(row, 1, row % 4 + 5)}", "tgt": said(row, 5, row % 5 + 5)})
     for task, of_task in lines.items():
         (folder / f"{task}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_task))
 

@@ -1,0 +1,152 @@
+"""SFT by PaddleFormers 0.4.1's SFTAutoTrainer and collate function: `tuning_auto_worker.py OPTIONS`."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard.testing import cpu_static, report
+from tests.trainers.trainer_worker import Config, imported, on_cpu
+from tests.trainers.tuning_worker import BATCH, LENGTH, WORDS, Loss, items_of, tokenizer
+
+
+class Toy(paddle.nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+        self.words = paddle.nn.Embedding(len(WORDS), 16)
+        self.out = paddle.nn.Linear(16, len(WORDS))
+
+    def can_generate(self):
+        return False
+
+    def get_hardware_flops(self, *args, **options):
+        return None
+
+    def forward(self, input_ids, attention_mask=None, loss_mask=None, attn_mask_startend_row_indices=None):
+        real = attention_mask if loss_mask is None else loss_mask
+        return self.out(self.words(input_ids) * (0.5 + real.astype("float32")).unsqueeze(-1))
+
+
+def rows(folder):
+    from paddleformers.datasets import MapDataset
+
+    made, words = [], tokenizer()
+    for line in (folder / "sft.jsonl").read_text().splitlines():
+        ((asked, said),) = words.encode_chat_inputs(json.loads(line))
+        made.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said})
+    return MapDataset(made)
+
+
+def stream(folder, packing):
+    from paddleformers.datasets.finetuning import create_dataset
+
+    return create_dataset(
+        task_group=str(folder / "sft-0.4.1.jsonl"),
+        task_group_prob="1.0",
+        sub_dataset_type="erniekit",
+        tokenizer=tokenizer(),
+        max_seq_len=2 * LENGTH,
+        num_samples_each_epoch=24,
+        random_seed=42,
+        random_shuffle=True,
+        greedy_intokens=packing == "greedy",
+        packing=packing is not None,
+        mix_strategy="concat",
+        encode_one_turn=True,
+        use_template=True,
+        is_pretraining=False,
+    )
+
+
+def toy():
+    paddle.seed(11)
+    return Toy()
+
+
+def trained(case, out, folder):
+    position = paddle_shard.TrainerCallback(case.get("resume"))
+    world = int(os.environ["PADDLE_TRAINERS_NUM"])
+    found = []
+    with paddle_shard.patch_paddle(on_loader=position.add) if not case.get("plain") else open(os.devnull):
+        from paddleformers.data import DataCollatorForSeq2Seq
+        from paddleformers.trainer.auto_training_args import AutoTrainingArguments
+        from paddleformers.trl import SFTConfig
+        from paddleformers.trl.sft_auto_trainer import SFTAutoTrainer
+
+        @dataclass
+        class Arguments(AutoTrainingArguments, SFTConfig):
+            pass
+
+        class Watched(SFTAutoTrainer):
+            def training_step(self, model, inputs, *args, **others):
+                items = items_of(inputs)
+                loss = super().training_step(model, inputs, *args, **others)
+                local = loss._local_value() if isinstance(loss, paddle.Tensor) and loss.is_dist() else loss
+                found.append([items, float(local)])
+                return loss
+
+        arguments = Arguments(
+            output_dir=str(out),
+            device="cpu",
+            enable_auto_parallel=True,
+            to_static=case.get("static", False),
+            per_device_train_batch_size=BATCH // world,
+            num_train_epochs=2,
+            max_steps=case.get("steps", -1),
+            logging_steps=1,
+            save_steps=case.get("save_steps", 10**9),
+            save_strategy="steps" if "save_steps" in case else "no",
+            disable_tqdm=True,
+            learning_rate=1e-2,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            report_to=[],
+            seed=42,
+            sharding="",
+            max_seq_len=LENGTH,
+        )
+        mesh = dist.fleet.auto.get_mesh()
+        if mesh is None:
+            mesh = dist.ProcessMesh(np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"])
+            dist.fleet.auto.set_mesh(mesh)
+        layer, words = toy(), tokenizer()
+        dist.shard_layer(layer, mesh.get_mesh_with_dim("pp")[0], lambda name, part, mesh: None)
+        from paddleformers.datasets.finetuning import collate_fn
+        from types import SimpleNamespace
+        collate = partial(collate_fn, tokenizer=words, training_args=SimpleNamespace(num_nextn_predict_layers=0), model_args=SimpleNamespace(use_attn_mask_startend_row_indices=True, use_global_causal_attn=False, stage="SFT"), max_seq_len=2 * LENGTH)
+        padded = {"padding": "max_length", "max_length": LENGTH, "max_label_length": LENGTH, "return_tensors": "np"}
+        trainer = Watched(
+            model=layer,
+            criterion=Loss(),
+            args=arguments,
+            train_dataset=stream(folder, case.get("packing")) if case.get("stream") else rows(folder),
+            data_collator=collate if case.get("stream") else DataCollatorForSeq2Seq(tokenizer=words, **padded),
+            tokenizer=words,
+            callbacks=[] if case.get("plain") else [position],
+        )
+        if case.get("static"):
+            cpu_static()
+        trainer.train(resume_from_checkpoint=case.get("resume"))
+    return found
+
+
+def main(options):
+    on_cpu()
+    if options.get("say"):
+        from paddleformers.trainer.trainer_utils import IterableDatasetShard
+        IterableDatasetShard.is_dataset_splitted = True
+    imported("paddleformers_auto")
+    out = Path(options["out"])
+    report({name: trained(case, out / name, Path(options["rows"])) for name, case in options["cases"].items()})
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
