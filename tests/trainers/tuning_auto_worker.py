@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -14,7 +15,7 @@ import paddle.distributed as dist
 import paddle_shard
 from paddle_shard.testing import cpu_static, report
 from tests.trainers.trainer_worker import Config, imported, on_cpu
-from tests.trainers.tuning_worker import BATCH, LENGTH, WORDS, Loss, items_of, tokenizer
+from tests.trainers.tuning_worker import BATCH, LENGTH, ROWS, WORDS, Loss, items_of, tokenizer
 
 
 class Toy(paddle.nn.Layer):
@@ -45,16 +46,17 @@ def rows(folder):
     return MapDataset(made)
 
 
-def stream(folder, packing):
+def stream(case, folder):
     from paddleformers.datasets.finetuning import create_dataset
 
+    packing = case.get("packing")
     return create_dataset(
         task_group=str(folder / "sft-0.4.1.jsonl"),
         task_group_prob="1.0",
         sub_dataset_type="erniekit",
         tokenizer=tokenizer(),
         max_seq_len=2 * LENGTH,
-        num_samples_each_epoch=24,
+        num_samples_each_epoch=ROWS,
         random_seed=42,
         random_shuffle=True,
         greedy_intokens=packing == "greedy",
@@ -66,6 +68,18 @@ def stream(folder, packing):
     )
 
 
+def collate_of(case):
+    from paddleformers.data import DataCollatorForSeq2Seq
+    from paddleformers.datasets.finetuning import collate_fn
+
+    if case.get("stream"):
+        model = SimpleNamespace(use_attn_mask_startend_row_indices=True, use_global_causal_attn=False, stage="SFT")
+        common = {"tokenizer": tokenizer(), "training_args": SimpleNamespace(num_nextn_predict_layers=0)}
+        return partial(collate_fn, model_args=model, max_seq_len=2 * LENGTH, **common)
+    lengths = {} if case.get("ragged") else {"max_length": LENGTH, "max_label_length": LENGTH, "padding": "max_length"}
+    return DataCollatorForSeq2Seq(tokenizer=tokenizer(), return_tensors="np", **lengths)
+
+
 def toy():
     paddle.seed(11)
     return Toy()
@@ -75,11 +89,18 @@ def trained(case, out, folder):
     position = paddle_shard.TrainerCallback(case.get("resume"))
     world = int(os.environ["PADDLE_TRAINERS_NUM"])
     found = []
-    with paddle_shard.patch_paddle(on_loader=position.add) if not case.get("plain") else open(os.devnull):
-        from paddleformers.data import DataCollatorForSeq2Seq
+    with (
+        paddle_shard.patch_paddle(on_loader=position.add, **case.get("patch", {}))
+        if not case.get("plain")
+        else open(os.devnull)
+    ):
+        from paddleformers.trainer import trainer_utils
         from paddleformers.trainer.auto_training_args import AutoTrainingArguments
         from paddleformers.trl import SFTConfig
         from paddleformers.trl.sft_auto_trainer import SFTAutoTrainer
+
+        if case.get("stream"):  # the trainer itself gives each rank its rows
+            trainer_utils.IterableDatasetShard.is_dataset_splitted = True
 
         @dataclass
         class Arguments(AutoTrainingArguments, SFTConfig):
@@ -117,19 +138,15 @@ def trained(case, out, folder):
         if mesh is None:
             mesh = dist.ProcessMesh(np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"])
             dist.fleet.auto.set_mesh(mesh)
-        layer, words = toy(), tokenizer()
+        layer = toy()
         dist.shard_layer(layer, mesh.get_mesh_with_dim("pp")[0], lambda name, part, mesh: None)
-        from paddleformers.datasets.finetuning import collate_fn
-        from types import SimpleNamespace
-        collate = partial(collate_fn, tokenizer=words, training_args=SimpleNamespace(num_nextn_predict_layers=0), model_args=SimpleNamespace(use_attn_mask_startend_row_indices=True, use_global_causal_attn=False, stage="SFT"), max_seq_len=2 * LENGTH)
-        padded = {"padding": "max_length", "max_length": LENGTH, "max_label_length": LENGTH, "return_tensors": "np"}
         trainer = Watched(
             model=layer,
             criterion=Loss(),
             args=arguments,
-            train_dataset=stream(folder, case.get("packing")) if case.get("stream") else rows(folder),
-            data_collator=collate if case.get("stream") else DataCollatorForSeq2Seq(tokenizer=words, **padded),
-            tokenizer=words,
+            train_dataset=stream(case, folder) if case.get("stream") else rows(folder),
+            data_collator=collate_of(case),
+            tokenizer=tokenizer(),
             callbacks=[] if case.get("plain") else [position],
         )
         if case.get("static"):
@@ -140,9 +157,6 @@ def trained(case, out, folder):
 
 def main(options):
     on_cpu()
-    if options.get("say"):
-        from paddleformers.trainer.trainer_utils import IterableDatasetShard
-        IterableDatasetShard.is_dataset_splitted = True
     imported("paddleformers_auto")
     out = Path(options["out"])
     report({name: trained(case, out / name, Path(options["rows"])) for name, case in options["cases"].items()})

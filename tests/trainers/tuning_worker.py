@@ -21,7 +21,7 @@ import paddle_shard
 from paddle_shard.testing import report
 from tests.trainers.trainer_worker import imported, on_cpu
 
-ROWS, BATCH, LENGTH = 24, 6, 24
+ROWS, BATCH, LENGTH = 36, 6, 24
 """Rows of the data set, items of a global batch, tokens of an item."""
 WORDS = ["<pad>", "<eos>", "<unk>", "<|begin_of_sentence|>", *(f"row{i}" for i in range(ROWS))]
 WORDS += [f"w{i}" for i in range(40)]
