@@ -1,7 +1,12 @@
-"""SFT by PaddleFormers 0.4.1's SFTAutoTrainer and collate function: `tuning_auto_worker.py OPTIONS`."""
+"""SFT by PaddleFormers 0.4.1's own SFTAutoTrainer, data set and collate functions: `tuning_auto_worker.py OPTIONS`.
+
+Options and reports are those of tuning_worker.py. A case may also be `static`, or `ragged`: padded to the longest row
+of the batch; `shuffle` is an option of the patch. Map data is tokenized before; the stream is what the package makes.
+"""
 
 import json
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +21,8 @@ import paddle_shard
 from paddle_shard.testing import cpu_static, report
 from tests.trainers.trainer_worker import Config, imported, on_cpu
 from tests.trainers.tuning_worker import BATCH, LENGTH, ROWS, WORDS, Loss, items_of, tokenizer
+
+PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0}
 
 
 class Toy(paddle.nn.Layer):
@@ -36,9 +43,28 @@ class Toy(paddle.nn.Layer):
         return self.out(self.words(input_ids) * (0.5 + real.astype("float32")).unsqueeze(-1))
 
 
-def rows(folder):
+def dataset(case, folder):
     from paddleformers.datasets import MapDataset
+    from paddleformers.datasets.finetuning import create_dataset
 
+    if case["dataset"] == "iterator":
+        packing = case.get("packing")
+        return create_dataset(
+            task_group=str(folder / "sft-0.4.1.jsonl"),
+            task_group_prob="1.0",
+            sub_dataset_type="erniekit",
+            tokenizer=tokenizer(),
+            max_seq_len=2 * LENGTH,
+            num_samples_each_epoch=ROWS,
+            random_seed=42,
+            random_shuffle=False,  # the trainer takes a batch before, and would shuffle what is read
+            greedy_intokens=packing == "greedy",
+            packing=packing is not None,
+            mix_strategy="concat",
+            encode_one_turn=True,
+            use_template=True,
+            is_pretraining=False,
+        )
     made, words = [], tokenizer()
     for line in (folder / "sft.jsonl").read_text().splitlines():
         ((asked, said),) = words.encode_chat_inputs(json.loads(line))
@@ -46,33 +72,11 @@ def rows(folder):
     return MapDataset(made)
 
 
-def stream(case, folder):
-    from paddleformers.datasets.finetuning import create_dataset
-
-    packing = case.get("packing")
-    return create_dataset(
-        task_group=str(folder / "sft-0.4.1.jsonl"),
-        task_group_prob="1.0",
-        sub_dataset_type="erniekit",
-        tokenizer=tokenizer(),
-        max_seq_len=2 * LENGTH,
-        num_samples_each_epoch=ROWS,
-        random_seed=42,
-        random_shuffle=True,
-        greedy_intokens=packing == "greedy",
-        packing=packing is not None,
-        mix_strategy="concat",
-        encode_one_turn=True,
-        use_template=True,
-        is_pretraining=False,
-    )
-
-
 def collate_of(case):
     from paddleformers.data import DataCollatorForSeq2Seq
     from paddleformers.datasets.finetuning import collate_fn
 
-    if case.get("stream"):
+    if case["dataset"] == "iterator":
         model = SimpleNamespace(use_attn_mask_startend_row_indices=True, use_global_causal_attn=False, stage="SFT")
         common = {"tokenizer": tokenizer(), "training_args": SimpleNamespace(num_nextn_predict_layers=0)}
         return partial(collate_fn, model_args=model, max_seq_len=2 * LENGTH, **common)
@@ -80,26 +84,28 @@ def collate_of(case):
     return DataCollatorForSeq2Seq(tokenizer=tokenizer(), return_tensors="np", **lengths)
 
 
-def toy():
+def toy(reference=None):
     paddle.seed(11)
     return Toy()
+
+
+def loss_of(case, layer):
+    return lambda batch: Loss()(layer(**{name: batch[name] for name in batch if name != "labels"}), batch["labels"])
 
 
 def trained(case, out, folder):
     position = paddle_shard.TrainerCallback(case.get("resume"))
     world = int(os.environ["PADDLE_TRAINERS_NUM"])
-    found = []
-    with (
-        paddle_shard.patch_paddle(on_loader=position.add, **case.get("patch", {}))
-        if not case.get("plain")
-        else open(os.devnull)
-    ):
+    found, patch = [], {"shuffle": case.get("shuffle")}
+    if case.get("ragged"):
+        patch["pad_to"] = {name: ("longest", fill) for name, fill in PADDING.items()}
+    with paddle_shard.patch_paddle(on_loader=position.add, **patch) if not case.get("plain") else open(os.devnull):
         from paddleformers.trainer import trainer_utils
         from paddleformers.trainer.auto_training_args import AutoTrainingArguments
         from paddleformers.trl import SFTConfig
         from paddleformers.trl.sft_auto_trainer import SFTAutoTrainer
 
-        if case.get("stream"):  # the trainer itself gives each rank its rows
+        if case["dataset"] == "iterator":  # the trainer itself gives each rank its rows
             trainer_utils.IterableDatasetShard.is_dataset_splitted = True
 
         @dataclass
@@ -108,6 +114,8 @@ def trained(case, out, folder):
 
         class Watched(SFTAutoTrainer):
             def training_step(self, model, inputs, *args, **others):
+                if len(found) == case.get("die_at"):
+                    os.kill(os.getpid(), signal.SIGKILL)
                 items = items_of(inputs)
                 loss = super().training_step(model, inputs, *args, **others)
                 local = loss._local_value() if isinstance(loss, paddle.Tensor) and loss.is_dist() else loss
@@ -144,7 +152,7 @@ def trained(case, out, folder):
             model=layer,
             criterion=Loss(),
             args=arguments,
-            train_dataset=stream(case, folder) if case.get("stream") else rows(folder),
+            train_dataset=dataset(case, folder),
             data_collator=collate_of(case),
             tokenizer=tokenizer(),
             callbacks=[] if case.get("plain") else [position],
@@ -158,8 +166,11 @@ def trained(case, out, folder):
 def main(options):
     on_cpu()
     imported("paddleformers_auto")
-    out = Path(options["out"])
-    report({name: trained(case, out / name, Path(options["rows"])) for name, case in options["cases"].items()})
+    out, reports = Path(options["out"]), {}
+    for name, case in options["cases"].items():
+        with paddle.utils.unique_name.guard():  # a checkpoint holds the names of parameters
+            reports[name] = trained(case, out / name, Path(options["rows"]))
+    report(reports)
 
 
 if __name__ == "__main__":
