@@ -180,4 +180,29 @@ def test_a_run_of_two_ranks_goes_on_with_three(straight, folder, tmp_path):
     for name in names:
         expected = slices_of(CASES[name], folder)[:2] + slices_of(CASES[name], folder, num_ranks=3)[2:]
         assert items(found[name]) == [[[rows_of(item) for item in one] for one in slices] for slices in expected[2:]]
-        print("DBG", name, np.array(losses(found[name])) - np.array(losses_of_one_process(CASES[name], expected)[2:]))
+        one_process = losses_of_one_process(CASES[name], expected)[2:]
+        # The weights are back. 1.2.0 does not get all of the optimizer's state back, so that its later losses differ.
+        known = 1 if OF_SLICES else None
+        assert np.allclose(losses(found[name])[:known], one_process[:known], atol=1e-5)
+
+
+@pytest.mark.skipif(OF_SLICES, reason="the trainer of 0.4.1 gives such a batch in lists")
+def test_pairs_of_the_auto_trainers_collate_function_are_plain_paddles_if_it_is_said_that_they_are_the_ranks_own(
+    tmp_path,
+):
+    cases = {
+        "unsaid": {},
+        "said": {"as read": True},
+        "packed": {"as read": True, "packing": True},
+        "plain": {"plain": True},
+    }
+    args = [
+        json.dumps({"out": "", "rows": "", "cases": {name: {"task": "pairs", **case} for name, case in cases.items()}})
+    ]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+    for report in launch_ranks(worker.__file__, 2, tmp_path, args=args, env=env, timeout=3 * HANG):
+        assert report["said"] == report["plain"]
+        assert "field ['input_ids'][3] has 1 rows" in report["unsaid"]
+        assert "placements={field: 'as read'}" in report["unsaid"]
+        assert "as one for each pair of a packed sample" in report["packed"]  # ranks have 4 and 5 pairs at step 0

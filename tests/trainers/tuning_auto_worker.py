@@ -18,6 +18,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
+from paddle_shard.errors import PaddleShardError
 from paddle_shard.testing import cpu_static, report
 from tests.trainers.trainer_worker import Config, imported, on_cpu
 from tests.trainers.tuning_worker import BATCH, LENGTH, ROWS, WORDS, Loss, items_of, tokenizer
@@ -163,13 +164,47 @@ def trained(case, out, folder):
     return found
 
 
+def pairs_of(row, packing):
+    """A sample as `preprocess_preference_data` makes it, with one pair, or two in every other sample."""
+    draw, made = np.random.RandomState(row), {}
+    for _ in range(1 + bool(packing and row % 2)):
+        said = draw.randint(1, 100, 6).tolist()
+        at = len(made.get("input_ids", []))
+        one = {"input_ids": said, "position_ids": [*range(4), 2, 3], "response_indexs": [[at + 1, at + 3, at + 5, 1]]}
+        one |= {"response_0_labels": [0, *said[2:4], 0, 0, 0], "response_1_labels": [0, 0, 0, 0, *said[:2]]}
+        one["attn_mask_startend_row_indices"] = [at + 6] * 6
+        made = {name: made.get(name, []) + field for name, field in one.items()}
+    return made
+
+
+def pairs(case):
+    """What the loader makes of the batches of the collate function that goes with `DPOAutoTrainer`; or its error."""
+    from paddleformers.datasets import MapDataset
+    from paddleformers.trl import preference_collate_fn_auto_parallel
+
+    world = int(os.environ["PADDLE_TRAINERS_NUM"])
+    data = MapDataset([pairs_of(row, case.get("packing")) for row in range(12)])
+    collate = partial(preference_collate_fn_auto_parallel, max_seq_len=16)
+    said = {"placements": {"input_ids": "as read", "labels": "as read"}} if case.get("as read") else {}
+    with paddle_shard.patch_paddle(**said) if not case.get("plain") else open(os.devnull):
+        given = paddle.io.DataLoader(data, batch_size=BATCH, collate_fn=collate)
+        mesh = dist.ProcessMesh(list(range(world)), dim_names=["dp"])
+        loader = dist.shard_dataloader(given, mesh, input_keys=["input_ids", "labels"], shard_dims="dp")
+        try:
+            batches = [[*batch["input_ids"], *batch["labels"]] for batch in loader()]
+        except PaddleShardError as error:
+            return str(error)
+    return [[[leaf.shape, leaf._local_value().numpy().tolist()] for leaf in batch] for batch in batches]
+
+
 def main(options):
     on_cpu()
     imported("paddleformers_auto")
     out, reports = Path(options["out"]), {}
     for name, case in options["cases"].items():
         with paddle.utils.unique_name.guard():  # a checkpoint holds the names of parameters
-            reports[name] = trained(case, out / name, Path(options["rows"]))
+            pair = case["task"] == "pairs"
+            reports[name] = pairs(case) if pair else trained(case, out / name, Path(options["rows"]))
     report(reports)
 
 
