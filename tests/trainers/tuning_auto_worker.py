@@ -21,7 +21,7 @@ import paddle_shard
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.testing import cpu_static, report
 from tests.trainers.trainer_worker import Config, imported, on_cpu
-from tests.trainers.tuning_worker import BATCH, LENGTH, ROWS, WORDS, Loss, items_of, tokenizer
+from tests.trainers.tuning_worker import BATCH, LENGTH, ROWS, WORDS, Loss, items_of, row_losses, tokenizer
 
 PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0}
 
@@ -94,7 +94,7 @@ def loss_of(case, layer):
     return lambda batch: Loss()(layer(**{name: batch[name] for name in batch if name != "labels"}), batch["labels"])
 
 
-def trained(case, out, folder):
+def trained(case, out, folder, reports):
     position = paddle_shard.TrainerCallback(case.get("resume"))
     world = int(os.environ["PADDLE_TRAINERS_NUM"])
     found, patch = [], {"shuffle": case.get("shuffle")}
@@ -161,6 +161,10 @@ def trained(case, out, folder):
         if case.get("static"):
             cpu_static()
         trainer.train(resume_from_checkpoint=case.get("resume"))
+        if case.get("evaluate"):
+            reports["rows"] = row_losses(
+                layer, dataset(case, folder), collate_of(case), mesh.get_mesh_with_dim("pp")[0]
+            )
     return found
 
 
@@ -204,7 +208,7 @@ def main(options):
     for name, case in options["cases"].items():
         with paddle.utils.unique_name.guard():  # a checkpoint holds the names of parameters
             pair = case["task"] == "pairs"
-            reports[name] = pairs(case) if pair else trained(case, out / name, Path(options["rows"]))
+            reports[name] = pairs(case) if pair else trained(case, out / name, Path(options["rows"]), reports)
     report(reports)
 
 

@@ -2,8 +2,9 @@
 
 Options, in JSON: the folders `out` and `rows`, and `cases`, {name: case}. A case: `task` ("sft", "dpo"), `dataset`
 ("map", "iterator"), `packing` (None, "base", "greedy", "bins"), `reference` (DPO has a reference model), `workers`,
-`plain` (Paddle's own loader), `steps`, `save_steps`, `resume`, `die_at`. Each rank reports for each case [items of its
-slice, loss] of each step; an item is the numbers of the rows that are packed in it.
+`shuffle` (an option of the patch), `plain` (Paddle's own loader), `steps`, `save_steps`, `resume`, `die_at`,
+`evaluate`. Each rank reports for each case [items of its slice, loss] of each step; an item is the numbers of the rows
+that are packed in it.
 """
 
 import json
@@ -178,11 +179,26 @@ def items_of(inputs):
     return [[int(t) - FIRST for t in line if FIRST <= t < FIRST + ROWS] for line in tokens.numpy()]
 
 
-def trained(case, out, folder):
+def row_losses(layer, data, collate, mesh):
+    """What each row loses, by the loop of docs/evaluation.md; a row is left out, so that there is padding."""
+    given = paddle.io.DataLoader(paddle.io.Subset(data, range(ROWS - 1)), batch_size=BATCH, collate_fn=collate)
+    batches, found = iter(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp")), []
+    for batch in batches:
+        labels = batch.pop("labels")
+        with paddle.no_grad():
+            each = paddle.nn.functional.cross_entropy(layer(**batch), labels.unsqueeze(-1), reduction="none")
+        real = (labels != -100).astype("float32")
+        of_rows = (each.squeeze(-1) * real).sum(-1) / real.sum(-1)
+        found += paddle_shard.gather_valid(of_rows, batches.valid).tolist()
+    return found
+
+
+def trained(case, out, folder, reports):
     position = paddle_shard.TrainerCallback(case.get("resume"))
     world = int(os.environ["PADDLE_TRAINERS_NUM"])
     found = []
-    with paddle_shard.patch_paddle(on_loader=position.add) if not case.get("plain") else open(os.devnull):
+    patch = {"shuffle": True} if case.get("shuffle") else {}
+    with paddle_shard.patch_paddle(on_loader=position.add, **patch) if not case.get("plain") else open(os.devnull):
         from paddleformers.cli.train.dpo.dpo_argument import DPOTrainingArguments
         from paddleformers.cli.train.dpo.dpo_trainer import DPOTrainer
         from paddleformers.cli.train.sft.sft_config import SFTConfig
@@ -237,6 +253,10 @@ def trained(case, out, folder):
         if case.get("reference"):
             made["ref_model"] = toy(True)
         Watched(**made).train(resume_from_checkpoint=case.get("resume"))
+        if case.get("evaluate"):
+            reports["rows"] = row_losses(
+                layer, dataset(case, folder), collate_of(case), mesh.get_mesh_with_dim("pp")[0]
+            )
     return found
 
 
@@ -246,7 +266,7 @@ def main(options):
     out, reports = Path(options["out"]), {}
     for name, case in options["cases"].items():
         with paddle.utils.unique_name.guard():  # a checkpoint holds the names of parameters
-            reports[name] = trained(case, out / name, Path(options["rows"]))
+            reports[name] = trained(case, out / name, Path(options["rows"]), reports)
     report(reports)
 
 
