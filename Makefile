@@ -60,9 +60,11 @@ test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 
 ## test-trainers: auto-parallel trainers that nobody edits, each package in its own environment (TRAINERS=paddlenlp: one)
-test-trainers: $(TRAINERS:%=.venv-%/.ready)
-	for trainer in $(TRAINERS); do echo "== $$trainer"; \
-	PADDLE_SHARD_TRAINER=$$trainer .venv-$$trainer/bin/python -m pytest -v tests/trainers || exit 1; done
+test-trainers:
+	@failed=; for trainer in $(TRAINERS); do echo "== $$trainer"; \
+	$(MAKE) --no-print-directory .venv-$$trainer/.ready && \
+	PADDLE_SHARD_TRAINER=$$trainer .venv-$$trainer/bin/python -m pytest -v tests/trainers || failed="$$failed $$trainer"; \
+	done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 ## faults: the fault suite 50 times, each with another seed, over an hour (FAULT_ROUNDS=5 FAULT_SEED=100: seeds 100 to 104)
 faults: $(READY)

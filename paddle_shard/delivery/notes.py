@@ -108,8 +108,10 @@ class StepNotes:
                 f"global rank {rank}: {', '.join(f'{kind}{shape}' for kind, *shape in shapes.values())}"
                 for rank, shapes in sorted(self._shapes.items())
             )
-            kinds = [{path: row[0].partition(",")[0] for path, row in one.items()} for one in self._shapes.values()]
-            way_out = _RAGGED if all(one == kinds[0] for one in kinds) else _OTHER_FIELDS
+            kinds = [{path: row[0] for path, row in one.items()} for one in self._shapes.values()]
+            dtypes = [{path: kind.partition(",")[0] for path, kind in one.items()} for one in kinds]
+            alike = all(one == kinds[0] for one in kinds)
+            way_out = _RAGGED if alike else _OWN_ROWS if all(one == dtypes[0] for one in dtypes) else _OTHER_FIELDS
             raise BatchStructureError(
                 "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row, "
                 f"field by field: {shown}. {way_out}"
@@ -123,4 +125,8 @@ _RAGGED = (
     ".batch(B).map(collate_fn) of a Stream, or items that are batches."
 )
 """The ways out for a collate_fn that pads to the longest row."""
+_OWN_ROWS = (
+    "A field with rows of its own, as one for each pair of a packed sample, has as many of them on each rank: fill it "
+    "up in the collate_fn to a number that all batches have."
+)
 _OTHER_FIELDS = "Make the samples on all ranks of the same fields, with the same dtypes."

@@ -221,7 +221,7 @@ def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[s
             given = {**given, name: value}
         except PaddleShardError as error:
             # Of each loader: no two errors are equal.
-            say_once("patch_paddle(%s=%r) is left out for a loader that cannot have it: %s", name, value, error)
+            say_once("patch_paddle(%s=%s) is left out for a loader that cannot have it: %s", name, repr(value), error)
     return loader
 
 

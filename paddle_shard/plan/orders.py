@@ -99,6 +99,10 @@ class PaddleSequential(PaddleOrdering):
     name: ClassVar[bool | str] = "paddle unshuffled"
     shuffles = False
 
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+        """See `Ordering`: the data ranks only decide on the padding, which is at the end."""
+        return {}
+
 
 ORDERINGS: dict[bool | str, Ordering] = {
     False: Sequential(),

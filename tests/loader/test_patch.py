@@ -74,7 +74,16 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize(
     "options",
-    [{"tail": "fill"}, {"tail": "repeat"}, {"shuffle": "blocks"}, {"num_batches": 3}, {"prefetch": 2, "tail": "fill"}],
+    [
+        *(
+            {"tail": "fill"},
+            {"tail": "repeat"},
+            {"shuffle": "blocks"},
+            {"num_batches": 3},
+            {"prefetch": 2, "tail": "fill"},
+        ),
+        *({"pad_to": {"x": ("short", 0)}}, {"balance": [1, 2]}),  # of which a set can hold none
+    ],
 )
 def test_an_option_is_a_default_with_which_no_loader_fails_that_works_without(kind, options):
     plain = [

@@ -57,7 +57,7 @@ def outcomes():
         "not split, shuffled": outcome(range(8), given={"batch_size": 2, "shuffle": True}),
         "not split, augmented": outcome(range(8), Augmented),
         "not split, both": outcome(range(8), Augmented, given={"batch_size": 2, "shuffle": True}),
-        "rank forgotten": outcome(
+        "not split, rank forgotten": outcome(
             range(8), Augmented, given={"batch_sampler": paddle.io.BatchSampler(sampler=OfRank0(), batch_size=2)}
         ),
         "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),

@@ -788,6 +788,39 @@ def test_paddles_own_sampler_is_reproduced_bit_for_bit(length, drop_last, accumu
             assert three_epochs(plain, shuffle="paddle" if shuffle else PaddleSequential()) == expected
 
 
+@pytest.mark.parametrize("length", [24, 29, 35])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 1), (1, 4)])
+def test_paddles_own_sampler_that_does_not_shuffle_resumes_on_any_number_of_ranks(before, after, length):
+    def stretch(num_ranks, state, steps):
+        """(rows of the steps in the order of the ranks, state): all steps if `steps` is None."""
+        mesh = dist.ProcessMesh(list(range(num_ranks)), dim_names=["dp"])
+
+        def run():
+            own = DistributedBatchSampler(Ids(length), 12 // num_ranks, num_replicas=num_ranks, rank=dist.get_rank())
+            loader = make(length, mesh=mesh, sampler=own)
+            if state is not None:
+                loader.load_state_dict(state)
+                loader.set_epoch(state["epoch"] + state["ended"])
+            batches, found = iter(loader), []
+            for batch in batches:
+                found.append(batch[0]._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+                if len(found) == steps:
+                    break
+            return found, json.loads(json.dumps(loader.state_dict()))
+
+        reports = on_each_rank(range(num_ranks), run)
+        return [
+            row for step in zip(*(found for found, _ in reports.values()), strict=True) for rows in step for row in rows
+        ], reports[0][1]
+
+    num_steps = -(-length // 12)
+    for stop in range(1, num_steps + 1):
+        begun, state = stretch(before, None, stop)
+        rest, _ = stretch(after, state, None)
+
+        assert begun + rest == [*range(length), *(range(length) if stop == num_steps else [])]
+
+
 # The certificate
 
 

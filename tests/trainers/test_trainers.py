@@ -23,11 +23,17 @@ STATIC = pytest.mark.skipif(TRAINER == "paddleformers", reason="this trainer ref
 MODES = [False, pytest.param(True, marks=STATIC, id="static")]
 
 
+def each_trained(folder, runs):
+    """[(rows, mean loss)] of each micro-step, over both ranks, for each of several runs."""
+    runs = [{"name": TRAINER, "rows": ROWS, "out": str(folder / "out"), **options} for options in runs]
+    reports = launch_ranks(WORKER, 2, folder / "run", args=[json.dumps(runs)], timeout=3 * HANG)
+    return [
+        [(a[0] + b[0], (a[1] + b[1]) / 2) for a, b in zip(*ranks, strict=True)] for ranks in zip(*reports, strict=True)
+    ]
+
+
 def trained(folder, **options):
-    """[(rows, mean loss)] of each micro-step, over both ranks."""
-    options = {"name": TRAINER, "rows": ROWS, "out": str(folder / "out"), **options}
-    reports = launch_ranks(WORKER, 2, folder / "run", args=[json.dumps(options)], timeout=3 * HANG)
-    return [(a[0] + b[0], (a[1] + b[1]) / 2) for a, b in zip(*reports, strict=True)]
+    return each_trained(folder, [options])[0]
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -86,16 +92,18 @@ def test_a_stream_and_rows_of_several_lengths_are_each_row_once(data, tmp_path):
 def test_the_packages_own_sampler_skips_once_whether_it_is_told_what_was_consumed_or_not(tmp_path):
     steps = trained(tmp_path, consumed=0, save_steps=2)
 
-    for told in (0, 2 * ROWS // STEPS):
-        rest = trained(tmp_path / str(told), consumed=told, resume=str(tmp_path / "out" / "checkpoint-2"))
+    resume = str(tmp_path / "out" / "checkpoint-2")
+    for rest in each_trained(tmp_path, [{"consumed": told, "resume": resume} for told in (0, 2 * ROWS // STEPS)]):
         assert [rows for rows, _ in rest] == [rows for rows, _ in steps[2:]]
 
 
-@pytest.mark.parametrize("stop", [3, 6])
-def test_a_resumed_run_goes_on_with_the_next_row(straight, stop, tmp_path):
+def test_a_resumed_run_goes_on_with_the_next_row(straight, tmp_path):
     static, folder, steps = straight
+    stops = 3, 6
 
-    rest = trained(tmp_path, static=static, resume=str(folder / "out" / f"checkpoint-{stop}"))
-
-    assert [rows for rows, _ in rest] == [rows for rows, _ in steps[stop:]]
-    assert np.allclose([loss for _, loss in rest], [loss for _, loss in steps[stop:]], atol=1e-5)
+    saved = [{"static": static, "resume": str(folder / "out" / f"checkpoint-{stop}")} for stop in stops]
+    jobs = [[one] for one in saved] if static else [saved]  # a process has one static program
+    found = [rest for number, runs in enumerate(jobs) for rest in each_trained(tmp_path / str(number), runs)]
+    for stop, rest in zip(stops, found, strict=True):
+        assert [rows for rows, _ in rest] == [rows for rows, _ in steps[stop:]]
+        assert np.allclose([loss for _, loss in rest], [loss for _, loss in steps[stop:]], atol=1e-5)

@@ -1,11 +1,12 @@
-"""A tiny random model, trained by a package's auto-parallel trainer that nobody edits: `trainer_worker.py OPTIONS`.
+"""A tiny random model, trained by a package's auto-parallel trainer that nobody edits: `trainer_worker.py RUNS`.
 
-Options, in JSON: the package's `name`, the folder `out`, and `static`, `accumulation`, `rows`, `max_steps`, `resume`;
-`data`: "stream", or "ragged" for rows of several lengths; `consumed`: for the package's own sampler without a
-`TrainerCallback`, the samples behind which it begins.
-Each rank reports [rows of its slice, loss] of each micro-step.
+Runs, a list in JSON. Of each: the package's `name`, the folder `out`, and `static`, `accumulation`, `rows`,
+`max_steps`, `resume`; `data`: "stream", or "ragged" for rows of several lengths; `consumed`: for the package's own
+sampler without a `TrainerCallback`, the samples behind which it begins.
+Each rank reports for each run [rows of its slice, loss] of each micro-step.
 """
 
+import functools
 import json
 import os
 import sys
@@ -118,6 +119,18 @@ def on_cpu():
     dist.load_state_dict = lambda state, *args, **options: load(flatten_state_dict(state)[0], *args, **options)
 
 
+def whole_states(state_class):
+    """Let no rank see half a `trainer_state.json`: 0.4.1 has all ranks write the same file at the same time."""
+    plain = state_class.save_to_json
+
+    def save_to_json(self, path):
+        plain(self, f"{path}.{dist.get_rank()}")
+        os.replace(f"{path}.{dist.get_rank()}", path)
+
+    state_class.save_to_json = save_to_json
+
+
+@functools.cache
 def imported(name):
     """(trainer, its arguments) of a package."""
     if name == "paddlenlp":
@@ -126,9 +139,11 @@ def imported(name):
 
         return AutoTrainer, AutoTrainingArguments
     if name == "paddleformers_auto":
+        from paddleformers.trainer import TrainerState
         from paddleformers.trainer.auto_trainer import AutoTrainer
         from paddleformers.trainer.auto_training_args import AutoTrainingArguments
 
+        whole_states(TrainerState)
         return AutoTrainer, AutoTrainingArguments
     import paddleformers.trainer.trainer as trainer
     from paddleformers.trainer import Trainer, TrainingArguments
@@ -145,11 +160,9 @@ def rows_of(inputs):
     return local.numpy()[:, 0].tolist()
 
 
-def main(options):
-    on_cpu()
-    position = paddle_shard.TrainerCallback(options.get("resume"))
+def trained(options, position):
+    """[rows of this rank's slice, loss] of each micro-step of a run."""
     consumed = options.get("consumed")
-    paddle_shard.patch_paddle(on_loader=position.add if consumed is None else None)
     trainer_class, arguments_class = imported(options["name"])
     static, accumulation = options.get("static", False), options.get("accumulation", 1)
     found = []
@@ -215,6 +228,18 @@ def main(options):
     if static:
         cpu_static()
     trainer.train(resume_from_checkpoint=options.get("resume"))
+    return found
+
+
+def main(runs):
+    on_cpu()
+    found = []
+    for options in runs:
+        position = paddle_shard.TrainerCallback(options.get("resume"))
+        told = {} if "consumed" in options else {"on_loader": position.add}
+        # A checkpoint holds the names of parameters: they begin anew with each run.
+        with paddle_shard.patch_paddle(**told), paddle.utils.unique_name.guard():
+            found.append(trained(options, position))
     report(found)
 
 
