@@ -103,43 +103,46 @@ class Publishing(Wrapper):
     def __init__(self, inner: Executor, replicas: Replicas, broadcast: Broadcast) -> None:
         super().__init__(inner)
         self._replicas, self._broadcast, self._ended = replicas, broadcast, False
+        self._left = 0
+        """Number of batches that the followers were told to read themselves and that were not taken here yet."""
         self._before: float | None = None
-        if replicas.on_each:  # a follower may have left the last pass before it was told
-            self._end(READ_YOURSELF)
-        elif len(replicas.took) >= _TRIALS:
-            self._broadcast.send((READ_YOURSELF, 2 * _TRIALS - len(replicas.took)))
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
         replicas, before = self._replicas, self._before or time.perf_counter()
+        if not (self._left or self._ended):
+            self._choose()
         found = self._inner.take(beside=beside)
-        if not self._ended and len(replicas.took) < _TRIALS:
+        if self._ended:
+            return found
+        alone = self._left > 0
+        if alone:
+            self._left -= 1
+        else:
             try:
                 self._broadcast.send((BATCH, found))
             except Exception as error:
                 raise_if_a_handlers(error)
                 what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
                 raise ReadFailure.of(error, what=what).error(found.step) from None
-        if replicas.measured and not self._ended:
-            self._before = time.perf_counter()
-            replicas.took.append(
-                self._before - before
-            )  # what counts is the loop's pace, of which the slowest rank decides
-            self._try_the_other()
+        self._before = time.perf_counter()
+        if replicas.measured and alone == (len(replicas.took) >= _TRIALS):
+            replicas.took.append(self._before - before)  # the pace of the loop, which the slowest rank sets
         return found
 
-    def _try_the_other(self) -> None:
-        """Change the way, or keep the better one, after as many batches as that takes."""
+    def _choose(self) -> None:
+        """Tell the followers if they read the next batches themselves. Several passes may be open at the same time."""
         replicas, took = self._replicas, self._replicas.took
-        if len(took) == _TRIALS:
-            self._broadcast.send((READ_YOURSELF, _TRIALS))
-        elif len(took) == 2 * _TRIALS:
+        if replicas.measured and len(took) >= 2 * _TRIALS:
             # Of each way the middle half: the first steps of a training are slow, and a rank may be two steps ahead.
-            one, each = np.sort(np.reshape(took, (2, -1)))[:, _TRIALS // 4 : -_TRIALS // 4].mean(axis=1)
-            replicas.measured, replicas.took = False, []
-            if one > _SLOWER * each:
-                replicas.on_each = True
-                self._end(READ_YOURSELF)
+            halves = np.sort(np.reshape(took[: 2 * _TRIALS], (2, -1)))[:, _TRIALS // 4 : -_TRIALS // 4]
+            one, each = halves.mean(axis=1)
+            replicas.on_each, replicas.measured = bool(one > _SLOWER * each), False
+        if replicas.on_each:
+            self._end(READ_YOURSELF)
+        elif replicas.measured and len(took) >= _TRIALS:
+            self._left = 2 * _TRIALS - len(took)
+            self._broadcast.send((READ_YOURSELF, self._left))
 
     def _end(self, kind: int) -> None:
         """Send the last message of the pass."""

@@ -246,6 +246,11 @@ def autos():
         whole = sharded(given(cls(400), size=16), replicas="each")
         same = [steps_of(loader, limit) == steps_of(whole, limit) for limit in (5, 20, None)]
         found[cls.__name__] = [same, data.reads, loader.stats.who_reads]
+    for way in ("auto", "each"):
+        loader = sharded(given(Samples(400), size=16), replicas=way)
+        one, other = iter(loader), iter(loader)
+        both = [[rows(next(one)["id"]), rows(next(other)["id"])] for _ in range(12)]
+        found[f"two passes, {way}"] = [both, [rows(batch["id"]) for batch in other], [rows(b["id"]) for b in one]]
     return found
 
 

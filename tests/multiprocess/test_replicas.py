@@ -92,6 +92,7 @@ def test_passes_overlap_and_are_abandoned(run_once):
 
 def test_auto_tries_both_ways_and_keeps_the_faster_one(run_once):
     for rank, report in enumerate(reports(run_once, "autos")):
+        assert report.pop("two passes, auto") == report.pop("two passes, each")
         for same, _, _ in report.values():
             assert same == [True] * 3
         # 50 steps in three passes, of which two were left early with two batches ahead; followers try 16 at most.
