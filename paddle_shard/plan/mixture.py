@@ -38,8 +38,8 @@ def sample_ids(sources: Any, epochs: Any, indices: Any) -> Any:
     return _MARK + ((epochs % ROUNDS) << 52) + (sources << 40) + indices
 
 
-def is_sample_id(index: int) -> bool:
-    """Return whether an index is the id of a source's sample, and not a position of the mixture."""
+def is_sample_id(index: Any) -> Any:
+    """Return whether an index, or each of an array, is the id of a source's sample, not a position of the mixture."""
     return index >= _MARK
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.mixture import is_sample_id, source_and_index
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.skips import Skips
@@ -145,7 +146,7 @@ def rank_steps(
         skips: What the user leaves out.
         deal: How rows are dealt by cost; None: they stay in their order.
         compared: True if the steps carry a digest, by which ranks see that they draw and deal alike.
-        contents: Samples of which the first step tells the content; empty: the first and the last of its global batch;
+        contents: Samples of which the first step tells the content; empty: a few of its global batch;
             None: of none.
     """
     concerned, passed, digest = skips.concerns(epoch), (0, 0), 0
@@ -165,18 +166,30 @@ def rank_steps(
         step = _step(batch, rows_of, out, deal, digest if compared else None)
         digest = step.digest
         if contents is not None:
-            step = replace(step, contents=contents or _ends(batch, out))
+            step = replace(step, contents=contents or _looked_at(batch, out))
         yield step if passed == (0, 0) else replace(step, passed=passed)
         passed, contents = (0, 0), None
 
 
-def _ends(batch: GlobalBatch, out: Mask | None) -> tuple[Content, ...]:
-    """Return the first and the last sample of a global batch that is not left out: every rank can name them."""
+_MOST_SOURCES = 8
+"""Most sources of a mixture of which a step tells the content of a sample."""
+
+
+def _looked_at(batch: GlobalBatch, out: Mask | None) -> tuple[Content, ...]:
+    """Return a few samples of a global batch that are not left out: every rank can name them.
+
+    They are the first and the last one; of a mixture, the first one of each source.
+    """
     num_real = batch.step.num_real
     rows = np.arange(num_real) if out is None else np.flatnonzero(~out[:num_real])
-    ids = batch.take(rows[[0, -1]])
-    first, last = ids.tolist() if isinstance(ids, np.ndarray) else ids
-    return tuple(Content(batch.step.epoch, sample) for sample in ([first] if first == last else [first, last]))
+    ids, at = batch.take(rows), np.unique([0, len(rows) - 1])
+    if isinstance(ids, np.ndarray):
+        if np.all(is_sample_id(ids)):
+            _, firsts = np.unique(source_and_index(ids)[0], return_index=True)
+            at = np.sort(firsts)[:_MOST_SOURCES] if len(firsts) > 1 else at
+        ids = ids.tolist()
+    found = [ids[row] for row in at.tolist()]
+    return tuple(Content(batch.step.epoch, one) for number, one in enumerate(found) if one not in found[:number])
 
 
 def _take_kept(take: Callable[[Rows], Ids], out: Mask, rows: Rows | range) -> Ids:

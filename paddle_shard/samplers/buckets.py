@@ -101,6 +101,11 @@ class BucketBatchSampler:
         found.__dict__.update(self.__dict__)
         return found
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples whose lengths are known."""
+        return len(self._lengths)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, which begins at its first batch.
 

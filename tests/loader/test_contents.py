@@ -268,6 +268,19 @@ def test_other_kinds_of_values_are_seen_to_differ(made):
         next(iter(other))
 
 
+@pytest.mark.parametrize("source", ["a", "b", "c"])
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_a_mixture_knows_a_sample_of_each_source_that_its_first_batch_has(source, steps):
+    def mixed(rewritten):
+        sources = {name: numbers(10 * (name == rewritten)) for name in "abc"}
+        return loader_of(paddle_shard.Mixture(sources, {"a": 1, "b": 1, "c": 2}))
+
+    other = mixed(source)
+    other.load_state_dict(saved_after(mixed(None), steps))
+    with pytest.raises(StateError, match="the data is not what it was"):
+        next(iter(other))
+
+
 def test_a_sample_of_a_mixture_is_named_by_its_source():
     state = saved_after(loader_of(several(0)), 2)
     other = loader_of(several(1))
