@@ -69,7 +69,8 @@ class StarGroup(Group):
             timeout: See `Group`.
         """
         super().__init__(rank, names, timeout)
-        self._connect_store, self._host, self._key = connect_store, host, key
+        self._connect_store: Any = connect_store
+        self._host, self._key = host, key
         self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
         self._missing = [0] if rank else list(range(1, self.size))
         """Positions that have not connected to rank 0 yet, or for which the present call has waited for long."""
@@ -93,6 +94,7 @@ class StarGroup(Group):
         deadline = time.monotonic() + self.timeout
         if len(self._peers) < (1 if self.rank else self.size - 1):
             (self._listen if self.rank == 0 else self._join)(deadline)
+            self._connect_store = None  # rank 0 of the job need not keep a connection for each rank
         if self.rank:
             return self._ask(payload, deadline)
         parts, position = {0: payload}, 0
@@ -243,7 +245,7 @@ class StarGroup(Group):
 
 
 def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> Group:
-    """Return a group over some ranks of `paddle.distributed`; nothing is sent before its first call.
+    """Return a group over some ranks of `paddle.distributed`; no other rank is waited for before its first call.
 
     With more than `MAX_STAR` ranks on several hosts, it has two levels: the ranks of a host, and the first rank of each
     host.
@@ -260,7 +262,9 @@ def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> Group:
     rendezvous = rendezvous_of(ranks)
     hosts = hosts_of_ranks() or [rendezvous.host] * size
 
-    connect_store = functools.partial(rendezvous.store, size, timeout)
+    connect_store: Callable[[Callable[[], bool]], Any] = functools.partial(rendezvous.store, size, timeout)
+    if not rendezvous.early:
+        connect_store = _connected_now(connect_store)
 
     def star(members: Sequence[int], name: str) -> StarGroup:
         # The store's host is known to be reachable; for other hosts, use the launcher's names.
@@ -275,6 +279,25 @@ def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> Group:
     mine = together[hosts[me]]
     across = star([members[0] for members in together.values()], "across") if me == mine[0] else None
     return TwoLevelGroup(star(mine, f"on {hosts[me]}"), across, rank=ranks.index(me), names=ranks)
+
+
+def _connected_now(connect: Callable[[Callable[[], bool]], Any]) -> Callable[[Callable[[], bool]], Any]:
+    """Connect to a store that is there in the caller's thread, and return a function that returns the client.
+
+    While Paddle makes a client, it changes the table of objects of pybind11 without the GIL. If another thread makes or
+    frees a tensor meanwhile, the process may abort ("Tried to deallocate unregistered instance") or crash. So it is not
+    made in the thread that meets the other ranks, beside the training thread.
+    """
+    try:
+        store = connect(lambda: True)
+    except PeerLostError as error:
+        lost = error
+
+        def fail(_: Callable[[], bool]) -> Any:
+            raise lost
+
+        return fail
+    return lambda _: store
 
 
 def _send(peer: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:
