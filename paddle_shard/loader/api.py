@@ -14,12 +14,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
-from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
+from paddle_shard.place.field import from_local
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
 from paddle_shard.say_once import say_once
@@ -317,7 +317,7 @@ def gather_valid(values: Any, valid: Any) -> Any:
         )
     rows, own = int(valid.shape[0]), int(valid._local_value().shape[0])
     if not values.is_dist() and list(values.shape[:1]) == [own] and own < rows:
-        values = dtensor_from_local(values.contiguous(), valid.process_mesh, valid.placements)
+        values = from_local(values, valid.process_mesh, valid.placements)
     if list(values.shape[:1]) != [rows]:
         raise ArgumentError(
             f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "
@@ -328,13 +328,13 @@ def gather_valid(values: Any, valid: Any) -> Any:
         split = [dist.Shard(0) if axis in (at, name) else dist.Replicate() for at, name in enumerate(mesh.dim_names)]
         parts = [one._local_value() if one.is_dist() else one for one in (values, valid)]
         shape = paddle.to_tensor([[*parts[0].shape, *[0] * (9 - len(parts[0].shape))]])
-        shapes = _whole(dtensor_from_local(shape, mesh, split)).tolist()
+        shapes = _whole(from_local(shape, mesh, split)).tolist()
         if any(one != shapes[0] for one in shapes):
             raise ArgumentError(
                 f"values must have the same shape on all data ranks, got {[s[: values.ndim] for s in shapes]}: give "
                 "one number for each row, or pad the rows to one length."
             )
-        values, valid = (dtensor_from_local(one.contiguous(), mesh, split) for one in parts)
+        values, valid = (from_local(one, mesh, split) for one in parts)
     return _whole(values)[_whole(valid)]
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import paddle
 import paddle.distributed as dist
-from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
+from paddle_shard.place.field import from_local
 from paddle_shard.place.lengths import padded
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.sequence import balanced_order
@@ -219,7 +219,7 @@ class SequenceSplit:
             if isinstance(outputs, np.ndarray):
                 return np.take_along_axis(whole, back, axis=1)
             found = paddle.take_along_axis(whole, paddle.to_tensor(back, place=whole.place), 1)
-            return found if mesh is None else dtensor_from_local(found.contiguous(), mesh, placements)
+            return found if mesh is None else from_local(found, mesh, placements)
 
     def _gathered(self, tensor: Any) -> tuple[Any, Any, Any]:
         """Return (local tensor with all tokens, its mesh, its placements); the tensor itself if it is a local one."""

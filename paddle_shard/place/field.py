@@ -126,10 +126,14 @@ class FieldLayout:
                 )
             pieces = [paddle.slice(rows, axes=[dim], starts=[c * size], ends=[(c + 1) * size]) for c in chunks]
             rows = pieces[0] if len(pieces) == 1 else paddle.concat(pieces, axis=dim)
-        # Paddle's reshard sends the memory of a local tensor as it lies there: of a view it sends other numbers. Not
-        # `contiguous`, which changes the tensor itself: it may be the user's.
-        rows = rows if rows.is_contiguous() else rows.clone()
-        return dtensor_from_local(rows, self.mesh, self._placements)
+        return from_local(rows, self.mesh, self._placements)
+
+
+def from_local(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
+    """Return the distributed tensor of which this process holds a local one, which may be a view and the user's."""
+    # Paddle's reshard sends the memory of a local tensor as it lies there: of a view it sends other numbers. Not
+    # `contiguous`, which changes the tensor itself.
+    return dtensor_from_local(tensor if tensor.is_contiguous() else tensor.clone(), mesh, placements)
 
 
 def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: int, **others: bool) -> FieldLayout:

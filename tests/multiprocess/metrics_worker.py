@@ -14,13 +14,16 @@ for names in (["dp", "mp"], ["mp", "dp"]):
     mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=names)
     data = paddle_shard.ArrayDataset(np.arange(13))
     loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(data, batch_size=4), mesh, shard_dims="dp")
-    rows = {"distributed": [], "local": [], "whole": []}
+    rows = {"distributed": [], "local": [], "view": [], "whole": []}
     batches = iter(loader)
     for batch in batches:
         batch = batch[0] if isinstance(batch, list) else batch
         values = 10 * batch.reshape([-1, 1])
         rows["distributed"] += paddle_shard.gather_valid(values, batches.valid).flatten().tolist()
         rows["local"] += paddle_shard.gather_valid(values._local_value(), batches.valid).flatten().tolist()
+        view = paddle.tile(values._local_value(), [1, 2])[:, :1]
+        rows["view"] += paddle_shard.gather_valid(view, batches.valid).flatten().tolist()
+        rows["view stays"] = not view.is_contiguous()
         whole = paddle.arange(batch.shape[0])
         rows["whole"] += paddle_shard.gather_valid(whole, batches.valid).tolist()
     try:
