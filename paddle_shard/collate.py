@@ -58,6 +58,7 @@ def collate(
         return list(samples)
     if isinstance(first, _NUMERIC):
         _check(samples, _NUMERIC, path)
+        check_dtypes(samples, path)
         return stack(samples, path)
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
@@ -118,9 +119,8 @@ def check_dtypes(samples: Sequence[Any], path: str) -> None:
 
 
 def stack(samples: Sequence[Any], path: str) -> Any:
-    """Stack arrays and numbers."""
+    """Stack arrays and numbers, whose dtypes were checked."""
     first = samples[0]
-    check_dtypes(samples, path)
     try:
         # `np.array` is like `np.stack`, in a quarter of the time, but it looks into the objects of an array of objects.
         rows = np.stack(samples) if np.asarray(first).dtype.hasobject else np.array(samples)

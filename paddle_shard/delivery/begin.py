@@ -76,9 +76,9 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
     (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
     """
     batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
-    if not (setup.source.split and isinstance(batches, UserBatches)) or batches.draws_for or len(ranks) == 1:
+    if not (setup.source.split and isinstance(batches, UserBatches)) or is_plain(batches.batch_sampler):
         return
-    if is_plain(batches.batch_sampler):
+    if batches.draws_for or len(ranks) == 1:
         return
     told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
     if told != {""}:
@@ -112,7 +112,7 @@ def _changes(setup: PassSetup) -> dict[str, str]:
     return {
         "skip(steps=)": ", ".join(steps) or "none",
         "skip(samples=)": ", ".join(samples) or "none",
-        "(first epoch, its samples)": str(history.lengths),
+        "samples of an epoch, as (from which epoch, how many)": str(history.lengths),
         "weights and lengths of the sources": str([tuple(segment) for segment in history.segments]),
     }
 

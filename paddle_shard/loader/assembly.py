@@ -50,10 +50,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         ArgumentError: An argument cannot be honoured.
     """
     auto_dp, me = in_auto_dp_mode(), dist.get_rank()
-    if auto_dp and options.shard_dims is None:  # as Paddle's own, and PaddleFormers for data without an index
-        options = replace(options, shard_dims=auto_dp_axis(options.meshes))
     if auto_dp:
         say_once(_LOST)
+        if options.shard_dims is None:  # as Paddle's own, and PaddleFormers for data without an index
+            options = replace(options, shard_dims=auto_dp_axis(options.meshes))
     if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
         options = replace(options, is_dataset_splitted=True)
     given = options.dataloader
@@ -65,13 +65,8 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     connect(agreeing, options.timeout)  # first, since the data may be counted for minutes, or refused on this rank only
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
-    whole = options.shard_dims is None and own.num_data_ranks == 1 and not auto_dp
-    for axis, size in zip(own.layout.axes, own.layout.shape, strict=True):
-        if whole and axis in ("dp", "data") and size > 1 and me == own.layout.process_ids[0]:
-            say_once(
-                f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "
-                f"batch. shard_dims={axis!r} gives each of them rows of its own."
-            )
+    if options.shard_dims is None and own.num_data_ranks == 1 and me == own.layout.process_ids[0]:
+        _say_what_is_not_split(own)
     stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
     options = options if stream is None else replace(options, dataloader=stream)
     source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
@@ -104,6 +99,16 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         prefetch=prefetch,
         if_worth_it=if_worth_it,
     )
+
+
+def _say_what_is_not_split(own: FieldLayout) -> None:
+    """Log that the ranks of a data axis get the same rows, which is seldom meant."""
+    for axis, size in zip(own.layout.axes, own.layout.shape, strict=True):
+        if axis in ("dp", "data") and size > 1:
+            say_once(
+                f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "
+                f"batch. shard_dims={axis!r} gives each of them rows of its own."
+            )
 
 
 def _reading(

@@ -182,13 +182,12 @@ def _looked_at(batch: GlobalBatch, out: Mask | None) -> tuple[Content, ...]:
     """
     num_real = batch.step.num_real
     rows = np.arange(num_real) if out is None else np.flatnonzero(~out[:num_real])
-    ids, at = batch.take(rows), np.unique([0, len(rows) - 1])
-    if isinstance(ids, np.ndarray):
-        if np.all(is_sample_id(ids)):
-            _, firsts = np.unique(source_and_index(ids)[0], return_index=True)
-            at = np.sort(firsts)[:_MOST_SOURCES] if len(firsts) > 1 else at
-        ids = ids.tolist()
-    found = [ids[row] for row in at.tolist()]
+    ids = batch.take(rows[[0, -1]])
+    if isinstance(ids, np.ndarray) and is_sample_id(ids[0]):
+        of_all = np.asarray(batch.take(rows))
+        _, firsts = np.unique(source_and_index(of_all)[0], return_index=True)
+        ids = of_all[np.sort(firsts)[:_MOST_SOURCES]] if len(firsts) > 1 else ids
+    found = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     return tuple(Content(batch.step.epoch, one) for number, one in enumerate(found) if one not in found[:number])
 
 

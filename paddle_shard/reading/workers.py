@@ -203,8 +203,6 @@ class WorkerPool:
         named = ", ".join(f"worker {at} (exit code {code})" for at, code in ended.items() if code or at == number)
         text = f"a worker process ended: {named or f'worker {number}'}"
         if -signal.SIGKILL in ended.values():
-            text += (
-                ". The system sends SIGKILL (-9) when memory runs out: its log (dmesg) would say so, and fewer workers "
-            )
-            text += "or a smaller prefetch_factor help"
+            text += ". The system sends SIGKILL (-9) when memory runs out: its log (dmesg) would say so, and fewer "
+            text += "workers or a smaller prefetch_factor help"
         return WorkersLostError(text, number)

@@ -433,31 +433,26 @@ EDITS = st.tuples(
     st.integers(0, 4),
     st.integers(1, 14),
 )
+
+
+def actions_of(edits, samples):
+    """What may happen to any data: it is run, resumed after some edits, or left out in part; or goes to an epoch."""
+    return [
+        st.tuples(st.just("run"), st.sampled_from([1, 2, 3, None])),
+        st.tuples(st.just("resume"), st.sampled_from([1, 1, 2]), st.integers(1, 5), edits),
+        st.tuples(st.just("skip"), st.one_of(st.none(), st.integers(0, 3)), *samples),
+        st.tuples(st.just("set_epoch"), st.integers(0, 3)),
+    ]
+
+
 ACTIONS = st.one_of(
-    st.tuples(st.just("run"), st.sampled_from([1, 2, 3, None])),
-    st.tuples(
-        st.just("resume"),
-        st.sampled_from([1, 1, 2]),
-        st.integers(1, 5),
-        st.lists(EDITS, max_size=3),
-    ),
-    st.tuples(st.just("skip"), st.one_of(st.none(), st.integers(0, 3)), st.integers(0, 4), st.integers(0, 10)),
-    st.tuples(st.just("set_epoch"), st.integers(0, 3)),
+    *actions_of(st.lists(EDITS, max_size=3), (st.integers(0, 4), st.integers(0, 10))),
     st.tuples(st.just("weights"), st.integers(0, 63)),
 )
 
 
-ACTIONS_OF_ONE = st.one_of(
-    st.tuples(st.just("run"), st.sampled_from([1, 2, 3, None])),
-    st.tuples(
-        st.just("resume"),
-        st.sampled_from([1, 1, 2]),
-        st.integers(1, 5),
-        st.lists(st.tuples(st.sampled_from(["length", "length", "tail"]), st.just(0), st.integers(8, 40)), max_size=1),
-    ),
-    st.tuples(st.just("skip"), st.one_of(st.none(), st.integers(0, 3)), st.just(0), st.integers(0, 30)),
-    st.tuples(st.just("set_epoch"), st.integers(0, 3)),
-)
+EDITS_OF_ONE = st.tuples(st.sampled_from(["length", "length", "tail"]), st.just(0), st.integers(8, 40))
+ACTIONS_OF_ONE = st.one_of(*actions_of(st.lists(EDITS_OF_ONE, max_size=1), (st.just(0), st.integers(0, 30))))
 
 
 @settings(max_examples=trials(120))

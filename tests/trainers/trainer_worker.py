@@ -130,6 +130,42 @@ def whole_states(state_class):
     state_class.save_to_json = save_to_json
 
 
+OF_1_2_0 = {"amp_master_grad": False, "convert_from_hf": False, "save_to_hf": False}
+"""What the trainers of PaddleFormers 1.2.0 are told besides."""
+
+
+def arguments_of(out, batch, options):
+    """What all trainers are told."""
+    return {
+        "output_dir": str(out),
+        "device": "cpu",
+        "enable_auto_parallel": True,
+        "per_device_train_batch_size": batch // int(os.environ["PADDLE_TRAINERS_NUM"]),
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "save_steps": options.get("save_steps", 10**9),
+        "save_strategy": "steps" if "save_steps" in options else "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "seed": 42,
+        "sharding": "",
+    }
+
+
+def on_all_ranks(layer):
+    """The mesh of the job's data ranks, on which a layer is from now on."""
+    mesh, world = dist.fleet.auto.get_mesh(), int(os.environ["PADDLE_TRAINERS_NUM"])
+    if mesh is None:
+        mesh = dist.ProcessMesh(np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"])
+        dist.fleet.auto.set_mesh(mesh)
+    mesh = mesh.get_mesh_with_dim("pp")[0]
+    dist.shard_layer(layer, mesh, lambda name, part, mesh: None)
+    return mesh
+
+
 @functools.cache
 def imported(name):
     """(trainer, its arguments) of a package."""
@@ -186,36 +222,15 @@ def trained(options, position):
             return loss
 
     world = int(os.environ["PADDLE_TRAINERS_NUM"])
-    others = {}
-    if options["name"] == "paddleformers":
-        others = {"amp_master_grad": False, "convert_from_hf": False, "save_to_hf": False}
     arguments = arguments_class(
-        output_dir=options["out"],
-        device="cpu",
-        enable_auto_parallel=True,
+        **arguments_of(options["out"], BATCH, options),
         to_static=static,
-        per_device_train_batch_size=BATCH // world,
         gradient_accumulation_steps=accumulation,
-        num_train_epochs=2,
         max_steps=options.get("max_steps", -1),
-        logging_steps=1,
-        save_steps=options.get("save_steps", 10**9),
-        save_strategy="steps" if "save_steps" in options else "no",
-        disable_tqdm=True,
-        learning_rate=1e-2,
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        report_to=[],
-        seed=42,
-        sharding="",
-        **others,
+        **(OF_1_2_0 if options["name"] == "paddleformers" else {}),
     )
-    mesh = dist.fleet.auto.get_mesh()
-    if mesh is None:
-        mesh = dist.ProcessMesh(np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"])
-        dist.fleet.auto.set_mesh(mesh)
     layer = model()
-    dist.shard_layer(layer, mesh.get_mesh_with_dim("pp")[0], lambda name, part, mesh: None)
+    on_all_ranks(layer)
     data = options.get("data", "rows")
     trainer = Watched(
         model=layer,

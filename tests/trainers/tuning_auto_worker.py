@@ -20,7 +20,7 @@ import paddle.distributed as dist
 import paddle_shard
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.testing import cpu_static, report
-from tests.trainers.trainer_worker import Config, imported, on_cpu
+from tests.trainers.trainer_worker import Config, arguments_of, imported, on_all_ranks, on_cpu
 from tests.trainers.tuning_worker import BATCH, LENGTH, ROWS, WORDS, Loss, items_of, row_losses, tokenizer
 
 PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0}
@@ -96,7 +96,6 @@ def loss_of(case, layer):
 
 def trained(case, out, folder, reports):
     position = paddle_shard.TrainerCallback(case.get("resume"))
-    world = int(os.environ["PADDLE_TRAINERS_NUM"])
     found, patch = [], {"shuffle": case.get("shuffle")}
     if case.get("ragged"):
         patch["pad_to"] = {name: ("longest", fill) for name, fill in PADDING.items()}
@@ -124,31 +123,13 @@ def trained(case, out, folder, reports):
                 return loss
 
         arguments = Arguments(
-            output_dir=str(out),
-            device="cpu",
-            enable_auto_parallel=True,
+            **arguments_of(out, BATCH, case),
             to_static=case.get("static", False),
-            per_device_train_batch_size=BATCH // world,
-            num_train_epochs=2,
             max_steps=case.get("steps", -1),
-            logging_steps=1,
-            save_steps=case.get("save_steps", 10**9),
-            save_strategy="steps" if "save_steps" in case else "no",
-            disable_tqdm=True,
-            learning_rate=1e-2,
-            max_grad_norm=0.0,
-            lr_scheduler_type="constant",
-            report_to=[],
-            seed=42,
-            sharding="",
             max_seq_len=LENGTH,
         )
-        mesh = dist.fleet.auto.get_mesh()
-        if mesh is None:
-            mesh = dist.ProcessMesh(np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"])
-            dist.fleet.auto.set_mesh(mesh)
         layer = toy()
-        dist.shard_layer(layer, mesh.get_mesh_with_dim("pp")[0], lambda name, part, mesh: None)
+        mesh = on_all_ranks(layer)
         trainer = Watched(
             model=layer,
             criterion=Loss(),
@@ -162,9 +143,7 @@ def trained(case, out, folder, reports):
             cpu_static()
         trainer.train(resume_from_checkpoint=case.get("resume"))
         if case.get("evaluate"):
-            reports["rows"] = row_losses(
-                layer, dataset(case, folder), collate_of(case), mesh.get_mesh_with_dim("pp")[0]
-            )
+            reports["rows"] = row_losses(layer, dataset(case, folder), collate_of(case), mesh)
     return found
 
 

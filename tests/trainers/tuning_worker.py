@@ -16,11 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import paddle
-import paddle.distributed as dist
 
 import paddle_shard
 from paddle_shard.testing import report
-from tests.trainers.trainer_worker import imported, on_cpu
+from tests.trainers.trainer_worker import OF_1_2_0, arguments_of, imported, on_all_ranks, on_cpu
 
 ROWS, BATCH, LENGTH = 36, 6, 24
 """Rows of the data set, items of a global batch, tokens of an item."""
@@ -195,7 +194,6 @@ def row_losses(layer, data, collate, mesh):
 
 def trained(case, out, folder, reports):
     position = paddle_shard.TrainerCallback(case.get("resume"))
-    world = int(os.environ["PADDLE_TRAINERS_NUM"])
     found = []
     patch = {"shuffle": True} if case.get("shuffle") else {}
     with paddle_shard.patch_paddle(on_loader=position.add, **patch) if not case.get("plain") else open(os.devnull):
@@ -216,32 +214,15 @@ def trained(case, out, folder, reports):
                 return loss
 
         arguments = (DPOTrainingArguments if dpo else SFTConfig)(
-            output_dir=str(out),
-            device="cpu",
-            enable_auto_parallel=True,
-            per_device_train_batch_size=BATCH // world,
-            num_train_epochs=2,
+            **arguments_of(out, BATCH, case),
+            **OF_1_2_0,
             max_steps=case.get("steps", -1),
             dataloader_num_workers=case.get("workers", 0),
-            logging_steps=1,
-            save_steps=case.get("save_steps", 10**9),
-            save_strategy="steps" if "save_steps" in case else "no",
-            disable_tqdm=True,
-            learning_rate=1e-2,
-            max_grad_norm=0.0,
-            lr_scheduler_type="constant",
-            report_to=[],
-            seed=42,
-            sharding="",
-            amp_master_grad=False,
-            convert_from_hf=False,
-            save_to_hf=False,
             unified_checkpoint=False,
             **({} if dpo else {"max_seq_len": LENGTH}),
         )
-        mesh = dist.fleet.auto.get_mesh()
         layer = toy(case.get("reference"))
-        dist.shard_layer(layer, mesh.get_mesh_with_dim("pp")[0], lambda name, part, mesh: None)
+        mesh = on_all_ranks(layer)
         made = {
             "model": layer,
             "args": arguments,
@@ -254,9 +235,7 @@ def trained(case, out, folder, reports):
             made["ref_model"] = toy(True)
         Watched(**made).train(resume_from_checkpoint=case.get("resume"))
         if case.get("evaluate"):
-            reports["rows"] = row_losses(
-                layer, dataset(case, folder), collate_of(case), mesh.get_mesh_with_dim("pp")[0]
-            )
+            reports["rows"] = row_losses(layer, dataset(case, folder), collate_of(case), mesh)
     return found
 
 
