@@ -13,6 +13,8 @@ from paddle_shard.tree import TEXT, is_sequence, rebuild
 _NOT_NUMBERS = "OSUV"
 """Kinds of numpy dtypes that are not numeric."""
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
+_OF_PYTHON = {bool, int, float}
+"""Types without a dtype, which fit to several."""
 _SHOWN = 60
 
 
@@ -57,8 +59,8 @@ def collate(
         _check(samples, TEXT, path)
         return list(samples)
     if isinstance(first, _NUMERIC):
-        _check(samples, _NUMERIC, path)
-        check_dtypes(samples, path)
+        if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
+            check_dtypes(samples, path)
         return stack(samples, path)
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
@@ -87,10 +89,13 @@ def no_rows(samples: Sequence[Any], path: str) -> TypeError:
     )
 
 
-def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> None:
-    for one in set(map(type, samples)):  # nearly always one
+def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[type]:
+    """Return the types of the samples, nearly always one, if all are of this kind."""
+    found = set(map(type, samples))
+    for one in found:
         if not issubclass(one, kind) or issubclass(one, but):
             raise _mixed(samples, path)
+    return found
 
 
 def _mixed(samples: Sequence[Any], path: str) -> TypeError:
@@ -107,7 +112,10 @@ def _mixed(samples: Sequence[Any], path: str) -> TypeError:
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
     """Refuse arrays, or tensors, of different dtypes: a row would have another one for other rows beside it."""
-    found = {getattr(sample, "dtype", None) for sample in samples} - {None}  # numbers of Python fit to some dtypes
+    found = {getattr(sample, "dtype", None) for sample in samples}
+    if len(found) == 1:
+        return
+    found -= {None}  # numbers of Python fit to some dtypes
     if len(found) > 1 and not any(getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found):
         dtypes = [str(getattr(sample, "dtype", "")).rpartition(".")[2] for sample in samples]
         different = [dtype for dtype in dict.fromkeys(dtypes) if dtype]
