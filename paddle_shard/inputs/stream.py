@@ -160,6 +160,8 @@ class Stream(paddle.io.IterableDataset):
         counts: bool | None = None,
         shuffle_shards: bool = True,
         resample: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> Stream:
         """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
@@ -170,6 +172,8 @@ class Stream(paddle.io.IterableDataset):
             counts: The same as for `lines`.
             shuffle_shards: The same as for `lines`.
             resample: The same as for `lines`.
+            cache_dir: The same as for `lines`.
+            cache_bytes: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -179,11 +183,28 @@ class Stream(paddle.io.IterableDataset):
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
         form = CSV_DICTS if header else CSV_ROWS
-        return cls(text_source(paths, form, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(
+            text_source(
+                paths,
+                form,
+                counts=counts,
+                shuffle_shards=shuffle_shards,
+                resample=resample,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
+            )
+        )
 
     @classmethod
     def lines(
-        cls, paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
+        cls,
+        paths: Paths,
+        *,
+        counts: bool | None = None,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> Stream:
         r"""Return a stream of the lines of text files, as `str` without their ends ("\n" or "\r\n").
 
@@ -195,6 +216,10 @@ class Stream(paddle.io.IterableDataset):
                 are kept in the user's cache directory for other ranks and later runs.
             shuffle_shards: If True, permute the files, in another order each epoch.
             resample: If True, each part is an endless stream of files, sampled with replacement; set `num_batches=`.
+            cache_dir: A folder in which copies of remote files are kept, for all ranks and workers of the host: each
+                file is downloaded once. A copy is not compared with its server again.
+            cache_bytes: Most bytes that all copies in the folder may have; those that were not used for the longest
+                time are removed. None: none is removed.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -203,11 +228,28 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        return cls(text_source(paths, LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(
+            text_source(
+                paths,
+                LINES,
+                counts=counts,
+                shuffle_shards=shuffle_shards,
+                resample=resample,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
+            )
+        )
 
     @classmethod
     def jsonl(
-        cls, paths: Paths, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
+        cls,
+        paths: Paths,
+        *,
+        counts: bool | None = None,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> Stream:
         """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
 
@@ -216,6 +258,8 @@ class Stream(paddle.io.IterableDataset):
             counts: The same as for `lines`.
             shuffle_shards: The same as for `lines`.
             resample: The same as for `lines`.
+            cache_dir: The same as for `lines`.
+            cache_bytes: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -224,7 +268,17 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        return cls(text_source(paths, JSON_LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample))
+        return cls(
+            text_source(
+                paths,
+                JSON_LINES,
+                counts=counts,
+                shuffle_shards=shuffle_shards,
+                resample=resample,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
+            )
+        )
 
     @classmethod
     def webdataset(
@@ -235,6 +289,7 @@ class Stream(paddle.io.IterableDataset):
         resample: bool = False,
         index: str | os.PathLike[str] | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
         select: Callable[[str], bool] | None = None,
     ) -> Stream:
         """Return a stream of the raw samples of tars: dicts of bytes by file ending, with `__key__` and `__url__`.
@@ -249,7 +304,8 @@ class Stream(paddle.io.IterableDataset):
                 first tar. With an index, parts are equal, their lengths are known, and a resume is cheap. None: count
                 the tars now by their headers, if all are local, none is compressed, and neither `select` nor
                 `resample` is given. False: count nothing.
-            cache_dir: Directory where each remote tar is kept after one download. Nothing is ever removed from it.
+            cache_dir: The same as for `lines`.
+            cache_bytes: The same as for `lines`.
             select: Called with a member's name; True: the member is read. None: all members are read. An index does
                 not fit if whole samples are left out.
 
@@ -263,7 +319,13 @@ class Stream(paddle.io.IterableDataset):
             >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
         source = webdataset_source(
-            urls, shuffle_shards=shuffle_shards, resample=resample, index=index, cache_dir=cache_dir, select=select
+            urls,
+            shuffle_shards=shuffle_shards,
+            resample=resample,
+            index=index,
+            cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
+            select=select,
         )
         return cls(source)
 
@@ -276,6 +338,8 @@ class Stream(paddle.io.IterableDataset):
         allow_nulls: bool = False,
         shuffle_shards: bool = True,
         resample: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> Stream:
         """Return a stream of the rows of Parquet files: dicts by column; see `sources.parquet.parquet_source`.
 
@@ -289,6 +353,8 @@ class Stream(paddle.io.IterableDataset):
                 row group: add a `shuffle` stage to permute them, too.
             resample: If True, each part is an endless stream of row groups, sampled with replacement; set
                 `num_batches=`.
+            cache_dir: The same as for `lines`. Files are downloaded whole then.
+            cache_bytes: The same as for `lines`.
 
         Raises:
             MissingDependencyError: pyarrow is not installed; the text names the extra.
@@ -299,7 +365,13 @@ class Stream(paddle.io.IterableDataset):
             >>> stream = Stream.parquet("data/*.parquet", columns=["x", "y"]).shuffle(1000)  # doctest: +SKIP
         """
         source = parquet_source(
-            paths, columns=columns, allow_nulls=allow_nulls, shuffle_shards=shuffle_shards, resample=resample
+            paths,
+            columns=columns,
+            allow_nulls=allow_nulls,
+            shuffle_shards=shuffle_shards,
+            resample=resample,
+            cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
         )
         return cls(source)
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources import files
+from paddle_shard.sources.host_cache import HostCache, open_through
 from paddle_shard.sources.shards import RECOUNT, ShardSource
 
 KEPT = 64
@@ -74,18 +75,19 @@ class ShardEntry:
         )
 
 
-def count_file(name: str, samples: Samples, most: int | None = None) -> ShardEntry:
+def count_file(name: str, samples: Samples, most: int | None = None, cache: HostCache | None = None) -> ShardEntry:
     """Count the samples of a file.
 
     Args:
         name: Path or URL of the file.
         samples: The format, or a function that finds where samples begin in less time.
         most: Most byte offsets to keep, an even number; None: no limit.
+        cache: Where a copy of a remote file is kept; None: nowhere.
 
     Raises:
         Exception: Whatever reading raises, if the file cannot be read to its end.
     """
-    opened, size = files.open_file(name)
+    opened, size = open_through(cache, name)
     kept: list[int] = []
     number, every = 0, EVERY
     with opened, files.decompressed(opened) as file:
@@ -99,7 +101,9 @@ def count_file(name: str, samples: Samples, most: int | None = None) -> ShardEnt
         return ShardEntry(samples=number, size=opened.tell() if size is None else size, starts=starts, every=every)
 
 
-def count_files(names: Sequence[str], kind: str, samples: Samples, counts: bool | None) -> dict[str, ShardEntry] | None:
+def count_files(
+    names: Sequence[str], kind: str, samples: Samples, counts: bool | None, cache: HostCache | None = None
+) -> dict[str, ShardEntry] | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
     Args:
@@ -108,6 +112,7 @@ def count_files(names: Sequence[str], kind: str, samples: Samples, counts: bool 
         samples: Finds the samples of a file; see `count_file`.
         counts: True: count all files; False: count none. None: count all if counting is cheap compared to reading: all
             files are local and none is compressed. So all ranks that see the same files decide alike.
+        cache: Where copies of remote files are kept; None: nowhere.
 
     Returns:
         The index entry of each file; None if files are not counted.
@@ -135,7 +140,7 @@ def count_files(names: Sequence[str], kind: str, samples: Samples, counts: bool 
                     with opened, files.decompressed(opened) as file:
                         if file is not opened:
                             return None
-                found[name] = entry = entry or count_file(name, samples, MOST)
+                found[name] = entry = entry or count_file(name, samples, MOST, cache)
             if status is not None and entry.size == status.st_size:
                 changed = [status.st_mtime_ns, status.st_ctime_ns]
                 if time.time() - max(changed) / 1e9 >= RECENT:
@@ -148,7 +153,7 @@ def source_of_files(
     samples: Samples,
     entries: Mapping[str, ShardEntry] | None,
     *,
-    cache_dir: str | None = None,
+    cache: HostCache | None = None,
     shuffle_shards: bool,
     resample: bool,
 ) -> ShardSource:
@@ -158,13 +163,13 @@ def source_of_files(
         names: Names of the files.
         samples: The format.
         entries: The index entry of each file; None if files are not counted.
-        cache_dir: Directory where each remote file is kept after one download; None: files are not kept.
+        cache: Where copies of remote files are kept; None: nowhere.
         shuffle_shards: If True, permute the files, in another order each epoch.
         resample: If True, each part is an endless stream of files, sampled with replacement.
     """
     return ShardSource(
         names,
-        partial(_read, samples=samples, entries=entries, cache_dir=cache_dir),
+        partial(_read, samples=samples, entries=entries, cache=cache),
         counts=None if entries is None else [entries[name].samples for name in names],
         shuffle_shards=shuffle_shards,
         resample=resample,
@@ -173,14 +178,13 @@ def source_of_files(
 
 
 def _read(
-    name: str, skip: int, *, samples: Samples, entries: Mapping[str, ShardEntry] | None, cache_dir: str | None
+    name: str, skip: int, *, samples: Samples, entries: Mapping[str, ShardEntry] | None, cache: HostCache | None
 ) -> Iterator[Any]:
     """Yield the version of a file, and its samples from a given one on."""
-    path = name if cache_dir is None or not files.is_remote(name) else files.cached(name, cache_dir)
     start = 0
     if entries is not None:
         start, skip = entries[name].before(skip)
-    opened, size = files.open_file(path, start)
+    opened, size = open_through(cache, name, start)
     with opened, opened if start else files.decompressed(opened) as file:
         if entries is not None and size not in (None, entries[name].size):
             raise ValueError(

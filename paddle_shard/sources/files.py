@@ -1,4 +1,4 @@
-"""How are local and remote files named, opened and kept, and how does reading continue after a connection drops?
+"""How are local and remote files named and opened, and how does reading continue after a connection drops?
 
 What sources share: errors that name a file, and errors that name a missing package.
 """
@@ -6,7 +6,6 @@ What sources share: errors that name a file, and errors that name a missing pack
 from __future__ import annotations
 
 import bz2
-import errno
 import glob
 import gzip
 import http.client
@@ -15,7 +14,6 @@ import itertools
 import lzma
 import os
 import re
-import shutil
 import tempfile
 import time
 import urllib.error
@@ -37,7 +35,6 @@ from paddle_shard.errors import (
     described,
 )
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.step import Content
 
 T = TypeVar("T")
@@ -430,76 +427,6 @@ def _connect_fsspec(name: str, start: int) -> Connection:
     if start:
         stream.seek(start)
     return Connection(stream=stream, size=getattr(stream, "size", None), tag=tag_of(stream))
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def cached(name: str, cache_dir: str) -> str:
-    """Return the path of a local copy of a remote file; download the file if there is no copy yet.
-
-    The first caller downloads the file under a temporary name and renames it. Other callers, also in other processes,
-    wait for it. If the file system has no locks, several callers may download the file, but each copy is complete.
-    No copy is ever removed.
-
-    Raises:
-        OSError: The download failed or ended too soon, or the disk is full. No incomplete file is left.
-    """
-    kept = f"{derive_key(shown(name)).hex()}-{base_name(name)}"
-    path = os.path.join(cache_dir, kept)
-    if os.path.exists(path):
-        return path
-    with ExitStack() as stack:
-        with _explained(name, cache_dir):
-            os.makedirs(cache_dir, exist_ok=True)
-            lock = stack.enter_context(open(os.path.join(cache_dir, f".{kept}.lock"), "wb"))
-            alone = stack.enter_context(held(lock))
-            # Another process may have downloaded it while this one waited for the lock.
-            if os.path.exists(path):
-                return path
-            if alone:  # remove what a killed process has left
-                for stale in glob.glob(os.path.join(glob.escape(cache_dir), f".{glob.escape(kept)}.*.part")):
-                    os.unlink(stale)
-            target = stack.enter_context(replacing(path, 0o644, buffering=0))
-        source, size = open_file(name)
-        copied = 0
-        with source:
-            while piece := source.read(BUFFER):
-                # Reading is outside: only what fails in writing is about the cache.
-                with _explained(name, cache_dir, size, copied):
-                    rest = memoryview(piece)
-                    while rest:  # a write without a buffer may write only a part
-                        rest = rest[target.write(rest) :]
-                copied += len(piece)
-        with _explained(name, cache_dir, size, copied):
-            os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
-    return path
-
-
-@contextmanager
-def _explained(name: str, cache_dir: str, size: int | None = None, copied: int | None = None) -> Iterator[None]:
-    """Explain why a cache cannot be written to.
-
-    Args:
-        name: The file to download.
-        cache_dir: The cache.
-        size: Bytes of the file; None: unknown.
-        copied: Bytes that were written; they will be removed. None: no file was made.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise_if_a_handlers(error)
-        if error.errno not in _FULL:
-            raise OSError(error.errno, f"cannot write to cache_dir {cache_dir!r}: {error}") from error
-        if copied is None:
-            why = f"no file can be made in it for {shown(name)}; the file system may have bytes left, but no inodes"
-        else:
-            free = shutil.disk_usage(cache_dir).free + copied
-            why = f"{shown(name)} has {'an unknown number of' if size is None else size} bytes, {free} are free"
-        raise OSError(
-            error.errno, f"cache_dir {cache_dir!r} is full: {why}. Make room, or choose another cache_dir"
-        ) from error
 
 
 @contextmanager

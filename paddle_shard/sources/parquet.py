@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from paddle_shard.sources.files import (
     shown,
     version_of,
 )
+from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.shards import ShardSource
 
 BATCH_BYTES = 4 << 20
@@ -39,6 +41,8 @@ def parquet_source(
     allow_nulls: bool = False,
     shuffle_shards: bool = True,
     resample: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
 
@@ -64,6 +68,9 @@ def parquet_source(
         shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a row
             group: add a `Shuffle` to permute them, too.
         resample: If True, each part is an endless stream of row groups, sampled with replacement.
+        cache_dir: A folder in which copies of remote files are kept, for all processes of the host. Then files are
+            downloaded whole.
+        cache_bytes: Most bytes that all copies in the folder may have; None: no limit.
 
     Raises:
         MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
@@ -97,7 +104,13 @@ def parquet_source(
         raise ArgumentError(f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}.")
     return ShardSource(
         list(groups),
-        partial(_read_group, groups=groups, columns=chosen, allow_nulls=allow_nulls),
+        partial(
+            _read_group,
+            groups=groups,
+            columns=chosen,
+            allow_nulls=allow_nulls,
+            cache=HostCache.of(cache_dir, cache_bytes),
+        ),
         files=[file for file, _ in groups.values()],
         counts=counts,
         shuffle_shards=shuffle_shards,
@@ -111,12 +124,18 @@ _Footer = tuple[list[int], dict[str, Any]]
 
 
 def _read_group(
-    name: str, skip: int, *, groups: Mapping[str, tuple[str, int]], columns: list[str] | None, allow_nulls: bool
+    name: str,
+    skip: int,
+    *,
+    groups: Mapping[str, tuple[str, int]],
+    columns: list[str] | None,
+    allow_nulls: bool,
+    cache: HostCache | None,
 ) -> Iterator[Any]:
     """Yield the version of a row group's file, and the rows from a given one on."""
     file, number = groups[name]
     end = 0
-    with _opened(file) as (parquet, stream):
+    with _opened(file, cache) as (parquet, stream):
         yield version_of(stream, file)
         group = parquet.metadata.row_group(number)
         size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
@@ -177,14 +196,24 @@ def _footer(file: str) -> _Footer:
 
 
 @contextmanager
-def _opened(file: str) -> Iterator[tuple[Any, Any]]:
-    """Open a file for pyarrow; if it is remote, yield fsspec's file, too. Only what pyarrow asks for is read."""
+def _opened(file: str, cache: HostCache | None = None) -> Iterator[tuple[Any, Any]]:
+    """Open a file for pyarrow; if it, or its copy, is open as a file of Python's, yield that, too.
+
+    Of a remote file without a copy, only what pyarrow asks for is read.
+    """
     from pyarrow.parquet import ParquetFile
 
     if not is_remote(file):
         with ParquetFile(local_path(file)) as opened:
             yield opened, None
         return
+    if cache is not None:
+        copy, _ = cache.open(file)
+        with copy:
+            if copy.seekable():  # else there is no room for a copy
+                with ParquetFile(copy) as opened:
+                    yield opened, copy
+                return
     system, path = remote_file(file, "parquet")
     with system.open(path, "rb", cache_type="none") as stream, ParquetFile(stream, pre_buffer=True) as opened:
         yield opened, stream

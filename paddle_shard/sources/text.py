@@ -6,12 +6,15 @@ import codecs
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from paddle_shard.sources.counts import count_files, source_of_files
 from paddle_shard.sources.files import BUFFER, Paths, matched, open_file
+from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Damaged
 
@@ -28,7 +31,14 @@ class TextFormat(NamedTuple):
 
 
 def text_source(
-    paths: Paths, form: TextFormat, *, counts: bool | None = None, shuffle_shards: bool = True, resample: bool = False
+    paths: Paths,
+    form: TextFormat,
+    *,
+    counts: bool | None = None,
+    shuffle_shards: bool = True,
+    resample: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of text files.
 
@@ -42,18 +52,20 @@ def text_source(
             later runs.
         shuffle_shards: If True, permute the files, in another order each epoch.
         resample: If True, each part is an endless stream of files, sampled with replacement.
+        cache_dir: A folder in which copies of remote files are kept, for all processes of the host.
+        cache_bytes: Most bytes that all copies in the folder may have; None: no limit.
 
     Raises:
         ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
-    names = matched(paths)
+    names, cache = matched(paths), HostCache.of(cache_dir, cache_bytes)
     if resample and counts is None:
         counts = False
-    entries = count_files(names, form.kind, partial(_of_text, find=form.starts), counts)
+    entries = count_files(names, form.kind, partial(_of_text, find=form.starts), counts, cache)
     samples = partial(_of_text, find=form.samples)
-    return source_of_files(names, samples, entries, shuffle_shards=shuffle_shards, resample=resample)
+    return source_of_files(names, samples, entries, cache=cache, shuffle_shards=shuffle_shards, resample=resample)
 
 
 def _of_text(
@@ -96,18 +108,31 @@ class _Text:
         """Return the number of the line that was read last, counted from 1."""
         left, before = self.start, 0
         if left:  # only error messages need this, so only now read what comes before `start`
-            opened, _ = open_file(self._name)
-            with opened:
-                while left and (block := opened.read(min(left, BUFFER))):
+            with self._from_begin() as file:
+                while left and (block := file.read(min(left, BUFFER))):
                     before, left = before + block.count(b"\n"), left - len(block)
         return before + self._number
 
     def first_row(self) -> list[str]:
-        """Open the same file again, and return the first row of a CSV file."""
-        opened, _ = open_file(self._name)
-        with opened:
-            row: list[str] = next(_rows(_Text(opened, self._name, 0)))[1]
+        """Return the first row of a CSV file."""
+        with self._from_begin() as file:
+            row: list[str] = next(_rows(_Text(file, self._name, 0)))[1]
             return row
+
+    @contextmanager
+    def _from_begin(self) -> Iterator[BinaryIO]:
+        """Yield the file at its first byte: a remote one is opened again, any other stands where it stood after it."""
+        if not self._file.seekable():
+            opened, _ = open_file(self._name)
+            with opened:
+                yield opened
+            return
+        at = self._file.tell()
+        self._file.seek(0)
+        try:
+            yield self._file
+        finally:
+            self._file.seek(at)
 
 
 def _lines(text: _Text) -> Iterator[tuple[int, str]]:

@@ -15,6 +15,7 @@ from paddle_shard.errors import ArgumentError, ShardReadError, StateError, descr
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_files, source_of_files
 from paddle_shard.sources.files import BUFFER, Paths, base_name, is_remote, matched, needs, open_file, replacing, shown
+from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.shards import RECOUNT, ShardSource
 
 _META = re.compile(r"__[^/]*__($|/)")
@@ -169,6 +170,7 @@ def webdataset_source(
     resample: bool = False,
     index: str | os.PathLike[str] | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
@@ -188,7 +190,8 @@ def webdataset_source(
             None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
             `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: count nothing.
-        cache_dir: Directory where each remote shard is kept after one download. Nothing is ever removed from it.
+        cache_dir: A folder in which copies of remote shards are kept, for all processes of the host.
+        cache_bytes: Most bytes that all copies in the folder may have; None: no limit.
         select: Called with a member's name; True: the member is read. None: all members are read. An index does not fit
             if whole samples are left out.
 
@@ -209,12 +212,11 @@ def webdataset_source(
         entries = count_files(names, "samples of tars", tar_starts, None)
     elif index is not None and index is not False:
         entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
-    folder = None if cache_dir is None else os.path.expanduser(os.fspath(cache_dir))
     return source_of_files(
         names,
         partial(tar_samples, select=select),
         entries,
-        cache_dir=folder,
+        cache=HostCache.of(cache_dir, cache_bytes),
         shuffle_shards=shuffle_shards,
         resample=resample,
     )

@@ -85,6 +85,8 @@ def test_options_that_a_page_mentions_exist(page):
         "index",
         "counts",
         "resample",
+        "cache_dir",
+        "cache_bytes",
         "splits_itself",
         "num_workers",
     }

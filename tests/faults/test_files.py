@@ -20,7 +20,7 @@ from paddle_shard import Stream
 from paddle_shard.cli.index_shards import main as index_command
 from paddle_shard.errors import ArgumentError, DataReadError, StateError
 from paddle_shard.sources import files
-from paddle_shard.sources.files import cached
+from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.webdataset import read_index
 from tests.deadlines import HANG
 from tests.extras import needs
@@ -336,7 +336,7 @@ def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_
         server.released.set()
         first.join()
         found = []
-        second = threading.Thread(target=lambda: found.append(cached(url, disk)))
+        second = threading.Thread(target=lambda: found.append(HostCache(disk, None).open(url)[0].close()))
         second.start()
         second.join(HANG)
         in_time = list(found)
@@ -348,7 +348,7 @@ def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_
 
 def failing(url, disk):
     try:
-        cached(url, disk)
+        HostCache(disk, None).open(url)
     except Exception:
         return
     raise AssertionError("the download was to fail")

@@ -348,23 +348,27 @@ OPTIONS = {
     "Stream.lines": {
         "paths": (lines, "order"),
         **{name: (lines, name) for name in ("counts", "shuffle_shards", "resample")},
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.csv": {
         "paths": (csv, "order"),
         **{name: (csv, name) for name in ("header", "counts", "shuffle_shards", "resample")},
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.jsonl": {
         "paths": (jsonl, "order"),
         **{name: (jsonl, name) for name in ("counts", "shuffle_shards", "resample")},
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.webdataset": {
         "urls": (webdataset, "order"),
         **{name: (webdataset, name) for name in ("shuffle_shards", "resample", "index", "select")},
-        "cache_dir": "where files are kept",
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.parquet": {
         "paths": (parquet, "order"),
         **{name: (parquet, name) for name in ("columns", "allow_nulls", "shuffle_shards", "resample")},
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.huggingface": {"dataset": "tests/sources/test_huggingface.py"},
     "Stream.decode": {"handlers": HELD, "only": HELD},

@@ -36,9 +36,11 @@ class ShardServer:
             return
         content, start = self.files[name], 0
         if span is not None and self.ranges:
-            start = int(span.removeprefix("bytes=").removesuffix("-"))
+            first, _, last = span.removeprefix("bytes=").partition("-")
+            start, whole = int(first), len(content)
+            content = content[: int(last) + 1 if last else None]
             handler.send_response(206)
-            handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{whole}")
         else:
             handler.send_response(200)
         if self.sized:

@@ -1,0 +1,67 @@
+"""With the little shared memory that a container has, workers hand over batches that are larger."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.deadlines import HANG
+
+SCRIPT = """
+import os, sys
+import numpy as np
+import paddle
+import paddle_shard
+
+class Images(paddle.io.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return np.full((1 << 20, 8), index, "float32")
+
+loader = paddle.io.DataLoader(Images(), batch_size=4, num_workers=2)
+if sys.argv[1] == "ours":
+    mesh = paddle.distributed.ProcessMesh([0], dim_names=["dp"])
+    loader = paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp")
+most, found = 0, []
+for batch in loader:
+    [images] = batch if isinstance(batch, list | tuple) else [batch]
+    found += images[:, 0, 0].tolist()
+    room = os.statvfs("/dev/shm")
+    most = max(most, (room.f_blocks - room.f_bfree) * room.f_frsize)
+print(found == list(range(24)), most)
+"""
+
+
+def run_with_small_shm(which):
+    small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'
+    return subprocess.run(
+        ["unshare", "-m", "sh", "-c", small, sys.executable, "-c", SCRIPT, which],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _mounts():
+    probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace: root, or a user that may make one")
+
+
+@pytest.mark.processes
+def test_batches_that_are_larger_than_dev_shm_come_and_take_none_of_it():
+    done = run_with_small_shm("ours")
+
+    assert done.stdout == "True 0\n", done.stderr[-2000:]
+
+
+@pytest.mark.processes
+def test_paddles_own_loader_ends_with_a_bus_error_there():
+    done = run_with_small_shm("paddle")
+
+    assert done.returncode != 0
+    assert "bus error" in done.stderr.lower(), done.stderr[-2000:]

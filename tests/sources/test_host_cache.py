@@ -1,0 +1,211 @@
+"""Copies of remote files on a host: each is downloaded once, and all together keep to their limit."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from paddle_shard import Stream
+from paddle_shard.errors import ArgumentError
+from paddle_shard.inputs.stream import stage_of
+from paddle_shard.sources import host_cache
+from paddle_shard.sources.files import held
+from paddle_shard.stages.stage import Opening
+from tests.deadlines import HANG
+from tests.sources.http_server import serving
+from tests.sources.laws import FILE_KINDS, TOTAL, files, names
+
+SIZE = 60_000
+FILES = {f"{number}.txt": bytes([ord("a") + number]) * (SIZE - 1) + b"\n" for number in range(6)}
+"""A line each, all of the same size."""
+
+CACHED = {
+    "lines": lambda urls, **cache: Stream.lines(urls, **cache),
+    "counted lines": lambda urls, **cache: Stream.lines(urls, counts=True, **cache),
+    "csv": lambda urls, **cache: Stream.csv(urls, **cache),
+    "counted csv": lambda urls, **cache: Stream.csv(urls, counts=True, **cache),
+    "jsonl": lambda urls, **cache: Stream.jsonl(urls, **cache),
+    "counted jsonl": lambda urls, **cache: Stream.jsonl(urls, counts=True, **cache),
+    "webdataset": lambda urls, **cache: Stream.webdataset(urls, index=False, **cache),
+    "parquet": lambda urls, **cache: Stream.parquet(urls, columns=["id"], **cache),
+}
+
+
+def samples_of(stream, parts=4, skip=0, epoch=0):
+    opening = Opening(parts=tuple(range(parts)), num_parts=parts, epoch=epoch, skip=skip)
+    return [sample for part in stage_of(stream).open(opening) for sample in part]
+
+
+def copies(folder):
+    return {name for name in os.listdir(folder) if not name.endswith(".lock")}
+
+
+def bytes_in(folder):
+    """Bytes of all files; no copy is begun or removed meanwhile, but one may get its name."""
+    sizes = {}
+    with open(folder / ".lock", "wb") as lock, held(lock):
+        for found in os.scandir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                status = found.stat()
+                sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", [name for name in CACHED if name in FILE_KINDS])
+def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_once(name, tmp_path):
+    kind = FILE_KINDS[name]
+    with serving(files()) as server:
+        urls = names(server.url, kind.ending)
+        found = []
+        for _ in range(3):  # as three runs, or ranks
+            stream = CACHED[name](urls, cache_dir=tmp_path)
+            for epoch, skip in ((0, 0), (1, 3)):
+                found.append([kind.id_of(sample) for sample in samples_of(stream, skip=skip, epoch=epoch)])
+        whole = [asked for asked, span in server.asked if span is None]
+        expected = CACHED[name](urls)
+        assert found == 3 * [
+            [kind.id_of(sample) for sample in samples_of(expected, skip=skip, epoch=epoch)]
+            for epoch, skip in ((0, 0), (1, 3))
+        ]
+
+    assert sorted(found[0]) == list(range(TOTAL))
+    opened = 3 if name == "parquet" else 0  # each time for the footers, of which ranges are read
+    assert Counter(whole) == dict.fromkeys([url.rpartition("/")[2] for url in urls], 1 + opened)
+
+
+def test_the_copy_that_was_not_used_for_the_longest_time_goes_first(tmp_path):
+    with serving(FILES) as server:
+
+        def read(number):
+            [line] = samples_of(
+                Stream.lines(f"{server.url}/{number}.txt", cache_dir=tmp_path, cache_bytes=3 * SIZE), parts=1
+            )
+            assert line == chr(ord("a") + number) * (SIZE - 1)
+
+        for number in (0, 1, 2, 0, 3, 1, 0, 3):
+            read(number)
+        assert [name for name, _ in server.asked] == ["0.txt", "1.txt", "2.txt", "3.txt", "1.txt"]
+        assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {"0.txt", "1.txt", "3.txt"}
+
+
+def test_a_copy_that_is_being_read_stays_and_what_has_no_room_beside_it_is_read_from_its_server(tmp_path, caplog):
+    long = b"".join(b"%06d\n" % number for number in range(200_000))
+    with serving({"a.txt": long, "b.txt": b"b\n"}) as server:
+        limit = len(long) + 1
+        first = Stream.lines(f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=limit)
+        [half_read] = stage_of(first).open(Opening(parts=(0,), num_parts=1, epoch=0))
+        assert next(half_read) == "000000"
+        second = Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=limit)
+        assert samples_of(second, parts=1) == ["b"]
+        assert f"cache_bytes={limit} is too little" in caplog.text
+        assert f"these had {len(long) + 2} bytes" in caplog.text
+        assert len(copies(tmp_path)) == 1
+        assert len(list(half_read)) == 199_999
+        samples_of(second, parts=1)  # now the first one can go
+        assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {"b.txt"}
+
+
+READER = """
+import random, sys
+from paddle_shard import Stream
+from paddle_shard.inputs.stream import stage_of
+from paddle_shard.stages.stage import Opening
+url, folder, limit, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+rng = random.Random(seed)
+for _ in range(12):
+    urls = [f"{url}/{number}.txt" for number in rng.sample(range(6), 3)]
+    stream = Stream.lines(urls, cache_dir=folder, cache_bytes=limit, shuffle_shards=False)
+    for part in stage_of(stream).open(Opening(parts=(0,), num_parts=1, epoch=0)):
+        assert [line[0] for line in part] == ["abcdef"[int(name[-5])] for name in urls]
+print("right")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", range(2))
+def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed(seed, tmp_path):
+    rng = random.Random(seed)
+    limit, most, stop = rng.randrange(2 * SIZE, 5 * SIZE), [], threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            most.append(bytes_in(tmp_path))
+            time.sleep(0.0005)
+
+    with serving(FILES) as server:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        readers = [
+            subprocess.Popen(
+                [sys.executable, "-c", READER, server.url, str(tmp_path), str(limit), str(4 * seed + number)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(4)
+        ]
+        try:
+            while len(server.asked) < 5:
+                assert all(reader.poll() is None for reader in readers)
+                time.sleep(0.005)
+            readers[0].kill()
+            said = [reader.communicate(timeout=HANG) for reader in readers]
+        finally:
+            stop.set()
+            watcher.join()
+            for reader in readers:
+                reader.kill()
+
+    assert [out for out, _ in said[1:]] == ["right\n"] * 3, said
+    assert readers[0].returncode == -signal.SIGKILL
+    assert max(most) <= limit
+    assert max(most) > SIZE
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_path):
+    (tmp_path / "precious.txt").write_bytes(b"x" * SIZE)
+    (tmp_path / "0123456789abcdef").write_bytes(b"x" * SIZE)
+    half = tmp_path / ".0123456789abcdef-9.txt.xyz.part"
+    half.write_bytes(b"x" * SIZE)
+    with serving(FILES) as server:
+        for number in range(6):
+            samples_of(Stream.lines(f"{server.url}/{number}.txt", cache_dir=tmp_path, cache_bytes=SIZE), parts=1)
+
+    assert not half.exists()
+    assert {"precious.txt", "0123456789abcdef"} <= copies(tmp_path)
+    assert len(copies(tmp_path)) == 3
+
+
+def test_a_file_whose_size_the_server_does_not_tell_is_read_and_not_kept(tmp_path, caplog):
+    with serving({"a.txt": b"1\n2\n"}, sized=False) as server:
+        stream = Stream.lines(f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=SIZE)
+        assert samples_of(stream, parts=1) == ["1", "2"]
+        assert f"{server.url}/a.txt is not kept in cache_dir" in caplog.text
+    assert not copies(tmp_path)
+
+
+def test_a_limit_on_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def unlocked(file):
+        yield False
+
+    monkeypatch.setattr(host_cache, "held", unlocked)
+    with serving(FILES) as server:
+        limited = Stream.lines(f"{server.url}/0.txt", cache_dir=tmp_path, cache_bytes=SIZE)
+        with pytest.raises(Exception, match="cache_bytes= needs a file system with locks"):
+            samples_of(limited, parts=1)
+        assert len(samples_of(Stream.lines(f"{server.url}/0.txt", cache_dir=tmp_path), parts=1)) == 1
+
+
+def test_a_limit_that_cannot_be_is_refused_by_name():
+    with pytest.raises(ArgumentError, match="cache_bytes"):
+        Stream.lines("memory://a.txt", cache_dir="x", cache_bytes=0)
+    with pytest.raises(ArgumentError, match="limits cache_dir, which is not given"):
+        Stream.lines("memory://a.txt", cache_bytes=5)
