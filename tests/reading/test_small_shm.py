@@ -28,6 +28,7 @@ if sys.argv[1] == "ours":
 most, found = 0, []
 for batch in loader:
     [images] = batch if isinstance(batch, list | tuple) else [batch]
+    images = images._local_value() if images.is_dist() else images
     found += images[:, 0, 0].tolist()
     room = os.statvfs("/dev/shm")
     most = max(most, (room.f_blocks - room.f_bfree) * room.f_frsize)
