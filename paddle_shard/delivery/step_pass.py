@@ -209,7 +209,7 @@ class StepPass:
             agreement.announce_end()
         except LeaderStoppedError as stopped:  # it says why, once this rank has said that nothing is wrong here
             self._over, self._stopped = True, stopped
-            agreement.announce_ok(2)  # this step and the one after it: enough for the verdict, which lies before them
+            agreement.announce_unread()
         except Exception as failure:  # also if a batch does not fit the meshes
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -22,31 +22,42 @@ from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.place.field import from_local
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
+from paddle_shard.ranks.agreeing import tell_not_made
 from paddle_shard.say_once import say_once
+from paddle_shard.tree import leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _refuses_others(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function say what to do instead of an argument that it has not."""
+def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function tell the other ranks of its meshes why it fails, also because of an argument that it has not."""
     known, of_loader = inspect.signature(function).parameters, inspect.signature(paddle.io.DataLoader).parameters
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
+    def check(names: Iterable[str]) -> None:
+        for name in names:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 way_out = f"Did you mean {close[0]}=?" if close else f"It has {', '.join(known)}."
                 if name in of_loader:
                     way_out = "It is the DataLoader's: give it to that."
                 raise ArgumentTypeError(f"{function.__name__} has no argument {name}=. {way_out}")
-        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            check(kwargs)
+            return function(*args, **kwargs)
+        except Exception as error:
+            meshes = leaves({**dict(zip(known, args, strict=False)), **kwargs}.get("meshes"))
+            ranks = {rank for mesh in meshes for rank in getattr(mesh, "process_ids", ())}
+            tell_not_made(tuple(sorted(ranks)), error)
+            raise
 
     return checked
 
 
-@_refuses_others
+@_refuses_on_all_ranks
 def shard_dataloader(
     dataloader: Any,
     meshes: Any,

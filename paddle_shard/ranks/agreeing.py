@@ -13,11 +13,14 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.framework import core
 
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.handlers import ignoring, raised_by_a_handler
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
 from paddle_shard.ranks.group import PASSES, Group, ProgressTable
+from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.star import group_of
-from paddle_shard.ranks.verdict import Terms, described
+from paddle_shard.ranks.verdict import NOT_MADE, Terms, described, report_of
 from paddle_shard.reading.channel import Slots, mapped
 
 _TOKEN = 16
@@ -43,6 +46,20 @@ def connect(ranks: tuple[int, ...], timeout: float) -> None:
     """
     if len(ranks) > 1 and dist.is_initialized() and all(ranks != known for known, _ in _coordinators):
         _coordinator(ranks, timeout).start()
+
+
+def tell_not_made(ranks: tuple[int, ...], error: Exception) -> None:
+    """Have the others raise this rank's error when they begin their next pass; no rank is waited for.
+
+    It is said by a pass of its own, so that passes stay in order where all ranks fail alike and go on.
+
+    Args:
+        ranks: Global ranks of the loader that could not be made; nothing happens if this rank is none of them.
+        error: Why.
+    """
+    if num_ranks() > max(ranks, default=0) > 0 and dist.get_rank() in ranks and not raised_by_a_handler(error):
+        with ignoring(ArgumentError):  # they cannot meet: the error of this rank is the one to raise
+            open_agreement(ranks, Terms(label=NOT_MADE + report_of(error))).close()
 
 
 def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:

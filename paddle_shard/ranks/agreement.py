@@ -197,6 +197,13 @@ class Agreement:
         """
         self._announce(OK, exhausted=True)
 
+    def announce_unread(self) -> None:
+        """Announce that this rank reads no further, because another has stopped, and that nothing is wrong here.
+
+        That is said of two steps: enough for the verdict, which lies before them.
+        """
+        self._announce(OK, exhausted=self.outlook.exhausted < NEVER, steps=2)
+
     def announce_end(self) -> None:
         """Announce that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
         self._announce(END)

@@ -15,6 +15,8 @@ FAIL, END, CLOSED, OK = range(4)
 OTHER_PASS, OTHER_DATA = 4, 5
 """Kinds of a decision only: the ranks do not refer to the same pass, or have read different data."""
 
+NOT_MADE = "its loader was not made: "
+"""Beginning of the label of a pass by which a rank says that it has failed to make a loader; a report follows."""
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
 _MOST_RANKS = 8
@@ -241,9 +243,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
 
 
-def error_of(
-    verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms
-) -> errors.PaddleShardError | None:
+def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms) -> Exception | None:
     """Return the error for a pass that has ended; None if it has ended as it should.
 
     Args:
@@ -254,6 +254,9 @@ def error_of(
     """
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
     if verdict.kind == OTHER_PASS:
+        for rank, o in ranks.items():
+            if o.report.startswith(NOT_MADE):
+                return _error_of_another(rank, o.report.removeprefix(NOT_MADE), NOT_MADE)
         differ = differences({rank: o.report for rank, o in ranks.items()})
         return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
@@ -313,12 +316,16 @@ def report_of(failure: Any) -> str:
 
 def failure_of_another(failure: errors.AgreedFailure) -> Exception:
     """Return the error of the rank that failed, as every other rank raises it."""
-    rank, report = failure.reports[0]
+    return _error_of_another(*failure.reports[0])
+
+
+def _error_of_another(rank: int, report: str, before: str = "") -> Exception:
+    """Return the error of another rank from its report; `before` comes before its text."""
     try:
         told = json.loads(report)
     except ValueError:  # cut off because it was too long
         told = {"kind": "DataReadError", "text": report}
-    text = f"global rank {rank}: {told['text']}"
+    text = f"global rank {rank}: {before}{told['text']}"
     kind = getattr(errors, told["kind"], None)
     if kind is not None and kind is not errors.DataReadError:
         found: Exception = kind(text)

@@ -162,6 +162,31 @@ def differ():
     return {name: steps_of(make()) for name, make in made.items()}
 
 
+def of_rank_0():
+    sampler = paddle.io.DistributedBatchSampler(Numbers(48), 4, num_replicas=SIZE, rank=0)
+    given = paddle.io.DataLoader(Numbers(48), batch_sampler=sampler)
+    return paddle_shard.shard_dataloader(given, mesh(), shard_dims="dp")
+
+
+def not_made():
+    """What each rank says where the second alone cannot make its loader, or none can; and of a loop after that."""
+    made = {
+        "a sampler of another rank": of_rank_0,
+        "an option": lambda: sharded(Numbers(48), tail="none" if RANK == 1 else "pad"),
+        "an argument": lambda: sharded(Numbers(48), **({"tails": "pad"} if RANK == 1 else {})),
+        "on all": lambda: sharded(Numbers(48), tail="none"),
+    }
+    found = {}
+    for name, make in made.items():
+        began = time.monotonic()
+        try:
+            found[name] = steps_of(make())
+        except Exception as error:
+            found[name] = [f"{type(error).__name__}: {error}"]
+        found[name].append(time.monotonic() - began)
+    return {**found, "later": steps_of(sharded(Numbers(16)))}
+
+
 def skipping(samples):
     loader = sharded(Numbers(48))
     loader.skip(samples=map(int, samples))

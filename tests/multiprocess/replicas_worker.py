@@ -220,6 +220,16 @@ def passes():
     return [together, first, nested]
 
 
+def left():
+    """Errors of many short passes over parts of unequal length, that all ranks leave at the same step near the end."""
+    found = []
+    for number in range(60):
+        stream = Stream.of(range(60)).sharding_filter().filter(lambda i, k=2 + number % 4: i % k or i < 20)
+        loader = sharded(given(stream), "mp2 x dp2", tail="pad", verify=None)
+        found += [step for step in steps_of(loader, 2 + number % 7) if isinstance(step, str)]
+    return found
+
+
 def autos():
     """What "auto" chooses where reading is what takes time, or handing on, or neither."""
 

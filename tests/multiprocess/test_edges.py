@@ -21,6 +21,7 @@ CASES = {
         "fails",
         "certificate",
         "too_large",
+        "not_made",
         "differ",
         "split_fails",
         "split_empty",
@@ -93,6 +94,31 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
     for text in of_ranks(2, "too_large"):
         assert text.startswith("ArgumentError: meshes names the global rank 2, but this job has 2 ranks")
         assert "--nproc_per_node 3" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "shown"),
+    [
+        ("a sampler of another rank", "Use rank=1"),
+        ("an option", "tail must be"),
+        ("an argument", "shard_dataloader has no argument tails="),
+        ("on all", "tail must be"),
+    ],
+)
+def test_a_loader_that_one_rank_alone_cannot_make_is_refused_on_every_rank_at_once(of_ranks, case, shown):
+    found = of_ranks(2, "not_made")
+    (first, waited), (second, _) = (of_rank[case] for of_rank in found)
+
+    assert shown in second
+    kind, _, text = second.partition(": ")
+    assert first == (second if case == "on all" else f"{kind}: global rank 1: its loader was not made: {text}")
+    assert waited < HANG / 4, "not only when the timeout is over"
+
+
+def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_ranks):
+    first, second = (of_rank["later"] for of_rank in of_ranks(2, "not_made"))
+
+    assert [a + b for a, b in zip(first, second, strict=True)] == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
 
 
 @pytest.mark.parametrize(

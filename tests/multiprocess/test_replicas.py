@@ -58,6 +58,10 @@ def test_what_is_shared_is_what_each_rank_would_have_read(run_once, case):
         assert not any(isinstance(step, str) for step in shared[0]), shared
 
 
+def test_ranks_that_leave_at_the_same_step_where_the_leader_has_no_rows_any_more_are_told_nothing(run_once):
+    assert reports(run_once, "left") == [[]] * 4
+
+
 def test_a_long_loop_whose_batches_grow_is_shared_to_its_end(run_once):
     widths = [(1 + 9 * (step >= 350)) * 2000 for step in range(400)]
     sums = [float(width * sum(range(8 * step, 8 * step + 8))) for step, width in enumerate(widths)]

@@ -21,6 +21,7 @@ class World:
         self.dead = set()
         self.gave_up = {}  # member that has heard of a death and takes part no more: whose death
         self.words = [0] * (PASSES * size)
+        self.opened = {}  # (pass, member) -> its agreement
         self.rngs = [random.Random(rng.random()) for _ in range(size)]
 
     def kill(self, member):

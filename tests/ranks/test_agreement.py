@@ -11,7 +11,7 @@ from paddle_shard.ranks.group import PASSES, ProgressTable, TwoLevelGroup
 from paddle_shard.ranks.verdict import NEVER, OK, REPORT_LIMIT, Outlook, Terms
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World, end
-from tests.ranks.trial import Script, ahead, outcome, random_script, run_job
+from tests.ranks.trial import Script, ahead, led_script, outcome, random_script, run_job
 from tests.trials import trials
 
 
@@ -36,6 +36,17 @@ def run_trial(seed, barrier=None, table=None, **settings):
 def test_all_ranks_deliver_the_same_steps_and_end_or_fail_as_the_oracle_says(batch):
     for seed in range(80 * batch, 80 * batch + trials(80)):
         run_trial(seed)
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_ranks_that_leave_at_the_same_step_are_told_nothing_though_some_stop_reading_with_their_leader(table):
+    for seed in range(trials(80)):
+        rng = random.Random(seed)
+        scripts = [led_script(rng) for _ in range(5)]
+        ranks = run_job(4, scripts, rng, table=table, pause=rng.choice([0, 1e-3]), delay=rng.choice([0, 1e-3]))
+
+        for rank in ranks:
+            assert rank.results == [outcome(script, 4) for script in scripts], (seed, rank.rank, scripts)
 
 
 @pytest.mark.parametrize("batch", range(4))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paddle_shard.errors import AgreedFailure, PeerLostError, UnequalEndsError
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.verdict import OK, Terms
+from paddle_shard.ranks.verdict import CLOSED, OK, Terms
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World, end
 
@@ -29,6 +29,7 @@ class Script:
     break_at: int | None = None  # all ranks leave before this step
     must_agree: bool = False
     noisy: float = 0.0  # how often a rank notes something
+    leaders: dict = field(default_factory=dict)  # rank -> rank that reads for it, until that one leaves
 
 
 def note_of(rank, step, script):
@@ -87,6 +88,18 @@ def ahead(agreement, step, count):
     return agreement.outlook.step if final else step + count
 
 
+def led_script(rng):
+    """Ranks of which two read for two others, that leave their loop before one of two streams has ended, or behind."""
+    horizon = rng.choice([3, 10, 25])
+    ends = [rng.randint(0, horizon) for _ in range(2)]
+    return Script(
+        prefetch=rng.randint(1, 9),
+        exhausted={rank: ends[rank % 2] for rank in range(4)},
+        break_at=rng.randint(max(0, min(ends) - 3), max(ends) + 1),
+        leaders={2: 0, 3: 1},
+    )
+
+
 def report_of(rank):
     return f"report of {rank}"
 
@@ -125,8 +138,16 @@ class Rank:
                 upto += 1
             agreement.announce_ok(upto - step)
 
+    def has_stopped(self, script, agreement):
+        """Announce that nothing more is read, and return True, if the rank that reads for this one has left."""
+        leader = self.group.world.opened.get((agreement.number, script.leaders.get(self.rank)))
+        if leader is None or leader.outlook.kind != CLOSED or leader.outlook.step > agreement.outlook.step:
+            return False  # what it has sent can still be taken
+        agreement.announce_unread()
+        return True
+
     def run_pass(self, number, script, agreement):
-        step = 0
+        step, stopped, self.group.world.opened[number, self.rank] = 0, False, agreement
         while step < FAR:
             if self.kill_at == (number, step):
                 self.group.world.kill(self.rank)
@@ -134,7 +155,11 @@ class Rank:
             if step == script.break_at:
                 agreement.close()
                 return step, "left", None
-            while agreement.outlook.step < (wanted := ahead(agreement, step, script.prefetch)):
+            # Who shares a reader reads ahead what is ready, which differs from rank to rank.
+            count = self.rng.randint(1, script.prefetch) if script.leaders else script.prefetch
+            while agreement.outlook.step < (wanted := ahead(agreement, step, count)):
+                if stopped := stopped or self.has_stopped(script, agreement):
+                    break
                 self.announce(script, agreement, wanted)
             try:
                 if not agreement.deliver(step):
