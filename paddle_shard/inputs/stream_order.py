@@ -147,6 +147,10 @@ class StreamOrder(Batches):
             found["num_data_ranks"] = self.split_over
         return found
 
+    def explained(self, saved: Any) -> str:
+        """See `Batches`."""
+        return ", ".join(self.stage.changed(saved))
+
     # Its end
 
     def known_steps(self, start: LoaderState) -> int | None:

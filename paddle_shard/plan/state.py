@@ -124,7 +124,11 @@ class LoaderState:
 
     @classmethod
     def from_dict(
-        cls, saved: Mapping[str, Any], fingerprint: Mapping[str, Any], override: Collection[str] = ()
+        cls,
+        saved: Mapping[str, Any],
+        fingerprint: Mapping[str, Any],
+        override: Collection[str] = (),
+        explain: Callable[[Any], str] = lambda saved: "",
     ) -> LoaderState:
         """Read a saved state for a loader.
 
@@ -132,6 +136,7 @@ class LoaderState:
             saved: The result of `to_dict`, which may have been written to JSON and read again.
             fingerprint: Fingerprint of the loader that is to resume.
             override: Fields of the fingerprint that may differ.
+            explain: Says in words how a stream differs from the fingerprint of another; "" if it cannot.
 
         Raises:
             StateError: `saved` is not such a state, has another version, or has a different fingerprint; the text
@@ -176,11 +181,14 @@ class LoaderState:
             raise StateError(f"override names {unknown}; the fingerprint has {sorted(names)}.")
         differing = [name for name in different if name not in override]
         if differing:
-            changes = ", ".join(f"{name}: saved {then.get(name)!r}, now {now.get(name)!r}" for name in differing)
-            raise StateError(
-                f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, "
-                f"call load_state_dict(state, override={differing})."
+            words = {"stream": explain(then.get("stream"))} if "stream" in differing else {}
+            changes = ", ".join(
+                f"{name}: {words.get(name) or f'saved {then.get(name)!r}, now {now.get(name)!r}'}" for name in differing
             )
+            anyway = f"to resume anyway, call load_state_dict(state, override={differing})."
+            if lost := _bound(state, then, now):  # an override would be refused
+                anyway = lost
+            raise StateError(f"state is of another run ({changes}). Give the loader its old arguments; or, {anyway}")
         return state
 
     def _check_segments(self) -> None:
@@ -262,6 +270,17 @@ def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override:
             "epoch."
         )
     return override
+
+
+def _bound(state: LoaderState, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what else to do if the epoch that was begun cannot be continued with any `override`; "" if it can."""
+    if not state.samples or "shuffle" not in then or "mixture" in {**then, **now}:
+        return ""
+    if then.get("packed") != now.get("packed"):
+        return "load a state from the end of an epoch: an epoch that was begun needs the same rows."
+    if now.get("num_samples", 0) < state.history.length(int(then.get("num_samples", 0)), state.epoch):
+        return "begin a new epoch, without this state: one that was begun can be continued with more samples only."
+    return ""
 
 
 # Changes

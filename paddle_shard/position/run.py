@@ -215,6 +215,12 @@ class Run:
         epoch = check_count("epoch", epoch, 0)
         if self._tell_samplers(epoch, others) == 0 and others:
             raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
+        loaded = self._resumed
+        if loaded and loaded.samples and not loaded.ended and self._latest is None and epoch != loaded.epoch:
+            say_once(
+                f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
+                f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
+            )
         self._epoch, self._seen = epoch, self._samplers_epoch() or 0
         if self._newest is not None and self._newest.epoch != self._epoch:
             self._newest = None
@@ -336,8 +342,17 @@ class Run:
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
         batches = self._source.batches
-        resumed = LoaderState.from_dict(state, batches.fingerprint(), override)
+        resumed = LoaderState.from_dict(state, batches.fingerprint(), override, batches.explained)
         batches.resume(resumed)
+        saved = resumed.fingerprint.get("stream")
+        if resumed.samples and not resumed.ended and saved != batches.fingerprint().get("stream"):
+            say_once(
+                f"override=['stream']: {batches.explained(saved) or 'the stream is another than that of the state'}. "
+                f"Epoch {resumed.epoch} was begun, and the {resumed.samples} samples that it has delivered are left "
+                "out by their positions in the stream as it is now. If other samples are there, samples of this epoch "
+                "are lost, and others are delivered twice; later epochs are whole. A state from the end of an epoch "
+                "does not have this."
+            )
         self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
         self._resumed, self._contents, self._resumed_with = resumed, resumed.contents, resumed.contents
         if self._place is not None:

@@ -45,6 +45,10 @@ class Batches:
         if state.history.lengths or state.history.segments:
             raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
 
+    def explained(self, saved: Any) -> str:
+        """Return in words how a stream differs from what a saved fingerprint says of it; "" if that cannot be told."""
+        return ""
+
     def snapshot(self) -> dict[str, Any] | None:
         """Return the state of the user's own sampler while no pass is open; None if it has none."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
@@ -22,6 +23,10 @@ RECOUNT = (
     "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "
     "-o index.json`)"
 )
+
+_PRIME = (1 << 61) - 1
+"""Sums over files are taken modulo this."""
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 Segment = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""
@@ -148,10 +153,39 @@ class ShardSource(Stage):
     def fingerprint(self) -> list[Any]:
         """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
         if self._digest is None:
-            # Files that are not counted are identified by their sizes, if these cost no request.
-            known = ["sizes", *self.sizes()] if self._counts is None else self._counts.tolist()
-            self._digest = derive_key(within_their_folder(self._files), known, size=16).hex()
+            # Two sums, of which the second depends on the places: they tell which one of the files has changed.
+            found = list(self._known())
+            sums = sum(place * one for place, one in enumerate(found, 1)), sum(found)
+            self._digest = "".join(f"{one % _PRIME:016x}" for one in sums)
         return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
+
+    def _known(self) -> Iterator[int]:
+        """Yield a hash of what is known of each shard."""
+        # Files that are not counted are identified by their sizes, if these cost no request.
+        known: Any = [("size", size) for size in self.sizes()] if self._counts is None else self._counts.tolist()
+        for name, one in zip(within_their_folder(self._files), known, strict=True):
+            yield derive_seed(name, one) % _PRIME
+
+    def changed(self, saved: Any) -> list[str]:
+        """Return how the list of files differs from that of a saved fingerprint."""
+        match saved, self.fingerprint():
+            case [["shards", int(num), str(then), *_], *_], [[_, _, str(now), *_]] if _DIGEST.fullmatch(then):
+                pass
+            case _:
+                return []
+        what = "size" if self._counts is None else "number of samples"
+        if num != self.num_shards:
+            return [f"it had {num} files and has {self.num_shards} now"]
+        if then == now:
+            return []
+        places, total = (int(now[at : at + 16], 16) - int(then[at : at + 16], 16) for at in (0, 16))
+        if total == 0:
+            return ["its files are the same, but given in another order"]
+        # With one change, each sum differs by the same number, the first times the file's place.
+        place = places * pow(total, -1, _PRIME) % _PRIME
+        if 1 <= place <= num:
+            return [f"the file {shown(self._files[place - 1])} has another {what} (or another name)"]
+        return [f"several of its {num} files have another {what}, or another name"]
 
     def _check(self, opening: Opening) -> None:
         shards, parts = len(self._names), opening.num_parts

@@ -132,3 +132,12 @@ class Mix(Stage):
             for name, part, stage in zip(self._names, self._parts, self._stages, strict=True)
         ]
         return [["mixture", "all" if self._every else "first", sources]]
+
+    def changed(self, saved: Any) -> list[str]:
+        """Return what the sources say that both have."""
+        match saved:
+            case [["mixture", _, [*sources]], *_]:
+                was = {source[0]: source[-1] for source in sources}
+                stages = zip(self._names, self._stages, strict=True)
+                return [f"source {name!r}: {how}" for name, stage in stages for how in stage.changed(was.get(name))]
+        return []

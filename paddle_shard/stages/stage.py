@@ -192,6 +192,10 @@ class Stage:
         """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
         return []
 
+    def changed(self, saved: Any) -> list[str]:
+        """Return in words how the files differ from those of a saved fingerprint, as far as it tells."""
+        return []
+
     # What only a source is asked for
 
     once: bool = False
@@ -268,6 +272,10 @@ class Transform(Stage):
         """Return that of the stage before, and what this one adds."""
         before = self.upstream.fingerprint()
         return [*before, self._mark] if self._mark else before
+
+    def changed(self, saved: Any) -> list[str]:
+        """Return what the stage before says."""
+        return self.upstream.changed(saved)
 
 
 FEWEST = 1000

@@ -1,6 +1,8 @@
 """A mixture given to a loader: resumed anywhere, on other meshes, with other weights; errors that name the source."""
 
+import ast
 import json
+import re
 
 import numpy as np
 import paddle
@@ -375,6 +377,24 @@ def test_an_epoch_of_data_that_has_grown_ends_on_the_old_length(length, more, st
     assert new.certificate().exact
     assert sorted(flat(ids(iter(new)))) == list(range(length + more))
     assert new.certificate().exact
+
+
+@pytest.mark.parametrize("was", [Made(length=9), paddle_shard.Packed([np.arange(4)] * 9, 4)])
+def test_the_error_offers_an_override_only_where_it_is_accepted(was):
+    now = Made(length=8) if isinstance(was, Made) else paddle_shard.Packed([np.arange(4)] * 8, 4)
+    old = sharded(DataLoader(was, batch_size=3), ONE)
+    batches = iter(old)
+    next(batches)
+    begun = old.state_dict()
+    list(batches)
+    for state, offered in ((begun, False), (old.state_dict(), True)):
+        new = sharded(DataLoader(now, batch_size=3), ONE)
+        with pytest.raises(StateError, match="num_samples: saved 9, now 8") as found:
+            new.load_state_dict(state)
+        assert ("override=" in str(found.value)) == offered
+        if offered:
+            names = re.search(r"override=(\[.*?\])", str(found.value))[1]
+            new.load_state_dict(state, override=ast.literal_eval(names))
 
 
 def test_data_that_has_shrunk_in_mid_epoch_is_refused():

@@ -364,3 +364,59 @@ def test_a_pipe_is_opened_once_and_known_by_nothing(tmp_path):
     assert flat(rows_of(loader, 2)) == list(range(16))
     assert loader.state_dict()["contents"] == []
     writer.join(HANG)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("counts", [None, False])
+def test_a_list_of_files_that_has_changed_is_told_in_words(counts, mixed, tmp_path):
+    kind, paths = FILE_KINDS["lines"], [tmp_path / f"{number}.txt" for number in range(64)]
+    for number, path in enumerate(paths):
+        write(path, kind, range(1000 + 10 * number, 1010 + 10 * number))
+
+    def made(order):
+        stream = Stream.lines([str(path) for path in order], counts=counts).map(int)
+        return loader_of((Stream.mixture({"a": stream}, {"a": 1}) if mixed else stream).in_parts(4))
+
+    _, state = saved(made(paths), 2)
+
+    def refused(order):
+        with pytest.raises(StateError) as found:
+            made(order).load_state_dict(state)
+        return str(found.value)
+
+    what = "size" if counts is False else "number of samples"
+    assert "the same, but given in another order" in refused([paths[1], paths[0], *paths[2:]])
+    assert "it had 64 files and has 63 now" in refused(paths[1:])
+    for number in (0, 40, 63):
+        before = paths[number].read_bytes()
+        write(paths[number], kind, range(1000 + 10 * number, 1009 + 10 * number))
+        assert f"the file {paths[number]} has another {what}" in refused(paths)
+        paths[number].write_bytes(before)
+    made(paths).load_state_dict(state)
+    for number in (3, 4):
+        write(paths[number], kind, range(1000, 1009))
+    assert f"several of its 64 files have another {what}" in refused(paths)
+    state["fingerprint"]["stream"][0][2] = "damaged"
+    assert "saved" in refused(paths) or mixed
+
+
+def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_samples(tmp_path, caplog):
+    kind, path = FILE_KINDS["lines"], tmp_path / "0.txt"
+    write(path, kind, range(1000, 1040))
+
+    def made():
+        return loader_of(Stream.lines([str(path)]).map(int).in_parts(1))
+
+    whole = made()
+    _, state = saved(whole, 2)
+    rows_of(whole)
+    ended = whole.state_dict()
+    write(path, kind, range(1001, 1040))
+    for at, lines in ((ended, 0), (state, 1)):
+        caplog.clear()
+        made().load_state_dict(at, override=["stream"])
+        found = [line for line in caplog.messages if "override=['stream']" in line]
+        assert len(found) == lines
+    assert f"the file {path} has another number of samples" in found[0]
+    assert "Epoch 0 was begun" in found[0]
+    assert "16 samples" in found[0]

@@ -277,6 +277,25 @@ def test_breaking_off_repeats_the_epoch_and_after_a_load_its_rest():
     assert rest(other) == whole
 
 
+def test_another_epoch_than_the_loaded_one_that_no_loop_has_continued_is_a_line_in_the_log(caplog):
+    straight = make(24, 4)
+    rest(straight)
+    next(iter(straight))
+    state = straight.state_dict()
+    rest(straight)
+    ended = straight.state_dict()
+    for at, epochs, lines in ((state, [0], 1), (state, [1, 2], 0), (ended, [2], 0), (ended, [0], 0)):
+        caplog.clear()
+        loader = make(24, 4)
+        loader.load_state_dict(at)
+        for epoch in epochs:
+            loader.set_epoch(epoch)
+            rest(loader)
+        found = [line for line in caplog.messages if "set_epoch" in line]
+        assert len(found) == lines
+        assert all("set_epoch(0)" in line and "epoch 1, after 4 samples" in line for line in found)
+
+
 def test_the_position_serves_the_first_pass_over_its_epoch_that_comes_to_its_end():
     straight = make(24, 4)
     epochs = [rest(straight), rest(straight)]
