@@ -15,7 +15,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-trainers faults bench bench-device soak lint clean
+.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -58,6 +58,10 @@ test-pythons: $(PYTHONS:%=.venv-python%/.ready)
 ## test-adapters: other data libraries and their demos, each in its own environment (ADAPTERS="mds dali": only these)
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
+
+## test-suites: what Paddle's model suites and its documentation give to a loader, on two CPU ranks
+test-suites: $(READY)
+	$(PY) -m pytest -v $(SIDE_BY_SIDE) tests/suites
 
 ## test-trainers: auto-parallel trainers that nobody edits, each package in its own environment (TRAINERS=paddlenlp: one)
 test-trainers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,18 +102,21 @@ class StepNotes:
         if self._pad_to is not None:
             batch.value = finished(batch.value, self._shapes)
             return batch
-        if any(shapes != found for found, shapes in pairwise(self._shapes.values())):
-            shown = "; ".join(
-                f"global rank {rank}: {', '.join(f'{kind}{shape}' for kind, *shape in shapes.values())}"
-                for rank, shapes in sorted(self._shapes.items())
-            )
-            kinds = [{path: row[0] for path, row in one.items()} for one in self._shapes.values()]
+        every = list(self._shapes.values())
+        differ = {path for found in every for path in found if any(one.get(path) != found[path] for one in every)}
+        if differ:
+            of_rank = {
+                rank: ", ".join(f"{path} {kind}{row}".lstrip() for path, (kind, *row) in one.items() if path in differ)
+                for rank, one in sorted(self._shapes.items())
+            }
+            shown = "; ".join(f"global rank {rank}: {text}" for rank, text in of_rank.items())
+            kinds = [{path: row[0] for path, row in one.items()} for one in every]
             dtypes = [{path: kind.partition(",")[0] for path, kind in one.items()} for one in kinds]
             alike = all(one == kinds[0] for one in kinds)
             way_out = _RAGGED if alike else _OWN_ROWS if all(one == dtypes[0] for one in dtypes) else _OTHER_FIELDS
             raise BatchStructureError(
-                "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row, "
-                f"field by field: {shown}. {way_out}"
+                "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row "
+                f"in the fields that differ: {shown}. {way_out}"
             )
         return batch
 

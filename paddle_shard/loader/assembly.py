@@ -15,7 +15,7 @@ import paddle.io
 from paddle_shard.delivery.placing import LoaderRows, PassSetup
 from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.delivery.stats import LoaderStats
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.inputs.generators import generators_of
 from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetch
 from paddle_shard.inputs.source import Source, read_source
@@ -29,6 +29,7 @@ from paddle_shard.position.run import Run
 from paddle_shard.ranks.agreeing import connect
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
+from paddle_shard.ranks.verdict import IF_SPLIT
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading
@@ -36,6 +37,7 @@ from paddle_shard.say_once import say_once
 from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32
+_WHOLE = "If an item is a batch already, give the DataLoader batch_size=None, and no collate_fn that unwraps the item."
 _LOST = (
     "auto-DP mode: when a DataLoader is made, Paddle replaces a sampler of yours by the order of the data set, and "
     "forgets drop_last of an IterableDataset, which nobody can see afterwards. Order the data set itself, and give "
@@ -69,7 +71,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         _say_what_is_not_split(own)
     stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
     options = options if stream is None else replace(options, dataloader=stream)
-    source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
+    try:
+        source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
+    except BatchSizeError as error:
+        raise BatchSizeError(str(error) if options.is_dataset_splitted else f"{error} {IF_SPLIT} {_WHOLE}") from None
     prefetch, if_worth_it, on_device = checked_prefetch(options, stream=stream is not None)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(

@@ -50,21 +50,17 @@ def mend_process_mesh() -> None:
     where a loader is made or Paddle is patched, so that an import alone changes nothing of Paddle's.
     """
     original = dist.ProcessMesh.get_rank_by_dim_and_process_id
-    mesh = dist.ProcessMesh([0])
-    try:
-        mesh.get_rank_by_dim_and_process_id(0, 0)
-    except TypeError:
 
-        def get_rank_by_dim_and_process_id(self: Any, dim: str | int | None, process_id: int) -> int:
-            if dim is None or process_id not in self._process_ids:
-                return int(original(self, dim, process_id))
-            if not isinstance(dim, int | str):
-                raise ValueError("dim must be a string or an integer.")
+    @functools.wraps(original)
+    def get_rank_by_dim_and_process_id(self: Any, dim: str | int, process_id: int) -> int:
+        # Tried each time: a mesh made here to try it once would shift the seeds that Paddle gives to later meshes.
+        try:
+            return int(original(self, dim, process_id))
+        except TypeError:
             axis = dim if isinstance(dim, int) else self._dim_names.index(dim)
             return int(np.argwhere(self._mesh == process_id)[0][axis])
 
-        get_rank_by_dim_and_process_id.__doc__ = original.__doc__
-        dist.ProcessMesh.get_rank_by_dim_and_process_id = get_rank_by_dim_and_process_id
+    dist.ProcessMesh.get_rank_by_dim_and_process_id = get_rank_by_dim_and_process_id
 
 
 def asked_by_to_static(depth: int = 2) -> bool:

@@ -160,12 +160,13 @@ def summary(arrays: Arrays, *, step: int, first: bool, key: str, ids: Iterable[A
             fields.append([path, zlib.crc32(repr(of_rows).encode(), form)])
         else:
             fields.append([path, zlib.crc32(whole.reshape(-1).view(np.uint8).data, form)])
+    steps = "" if num_steps is None else f"{num_steps} steps, "
     what = "first batches" if first else f"batches at step {step}"
     return {
         "step": step,
         "key": key,
         "what": what,
-        "size": f"{num_steps} steps, first batch of {num_rows}" if first else "",
+        "size": f"{steps}a first batch of {num_rows}" if first else "",
         "fields": sorted(fields),  # dicts may have their keys in any order
         "varies": varies,
         "rows": rows,

@@ -26,6 +26,11 @@ _TOLD = ("index", "worker", "step", "epoch", "cause_type")
 _CUT = "\n[cut: a report holds 64 KB]"
 _STEPS_TOLD = 2000
 """Most steps whose digests a rank reports if ranks differ: a report holds 64 KB."""
+IF_SPLIT = (
+    "If each rank has its own data, set is_dataset_splitted=True; where a trainer makes the loader, set an attribute "
+    "of the data set: `is_dataset_splitted = True`."
+)
+"""The way out of errors that come of data that ranks have split already, and did not say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,9 +276,7 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
             f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
             "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use "
             "the same seed on all ranks for every random generator of its own; and, with balance=, the same costs. "
-            "(The global generators of numpy, Python, Paddle and torch are seeded.) If each rank has its own data, set "
-            "is_dataset_splitted=True; where a trainer makes the loader, set an attribute of the data set: "
-            "`is_dataset_splitted = True`."
+            f"(The global generators of numpy, Python, Paddle and torch are seeded.) {IF_SPLIT}"
         )
     if verdict.kind == FAIL:
         failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]

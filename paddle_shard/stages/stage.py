@@ -97,17 +97,21 @@ class Opening:
             rounds[part] = after
 
     def drawn(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
-        """Yield the items of the user's code after the first `skip`; the generators are seeded before each item.
+        """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
+
+        For item 0 they go on where the making of `items` has left them. An order may be drawn by a thread, as by that
+        of Paddle's DataLoader, before or after the first item is asked for.
 
         Args:
-            items: The items, from number `first` on.
+            items: The items, from number `first` on, made after the generators were seeded.
             part: Whose items they are.
             first: Number of the first item.
         """
         key, source = self.key(part, "source"), f"{self.seed & 0xFFFFFFFF:x}/first {part}"
         tell = self.opened if self.round == 0 and part in (0, self.num_parts - 1) else None
         for number in count(first):
-            self.seed_generators(mix(key, number))
+            if number:
+                self.seed_generators(mix(key, number))
             try:
                 item = next(items)
             except StopIteration:

@@ -89,6 +89,20 @@ def sharded(dataset=None, meshes=DP2, batch_size=4, shard_dims="dp", *, loader=N
 
 
 @pytest.mark.processes
+def test_neither_a_patch_nor_a_loader_changes_the_random_weights_that_paddle_makes_on_a_later_mesh():
+    script = (
+        "import paddle, paddle_shard\n"
+        "from paddle.distributed import ProcessMesh\n"
+        "paddle_shard.patch_paddle()\n"
+        "first = ProcessMesh([[0]], ['dp', 'mp'])\n"
+        "paddle_shard.shard_dataloader(paddle.io.DataLoader([[0]], batch_size=1), first, shard_dims='dp')\n"
+        "meshes = first, ProcessMesh([0, 1])\n"
+        "assert [one.unique_id for one in meshes] == [1, 2], 'Paddle counts meshes, and seeds by the number of each'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG)
+
+
+@pytest.mark.processes
 def test_an_import_leaves_paddle_as_it_is():
     script = (
         "import paddle.distributed as dist\n"

@@ -22,8 +22,8 @@ REFUSED = {
     "texts on a rank": (2, ["the rows of field ['weights'] differ between ranks", "global rank 1: it has none"]),
     "replicas differ": (0, ["field ['ids'] differ between ranks, which share a data rank"]),
     "not padded": (0, ["pad_to={field: ('longest', value)}", ".batch(B).map(collate_fn)"]),
-    "not padded, workers": (0, ["global rank 0: int64[3]", "pad_to={field: ('longest', value)}"]),
-    "not padded, stream": (0, ["global rank 0: int64[3]", "pad_to={field: ('longest', value)}"]),
+    "not padded, workers": (0, ["global rank 0: ['ids'] int64[3]", "pad_to={field: ('longest', value)}"]),
+    "not padded, stream": (0, ["global rank 0: ['ids'] int64[3]", "pad_to={field: ('longest', value)}"]),
 }
 """Case -> (steps that are delivered before it is refused, what the error says)."""
 

@@ -186,3 +186,17 @@ def test_an_iterable_that_can_be_called_too_is_iterated():
             raise AssertionError("not to be called")
 
     assert read(IterableSource(Both([1, 2]))) == [1, 2]
+
+
+def test_an_order_is_the_same_whether_it_is_drawn_when_the_iterator_is_made_or_with_its_first_item():
+    class AtOnce:
+        def __iter__(self):
+            return iter(np.random.permutation(20).tolist())
+
+    class WithTheFirst:
+        def __iter__(self):
+            yield from np.random.permutation(20).tolist()
+
+    # A reader with a thread of its own, as Paddle's DataLoader has one, draws it at any time between the two.
+    for options in ({}, {"skip": 3}, {"epoch": 1}):
+        assert read(IterableSource(AtOnce()), **options) == read(IterableSource(WithTheFirst()), **options)

@@ -17,6 +17,7 @@ from paddle_shard.testing import report
 from tests.suites import paddleclas as clas
 from tests.suites import paddledetection as det
 from tests.suites import paddleocr as ocr
+from tests.suites import paddlespeech as speech
 
 RANK = dist.get_rank()
 DP2 = dist.ProcessMesh([0, 1], dim_names=["dp"])
@@ -51,6 +52,14 @@ def sharded(given, **options):
 def sampled(sampler, data=None, workers=0, **options):
     data = data or clas.Labelled()
     return sharded(DataLoader(data, batch_sampler=sampler(data, 4), num_workers=workers), **options)
+
+
+def refused(make):
+    """What is said where a loader is made that is refused."""
+    try:
+        make()
+    except PaddleShardError as error:
+        return {"steps": [], "error": f"{type(error).__name__}: {error}"}
 
 
 def resumed(sampler):
@@ -131,7 +140,14 @@ def rotated(**options):
     return read(sharded(DataLoader(ocr.Rotations(), batch_size=4, collate_fn=ocr.SSLRotateCollate()), **options))
 
 
+def spoken(sampler, size, **options):
+    data = speech.Manifest()
+    given = DataLoader(data, batch_sampler=sampler(data, size), collate_fn=speech.SpeechCollator())
+    return read(sharded(given, **options), epochs=2)
+
+
 RESIZE, PADDED = (det.BatchRandomResize([2, 3, 4, 5, 7]), det.PadBatch(boxes=True)), det.PadBatch(boxes=True)
+SPOKEN = {1: ("longest", 0), 3: ("longest", -1)}
 LONGEST = {"image": ("longest", 0), "gt_bbox": ([8], -1)}
 
 CASES = {
@@ -149,6 +165,13 @@ CASES = {
     "halves": lambda: read(sharded(DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=half))),
     "reader": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4))),
     "reader, split": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4), is_dataset_splitted=True)),
+    "speech": lambda: spoken(speech.SortagradBatchSampler, 4),
+    "speech, padded": lambda: spoken(speech.SortagradBatchSampler, 4, pad_to=SPOKEN),
+    "speech, distributed": lambda: spoken(speech.SortagradDistributedBatchSampler, 2, pad_to=SPOKEN),
+    "minibatches": lambda: read(sharded(speech.BatchDataLoader())),
+    "minibatches, split": lambda: read(sharded(speech.BatchDataLoader(distributed=True), is_dataset_splitted=True)),
+    "minibatches, inside": lambda: refused(lambda: sharded(speech.BatchDataLoader().dataloader)),
+    "minibatches, whole": lambda: read(sharded(DataLoader(speech.TransformDataset(), batch_size=None), shuffle=True)),
     "padded, further": lambda: detected(PADDED, pad_to=LONGEST),
     "pk": lambda: read(sampled(clas.PKSampler), epochs=2),
     "pk, split, each step": lambda: read(sampled(clas.PKSampler, is_dataset_splitted=True, verify=1), epochs=2),

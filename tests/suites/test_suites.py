@@ -1,10 +1,11 @@
-"""Paddle's suites on two data ranks: as PaddleClas samples, and PaddleDetection and PaddleOCR make batches."""
+"""Paddle's suites on two data ranks: as PaddleClas and PaddleSpeech sample, and they and others make batches."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.deadlines import HANG
+from tests.suites.paddlespeech import batch_shuffle
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
@@ -13,6 +14,8 @@ CASES = ["mixed", "pk", "pk, split, each step", "pk, resumed", "identities", "id
 CASES += ["augmented, workers", "one order", "scales", "scales, split", "resize", "resize, workers", "resize, at once"]
 CASES += ["resize, stream", "stride", "padded", "padded, further", "shares", "halves", "reader", "reader, split"]
 CASES += ["lines", "lines, workers", "rotations", "rotations, unsaid"]
+CASES += ["speech", "speech, padded", "speech, distributed"]
+CASES += ["minibatches", "minibatches, split", "minibatches, inside", "minibatches, whole"]
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +150,42 @@ def test_four_rows_for_each_sample_are_taken_where_it_is_said_and_asked_for_wher
         assert rows_of(report) == [[2 * rank] * 4 + [2 * rank + 1] * 4, [4 + 2 * rank] * 4 + [5 + 2 * rank] * 4]
     for report in of_ranks("rotations, unsaid"):
         assert "'as read'" in report["error"]
+
+
+@pytest.mark.parametrize("case", ["speech, padded", "speech, distributed"])
+def test_utterances_come_in_the_order_of_their_sampler_padded_to_the_longest_of_all_ranks(case, of_ranks):
+    reports = of_ranks(case)
+
+    rows = list(range(14))
+    orders = [rows, batch_shuffle(rows, 4, epoch=1)]
+    expected = [order[first : first + 4] for order in orders for first in range(0, 14, 4)]
+    steps = list(zip(*(report["steps"] for report in reports), strict=True))
+    for ranks, batch in zip(steps, expected, strict=True):
+        assert [int(name[3:]) for names, *_ in ranks for name in names] == batch
+        for _, sounds, _, texts, _ in ranks:
+            assert {len(row) for row in sounds} == {max(2 + row // 3 for row in batch)}
+            assert {len(row) for row in texts} == {max(row + 1 for row in batch)}
+
+
+def test_rows_that_differ_are_told_with_the_fields_that_differ_as_pad_to_calls_them(of_ranks):
+    for report in of_ranks("speech"):
+        assert "that differ: global rank 0: [1] float32[2, 2], [3] int64[2]; global rank 1: [1] fl" in report["error"]
+
+
+@pytest.mark.parametrize("case", ["minibatches", "minibatches, whole"])
+def test_batches_that_were_made_beforehand_are_each_split_over_the_ranks(case, of_ranks):
+    assert [report["error"] for report in of_ranks(case)] == ["", ""]
+    steps = list(zip(*(report["steps"] for report in of_ranks(case)), strict=True))
+
+    read = [[int(name[3:]) for names, *_ in ranks for name in names] for ranks in steps]
+    assert sorted(read) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11], [12, 13]] != read
+    assert all(len(ranks[0][0]) == len(ranks[1][0]) for ranks in steps)
+
+
+def test_such_batches_as_rows_of_a_loader_are_told_the_way_out_and_so_is_a_rank_with_more_rows(of_ranks):
+    for report in of_ranks("minibatches, inside"):
+        assert report["error"].startswith("BatchSizeError: batch_size: a global batch of 1 cannot be split evenly ")
+        assert "batch_size=None" in report["error"]
+        assert "`is_dataset_splitted = True`" in report["error"]
+    for report in of_ranks("minibatches, split"):
+        assert "global rank 0 has a first batch of 4 rows and global rank 1 has a first batch of 2" in report["error"]
