@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.place.field import Balanced as Balanced
     from paddle_shard.position.checkpoint import state_from_tensor as state_from_tensor
     from paddle_shard.position.checkpoint import state_to_tensor as state_to_tensor
+    from paddle_shard.position.checkpoints import Checkpoints as Checkpoints
     from paddle_shard.samplers.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
     from paddle_shard.sources.external import ExternalLoader as ExternalLoader
@@ -37,6 +38,7 @@ _LAZY = {
     "ArrayDataset": "paddle_shard.sources.arrays",
     "Balanced": "paddle_shard.place.field",
     "BucketBatchSampler": "paddle_shard.samplers.buckets",
+    "Checkpoints": "paddle_shard.position.checkpoints",
     "ExternalLoader": "paddle_shard.sources.external",
     "Mixture": "paddle_shard.sources.mixture",
     "Packed": "paddle_shard.sources.packed",

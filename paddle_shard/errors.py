@@ -6,6 +6,8 @@
     │   ├── BatchSizeError               the batch size cannot be split evenly over the data ranks
     │   └── SplitError                   the data is already split, or is not split as declared
     ├── ArgumentTypeError (TypeError)    an argument has an unsupported type
+    ├── CheckpointError (RuntimeError)   a checkpoint cannot be written or read; raised on all ranks
+    │   └── TakenOverError               the job was started anew while this process was held up
     ├── StateError (ValueError)          this run cannot resume from the saved state
     ├── BatchStructureError (ValueError) a batch does not fit the meshes, or cannot be split
     ├── DataReadError (RuntimeError)     reading, transforming or collating a sample failed
@@ -50,6 +52,14 @@ class ArgumentTypeError(PaddleShardError, TypeError):
 
 class StateError(PaddleShardError, ValueError):
     """The saved state is damaged, has another version, or belongs to another run."""
+
+
+class CheckpointError(PaddleShardError, RuntimeError):
+    """A rank could not write or read a checkpoint; raised on all ranks."""
+
+
+class TakenOverError(CheckpointError):
+    """The job was started anew while this process was held up; it has saved nothing, and must end."""
 
 
 class BatchStructureError(PaddleShardError, ValueError):

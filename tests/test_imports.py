@@ -32,7 +32,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
         PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},
         {"numpy", "paddle", "torch", "typing_extensions"},
     ),
-    "position": (PURE | {"say_once", "samplers", "place", "ranks", "inputs"}, {"numpy", "paddle"}),
+    "position": (PURE | {"say_once", "samplers", "sources", "place", "ranks", "inputs"}, {"numpy", "paddle"}),
     "delivery": (
         PURE | {"tree", "say_once", "samplers", "reading", "place", "ranks", "inputs", "position"},
         {"numpy", "paddle"},

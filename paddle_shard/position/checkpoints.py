@@ -1,0 +1,441 @@
+"""How does a job save all that it needs to resume, so that whatever is killed when, a whole checkpoint is there?
+
+A checkpoint is a directory of the folder, `<generation>-<step>-<number>`. Its manifest, which has the size and the
+checksum of each file, is written last: what has none, or another file than it says, is no checkpoint. A generation is
+a start of the job. It is claimed by a file that only one process can make, so a process that was frozen while the job
+was started anew finds a later generation before it writes, and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+from paddle_shard.errors import (
+    ArgumentError,
+    CheckpointError,
+    PaddleShardError,
+    StateError,
+    TakenOverError,
+    described,
+)
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.parts import check_count
+from paddle_shard.position.folder import folder_of, written_by
+from paddle_shard.ranks.agreeing import gather_of
+from paddle_shard.ranks.rendezvous import num_ranks
+
+VERSION = 1
+"""Version of the manifest and of the files of this library beside it."""
+
+_MANIFEST, _HALF = "manifest.json", "it is half-written"
+_TIMEOUT = 1800.0
+"""Seconds for which a rank may write or read while the others wait."""
+_CHUNK = 1 << 20
+_log = logging.getLogger("paddle_shard")
+
+
+class Checkpoints:
+    """Checkpoints of a job in a folder: each is complete on all ranks, or not there.
+
+    All methods are collective: every rank of the job calls them, at the same step. With one process, no group is
+    needed. What is saved by one number of ranks can be loaded by another.
+
+    Examples:
+        >>> checkpoints = paddle_shard.Checkpoints("checkpoints")  # doctest: +SKIP
+        >>> step = checkpoints.load(model=model, optimizer=optimizer, data=loader) or 0  # doctest: +SKIP
+        >>> for inputs, labels in loader:  # doctest: +SKIP
+        ...     step += 1
+        ...     if step % 1000 == 0:
+        ...         checkpoints.save(step, model=model, optimizer=optimizer, data=loader)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
+        """Nothing is made or read yet.
+
+        Args:
+            folder: A folder that all hosts see under this path, or a URL that fsspec opens (`s3://...`), whose server
+                can make a file only if it does not exist. It is made if it is missing.
+            keep: How many good checkpoints to leave; at least 2, since a job that is started anew may be reading the
+                last but one.
+
+        Raises:
+            ArgumentError: `keep` is less than 2.
+        """
+        self._folder, self._keep = folder_of(os.fspath(folder)), check_count("keep", keep, 2)
+        self._generation: int | None = None
+        self._rank, self._ranks = dist.get_rank(), tuple(range(num_ranks()))
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({self._folder.name!r}, keep={self._keep}, generation {self._generation})"
+
+    # Saving
+
+    def save(self, step: int, **what: Any) -> str:
+        """Save a checkpoint, and delete those that are too old.
+
+        Args:
+            step: Steps of the run so far.
+            what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or what
+                `paddle.save` takes. Distributed tensors are saved whole if they are on the CPU, else by
+                `dist.save_state_dict`. All else is saved by the first rank, so it must be the same on all. The state
+                of a loader knows what all ranks have delivered, so that its certificate continues.
+
+        Returns:
+            The path or URL of the checkpoint.
+
+        Raises:
+            TakenOverError: The job was started anew while this process was held up. Nothing was saved. The process
+                must end.
+            CheckpointError: A rank could not write, on all ranks. The checkpoints before are as they were.
+            ArgumentError: The ranks save different steps or things.
+        """
+        self._claim()
+        states: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
+
+        def begin() -> list[Any]:
+            check_count("step", step, 0)
+            states.update(_without_tensors({name: _state_of(value) for name, value in what.items()}, (), tensors))
+            paths = [path for path, _ in _paths(states)]
+            told = [[step, *sorted(what), len(paths), _checksum_of(paths)], any(map(_is_split, tensors.values()))]
+            if self._rank:
+                return [*told, ""]
+            self._check_fence()
+            name = f"{self._generation:06d}-{step:010d}-"
+            return [*told, f"{name}{sum(one.startswith(name) for one in self._folder.sizes())}"]
+
+        begun = self._on_all(begin, "save()")
+        for rank, one in enumerate(begun):
+            if one[0] != begun[0][0]:
+                raise ArgumentError(
+                    f"save(): all ranks save the same, but global rank 0 has {begun[0][0]} and rank {rank} {one[0]} "
+                    "(step, names, number of tensors that are not distributed, checksum of their names). Tensors of "
+                    "some ranks only must be distributed tensors, on the mesh of these ranks."
+                )
+        # On the CPU, Paddle cannot load what it would save.
+        splits = not paddle.framework._current_expected_place().is_cpu_place() and any(one[1] for one in begun)
+        name: str = begun[0][-1]
+        try:
+            written = self._on_all(lambda: self._write(name, states, tensors, splits), "save()")
+            self._on_all(lambda: self._finish(name, written), "save()")
+        finally:
+            if self._rank == 0:
+                self._clean()
+        return f"{self._folder.name}/{name}"
+
+    def _write(self, name: str, states: Any, tensors: Mapping[str, Any], splits: bool) -> dict[str, list[int]]:
+        """Write this rank's files; return the size and the checksum of each."""
+        saved: dict[str, dict[str, Any]] = {"values": {} if self._rank else states, "whole": {}, "split": {}}
+        split = {}
+        for path, tensor in tensors.items():
+            members = tensor.process_mesh.process_ids
+            if self._rank not in members:  # its own ranks save it
+                continue
+            if splits and _is_split(tensor):
+                kind, told = "split", [list(tensor.shape), str(tensor.dtype).removeprefix("paddle.")]
+                split[path] = tensor
+            else:  # whole: collective over the tensor's mesh
+                kind, told = "whole", dist.unshard_dtensor(tensor) if _is_split(tensor) else tensor._local_value()
+            if self._rank == members[0]:
+                saved[kind][path] = told
+        with self._folder.filled(name, self._rank) as directory:
+            if splits:
+                dist.save_state_dict(split, str(directory))
+            if any(saved.values()):
+                paddle.save(saved, str(directory / f"{self._rank}_values.pdparams"))
+            return {file.name: _measured(file) for file in written_by(directory, self._rank)}
+
+    def _finish(self, name: str, written: Sequence[Mapping[str, list[int]]]) -> None:
+        """Write the manifest, if this is the first rank."""
+        if self._rank:
+            return
+        files = {file: measured for one in written for file, measured in one.items()}
+        here = self._folder.sizes(name)
+        unseen = [file for file, (size, _) in files.items() if here.get(file) != size]
+        if unseen:
+            raise CheckpointError(
+                f"global rank 0 does not see {unseen} as other ranks have written them. All hosts must see the same "
+                "folder."
+            )
+        self._check_fence()
+        told = {"version": VERSION, "name": name, "files": files}
+        self._folder.write(f"{name}/{_MANIFEST}", json.dumps({**told, "checksum": _checksum_of(told)}).encode())
+
+    def _clean(self) -> None:
+        """Delete what is older than the checkpoints to keep, and what is half-written; on the first rank."""
+        try:
+            self._check_fence()
+            good = 0
+            for name in self._names():
+                if int(name.partition("-")[0]) > (self._generation or 0):  # of one that has claimed it just now
+                    continue
+                manifest = self._manifest_of(name)
+                if good >= self._keep or manifest == _HALF:
+                    if manifest != _HALF:
+                        self._folder.write(f"{name}/{_MANIFEST}", b"")  # half deleted, it is no checkpoint
+                    self._folder.remove(name)
+                good += isinstance(manifest, dict)
+        except TakenOverError:
+            return  # its checkpoints are the other's now
+        except OSError as error:
+            raise_if_a_handlers(error)
+            _log.warning("%s: old checkpoints could not be deleted: %s", self._folder.name, described(error))
+
+    # Generations
+
+    def _claim(self) -> None:
+        """Claim a generation for all ranks, once."""
+
+        def claim() -> int:
+            if self._rank:
+                return 0
+            me = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+            while True:
+                number = self._newest_generation() + 1
+                with ignoring(FileExistsError):  # another process was faster
+                    self._folder.create(f"generation-{number:06d}", json.dumps(me).encode())
+                    return number
+
+        if self._generation is None:
+            self._generation = self._on_all(claim, "the first call")[0]
+
+    def _newest_generation(self) -> int:
+        found = map(re.compile(r"generation-(\d+)").fullmatch, self._folder.sizes())
+        return max((int(match[1]) for match in found if match), default=0)
+
+    def _check_fence(self) -> None:
+        newest = self._newest_generation()
+        if self._generation is None or newest <= self._generation:
+            return
+        try:
+            told = "{time} by process {process} on host {host}".format(
+                **json.loads(self._folder.read(f"generation-{newest:06d}"))
+            )
+        except ValueError:  # it is being written
+            told = "just now"
+        raise TakenOverError(
+            f"generation {newest} of this job has taken over {self._folder.name} (claimed {told}). Generation "
+            f"{self._generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
+        )
+
+    # Loading
+
+    def newest(self) -> str | None:
+        """Return the path or URL of the newest checkpoint that is good; None if there is none.
+
+        Checkpoints that are damaged or half-written are passed over, each with a line in the log that says why.
+        """
+        with closing(self._good("newest()")) as found:
+            return next((f"{self._folder.name}/{name}" for name, _ in found), None)
+
+    def load(self, **what: Any) -> int | None:
+        """Load the newest checkpoint that is good into objects. From then on the folder is this job's.
+
+        Args:
+            what: Objects by the names that they were saved with, or some of them. An object gets its state by
+                `set_state_dict` or `load_state_dict`, a dict is filled.
+
+        Returns:
+            The step of the checkpoint; None if there is none, and nothing was loaded.
+
+        Raises:
+            StateError: The checkpoint does not hold these things, or does not fit them.
+            CheckpointError: A rank could not read, on all ranks.
+        """
+        self._claim()
+        with closing(self._good("load()")) as found:
+            for name, directory in found:
+                self._on_all(partial(self._fill, what, directory, name), "load()")
+                return int(name.split("-")[1])
+        return None
+
+    def _good(self, call: str) -> Generator[tuple[str, Path], None, None]:
+        """Yield (name, local directory) of the good checkpoints, the newest first; collective."""
+
+        def pass_over(name: str, why: str) -> None:
+            _log.warning("%s/%s is passed over: %s", self._folder.name, name, why)
+
+        def listed() -> list[Any]:
+            found = []
+            for name in [] if self._rank else self._names():
+                manifest = self._manifest_of(name)
+                if isinstance(manifest, str):
+                    pass_over(name, manifest)
+                else:
+                    found.append([name, manifest["files"]])
+            return found
+
+        def damaged(directory: Path, files: Mapping[str, list[int]]) -> list[str]:
+            mine = sorted(files)[self._rank :: len(self._ranks)] if self._folder.shared else files
+            return [file for file in mine if _measured(directory / file) != files[file]]
+
+        for name, files in self._on_all(listed, call)[0]:
+            with self._folder.opened(name) as directory:
+                bad = {file for one in self._on_all(partial(damaged, directory, files), call) for file in one}
+                if not bad:
+                    yield name, directory
+                elif self._rank == 0:
+                    pass_over(name, f"{sorted(bad)} are not what was saved: their checksums differ")
+
+    def _fill(self, what: Mapping[str, Any], directory: Path, name: str) -> None:
+        """Load a checkpoint into objects."""
+        # All are asked first: a distributed optimizer makes its moments then, by a step that moves the weights.
+        targets = {
+            key: value.state_dict()
+            for key, value in what.items()
+            if hasattr(value, "state_dict") and not hasattr(value, "certificate")
+        }
+        known: dict[str, Any] = dict(_paths(targets))
+        states: dict[str, Any] = {}
+        split: dict[str, Any] = {}
+        for file in sorted(directory.glob("*_values.pdparams")):
+            saved = paddle.load(str(file))
+            states |= saved["values"]
+            for path, tensor in saved["whole"].items():
+                _put(states, path, tensor)
+            for path, (shape, dtype) in saved["split"].items():
+                split[path] = known[path] if path in known else paddle.zeros(shape, dtype)
+                _put(states, path, split[path])
+        lacking = sorted(what.keys() - states.keys())
+        if lacking:
+            raise StateError(f"{name} holds {sorted(states)}, and not {lacking}. Load what was saved, by its names.")
+        for key, value in what.items():
+            here, there = (dict(_paths({key: one.get(key)})) for one in (targets, states))
+            fits = not isinstance(value, paddle.nn.Layer) or here.keys() == there.keys()
+            if not fits or any(here[path].shape != there[path].shape for path in here.keys() & there.keys()):
+                shapes = [{path: tuple(one.shape) for path, one in found.items()} for found in (there, here)]
+                other = [dict(one.items() - two.items()) for one, two in (shapes, shapes[::-1])]
+                raise StateError(f"{key}: {name} holds {other[0]}, and the object that it is loaded into {other[1]}.")
+        if split:
+            dist.load_state_dict(split, str(directory))
+        for key, value in what.items():
+            _give(key, value, states[key])
+
+    # What both need
+
+    def _names(self) -> list[str]:
+        """Return the names of all checkpoints, whole or not, the newest first."""
+        found = filter(re.compile(r"\d+-\d+-\d+").fullmatch, self._folder.sizes())
+        return sorted(found, key=lambda name: [int(part) for part in name.split("-")], reverse=True)
+
+    def _manifest_of(self, name: str) -> dict[str, Any] | str:
+        """Return the manifest of a checkpoint whose files have the right sizes, or else why it is none."""
+        here = self._folder.sizes(name)
+        if not here.get(_MANIFEST):
+            return _HALF
+        try:
+            told: dict[str, Any] = json.loads(self._folder.read(f"{name}/{_MANIFEST}"))
+            known = told.pop("checksum") == _checksum_of(told) and told["name"] == name
+        except (ValueError, KeyError, TypeError):
+            known = False
+        if not known or told["version"] != VERSION:
+            return "its manifest is damaged, of another version, or that of another checkpoint"
+        other = [file for file, (size, _) in told["files"].items() if here.get(file) != size]
+        return f"{other} are missing, or have another size than when they were saved" if other else told
+
+    def _on_all(self, work: Callable[[], Any], call: str) -> list[Any]:
+        """Return what `work` returns on each rank, as JSON values. If it raises on any, all ranks raise."""
+        mine: Exception | None = None
+        try:
+            said = {"done": work()}
+        except Exception as error:
+            raise_if_a_handlers(error)
+            mine = error
+            try:  # who has taken over may have deleted what was being written
+                self._check_fence()
+            except (OSError, TakenOverError) as over:
+                raise_if_a_handlers(over)
+                mine = over if isinstance(over, TakenOverError) else error
+            said = {"failed": described(mine), "over": str(mine) if isinstance(mine, TakenOverError) else ""}
+        found = [json.loads(one) for one in gather_of(self._ranks, json.dumps(said), _TIMEOUT, f"Checkpoints.{call}")]
+        rank, failed = next(((rank, one) for rank, one in enumerate(found) if "failed" in one), (0, None))
+        if failed is None:
+            return [one["done"] for one in found]
+        if isinstance(mine, PaddleShardError):
+            raise mine
+        if failed["over"]:
+            raise TakenOverError(failed["over"])
+        text = f"Checkpoints.{call} in {self._folder.name} failed on global rank {rank}: {failed['failed']}"
+        raise CheckpointError(text) from mine
+
+
+def _state_of(value: Any) -> Any:
+    if hasattr(value, "certificate"):  # a loader: its state then holds what all ranks have delivered
+        with ignoring(ArgumentError):  # a stream has none
+            value.certificate()
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _without_tensors(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
+    """Return a value without the distributed tensors in its dicts, which `tensors` gets: path as JSON -> tensor."""
+    if not isinstance(value, Mapping):
+        return value
+    rest = {}
+    for key, child in value.items():
+        if isinstance(child, paddle.Tensor) and child.is_dist():
+            tensors[json.dumps([*path, key])] = child
+        else:
+            rest[key] = _without_tensors(child, (*path, key), tensors)
+    return rest
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (path as JSON, tensor) for each tensor in nested dicts."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _paths(child, (*path, key))
+    elif isinstance(value, paddle.Tensor):
+        yield json.dumps(path), value
+
+
+def _put(states: dict[str, Any], path: str, tensor: Any) -> None:
+    """Set the tensor at a path of nested dicts."""
+    *outer, last = json.loads(path)
+    for key in outer:
+        states = states.setdefault(key, {})
+    states[last] = tensor
+
+
+def _is_split(tensor: Any) -> bool:
+    """Return whether no rank holds all of a distributed tensor."""
+    sizes = tensor.process_mesh.shape
+    return any(size > 1 and not kind.is_replicated() for size, kind in zip(sizes, tensor.placements, strict=True))
+
+
+def _give(key: str, value: Any, state: Any) -> None:
+    """Give an object its state."""
+    setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
+    if setter is not None:
+        setter(state)
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(state)
+    else:
+        raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {type(value).__name__}.")
+
+
+def _measured(file: Path) -> list[int]:
+    """Return the size and the checksum of a file."""
+    size, checksum = 0, 0
+    with open(file, "rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return [size, checksum]
+
+
+def _checksum_of(told: Any) -> int:
+    return zlib.crc32(json.dumps(told, sort_keys=True).encode())

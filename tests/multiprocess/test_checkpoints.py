@@ -1,0 +1,51 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import HANG
+from tests.jobs import run_ranks
+
+WORKER = Path(__file__).parent / "checkpoints_worker.py"
+
+
+def run(ranks, tmp_path, name, *args):
+    return run_ranks(WORKER, ranks, tmp_path / name, args=[tmp_path / "saved", *args], timeout=2 * HANG)
+
+
+@pytest.mark.multiprocess
+def test_a_split_model_goes_on_on_other_meshes_and_at_last_in_one_process(tmp_path):
+    [straight] = run_ranks(WORKER, 1, tmp_path / "straight", args=[tmp_path / "other", "1x1", 10, "alone"])
+    first = run(2, tmp_path, "first", "1x2", 3, "group")
+    second = run(4, tmp_path, "second", "2x2", 6, "group")
+    third = run(2, tmp_path, "third", "2x1", 8, "group")
+    [last] = run(1, tmp_path, "last", "1x1", 10, "alone")
+
+    assert [one[0]["step"] for one in (first, second, third, [last])] == [None, 3, 6, 8]
+    for ranks in (first, second, third):
+        assert all(rank == ranks[0] for rank in ranks)
+        assert ranks[0]["errors"] == [""]
+    losses = [*first[0]["losses"], *second[0]["losses"], *third[0]["losses"], *last["losses"]]
+    assert losses == pytest.approx(straight["losses"], abs=1e-5)
+    assert last["exact"] == "epoch 0: each of 40 samples exactly once"
+
+
+@pytest.mark.multiprocess
+def test_what_fails_on_one_rank_fails_on_all_and_an_overtaken_job_ends_on_all(tmp_path):
+    one, two = run(2, tmp_path, "errors", "2x1", 3, "errors")
+
+    assert one["newest"] == two["newest"] == str(tmp_path / "saved" / "000001-0000000005-0")
+    assert sorted(name for name in os.listdir(tmp_path / "saved") if "generation" not in name) == [
+        "000001-0000000003-0",
+        "000001-0000000005-0",
+    ]
+    for rank in (one, two):
+        good, steps, tensors, full, again, over = rank["errors"]
+        assert good == again == ""
+        assert "ArgumentError: save(): all ranks save the same, but global rank 0 has [3, " in steps
+        assert "rank 1 [4, " in steps
+        assert "only must be distributed tensors" in tensors
+        assert "CheckpointError: Checkpoints.save() in " in full
+        assert "failed on global rank 0: OSError: the disk of this rank is full" in full
+        assert over.startswith("TakenOverError: generation 99 of this job has taken over ")
+        assert "(claimed now by process 7 on host other). Generation 1, of host " in over

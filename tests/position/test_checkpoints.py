@@ -1,0 +1,410 @@
+"""A checkpoint is whole or not there, whatever ends a save when; damaged ones and runs that were overtaken are seen."""
+
+import json
+import os
+import random
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+
+import paddle_shard
+from paddle_shard import Checkpoints
+from paddle_shard.errors import ArgumentError, CheckpointError, StateError, TakenOverError
+from paddle_shard.position import checkpoints as module
+from tests.helpers import ONE, Made, local, sharded
+from tests.trials import trials
+
+ROOM = os.path.dirname(module.__file__)
+
+
+@pytest.fixture(params=["folder", "memory"])
+def where(request, tmp_path):
+    """A local folder, and a URL of a file system that can make a file only if it does not exist."""
+    if request.param == "folder":
+        return str(tmp_path / "saved")
+    fsspec = pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}/saved"
+    fsspec.filesystem("memory").store.clear()
+    return url
+
+
+class Parts:
+    """A model, its optimizer with a schedule, and a loader."""
+
+    def __init__(self, batch_size=4):
+        with paddle.utils.unique_name.guard():
+            self.model = paddle.nn.Linear(2, 1)
+            schedule = paddle.optimizer.lr.StepDecay(0.1, 3)
+            self.optimizer = paddle.optimizer.AdamW(parameters=self.model.parameters(), learning_rate=schedule)
+            self.loader = sharded(
+                paddle.io.DataLoader(Made(row), batch_size=batch_size, shuffle=True), ONE, tail="pad", seed=3
+            )
+            self.extra = {"best": 0.5, "names": ["a", ("b", 2)], "half": paddle.ones([2], "bfloat16")}
+            self.steps, self.seen = 0, []
+
+    @property
+    def what(self):
+        return {"model": self.model, "optimizer": self.optimizer, "data": self.loader, "extra": self.extra}
+
+    def train(self, steps):
+        with paddle.utils.unique_name.guard():
+            batches = iter(self.loader)
+            for _ in range(steps):
+                rows = next(batches)._local_value()
+                F.mse_loss(self.model(rows), rows[:, :1]).backward()
+                self.optimizer.step()
+                self.optimizer.clear_grad()
+                self.optimizer._learning_rate.step()
+                self.seen.append(local_rows(rows))
+                self.steps += 1
+            batches.close()
+
+    def weights(self):
+        return [value.numpy().tolist() for value in self.model.state_dict().values()]
+
+
+def row(index):
+    return np.array([index, 1], "float32")
+
+
+def local_rows(rows):
+    return rows.numpy()[:, 0].tolist()
+
+
+def test_a_run_that_is_loaded_goes_on_as_the_straight_run(where):
+    straight, first, second = Parts(), Parts(), Parts()
+    start = {name: value.numpy() for name, value in straight.model.state_dict().items()}
+    for other in (first, second):
+        other.model.set_state_dict(start)
+    first.train(2)
+    first.extra["best"] = 0.25
+    path = Checkpoints(where).save(first.steps, **first.what)
+    assert Checkpoints(where).newest() == path
+    second.extra["half"] = None
+
+    step = Checkpoints(where).load(**second.what)
+
+    assert step == 2
+    assert second.extra["best"] == 0.25
+    assert second.extra["names"] == ["a", ("b", 2)]
+    assert second.extra["half"].dtype == paddle.bfloat16
+    straight_batches = iter(straight.loader)
+    expected = [local(next(straight_batches)) for _ in range(4)]
+    second.train(2)
+    assert [*first.seen, *second.seen] == [[value[0] for value in batch] for batch in expected]
+    straight = Parts()
+    straight.model.set_state_dict(start)
+    straight.train(2)
+    straight.train(0)
+    straight.loader.load_state_dict(straight.loader.state_dict())
+    straight.train(2)
+    assert second.weights() == straight.weights()
+    assert second.optimizer._learning_rate.last_epoch == straight.optimizer._learning_rate.last_epoch
+    assert second.loader.certificate().exact
+
+
+def test_nothing_is_loaded_where_nothing_is(where):
+    assert Checkpoints(where).newest() is None
+    extra = {"a": 1}
+    assert Checkpoints(where).load(extra=extra) is None
+    assert extra == {"a": 1}
+
+
+def test_another_batch_size_goes_on_where_the_saved_one_stopped(tmp_path):
+    first, second = Parts(), Parts(batch_size=6)
+    first.train(1)
+    Checkpoints(tmp_path).save(1, data=first.loader)
+    Checkpoints(tmp_path).load(data=second.loader)
+    second.train(2)
+    assert sorted(number for batch in first.seen + second.seen for number in batch) == list(range(16))
+    assert second.loader.certificate().exact
+
+
+def test_a_stream_which_has_no_certificate_is_saved_too(tmp_path):
+    def loader():
+        return sharded(paddle.io.DataLoader(paddle_shard.Stream.of(range(8)), batch_size=2), ONE)
+
+    one, two = loader(), loader()
+    batches = iter(one)
+    found = [local(next(batches))]
+    Checkpoints(tmp_path).save(1, data=one)
+    Checkpoints(tmp_path).load(data=two)
+    assert found + [local(batch) for batch in two] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_newest_ones_are_kept_and_the_newest_is_that_of_the_last_start(where):
+    first = Checkpoints(where, keep=3)
+    for step in (1, 2, 30, 31):
+        first.save(step, extra={"step": step})
+    second = Checkpoints(where, keep=3)
+    assert second.newest().endswith("-0000000031-0")
+    paths = [second.save(5, extra={"step": 5}), second.save(5, extra={"step": 5.5})]
+    extra = {}
+
+    assert second.newest() == paths[1]
+    assert Checkpoints(where).load(extra=extra) == 5
+    assert extra == {"step": 5.5}
+    names = sorted(name for name in second._folder.sizes() if "generation" not in name)
+    assert names == ["000001-0000000031-0", "000002-0000000005-0", "000002-0000000005-1"]
+
+
+def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
+    first, second = Checkpoints(where), Checkpoints(where)
+    first.save(1, extra={"by": 1})
+    assert second.load(extra={}) == 1
+    before = first._folder.sizes()
+
+    with pytest.raises(TakenOverError, match=r"generation 2 of this job .* by process \d+ on host .*Generation 1, of"):
+        first.save(2, extra={"by": 1})
+
+    assert first._folder.sizes() == before
+    second.save(2, extra={"by": 2})
+    with pytest.raises(TakenOverError):
+        first.save(3, extra={"by": 1})
+
+
+def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monkeypatch):
+    first, second = Checkpoints(where), Checkpoints(where)
+    first.save(1, extra={"by": 1})
+    write = Checkpoints._write
+
+    def overtaken(self, *args):
+        written = write(self, *args)
+        assert second.load(extra={}) == 1
+        return written
+
+    monkeypatch.setattr(Checkpoints, "_write", overtaken)
+    with pytest.raises(TakenOverError):
+        first.save(2, extra={"by": 1})
+    monkeypatch.undo()
+
+    assert second.newest().endswith("000001-0000000001-0")
+    assert "000001-0000000002-0" in second._folder.sizes()
+    second.save(2, extra={"by": 2})
+    assert "000001-0000000002-0" not in second._folder.sizes()  # what is half-written is cleaned up
+
+
+def test_one_whose_half_written_files_were_cleaned_up_by_who_overtook_it_says_so(tmp_path, monkeypatch):
+    first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    first.save(1, extra={"by": 1})
+
+    def overtaken(*_):
+        second.save(2, extra={"by": 2})
+        raise FileNotFoundError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "_write", overtaken)
+        with pytest.raises(TakenOverError, match="generation 2"):
+            first.save(2, extra={"by": 1})
+
+
+def test_one_that_was_frozen_deletes_nothing_of_who_overtook_it(tmp_path, monkeypatch):
+    first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    first.save(1, extra={"by": 1})
+    names = Checkpoints._names
+
+    def frozen(self):
+        if self is first and second._generation is None:
+            second._claim()
+            (tmp_path / f"{second._generation:06d}-0000000002-0").mkdir()  # it has begun to write
+        return names(self)
+
+    monkeypatch.setattr(Checkpoints, "_names", frozen)
+    first._clean()
+    assert (tmp_path / "000002-0000000002-0").exists()
+
+
+class Killed(BaseException):
+    """Ends a process at once: nothing that would tidy up may run for it."""
+
+
+def killed_at(number, work):
+    """Run `work`, and stop before the given line of the library's that it comes to; return whether it came to it."""
+    lines = 0
+
+    def at_line(frame, event, _):
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(ROOM):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                raise Killed
+        return at_line
+
+    sys.settrace(at_line)
+    try:
+        work()
+    except Killed:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what a killed process had open
+def test_whatever_ends_a_save_at_any_line_the_checkpoint_before_or_this_one_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.os, "fsync", lambda _: None)
+    monkeypatch.setattr(Checkpoints, "_clean", lambda self, clean=Checkpoints._clean: clean(self) if tidy else None)
+    base, found, tidy = tmp_path / "base", set(), True
+    Checkpoints(base).save(1, extra={"step": 1})
+    Checkpoints(base).save(2, extra={"step": 2})
+    for number in range(1, 1000):
+        folder = tmp_path / str(number)
+        shutil.copytree(base, folder)
+        run = Checkpoints(folder)
+        tidy = number % 2 == 0  # a killed process does not reach `finally`; one that raises does
+        killed = killed_at(number, lambda run=run: run.save(3, extra={"step": 3}))
+        extra, tidy = {}, True
+        step = Checkpoints(folder).load(extra=extra)
+        assert extra == {"step": step}
+        found.add(step)
+        if not killed:
+            break
+        if number > 3:
+            shutil.rmtree(folder)
+    assert found == {2, 3}
+    assert step == 3
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "half a file": (lambda new, old: os.truncate(values(new), values(new).stat().st_size // 2), "another size"),
+    "no file": (lambda new, old: values(new).unlink(), "are missing"),
+    "a flipped bit": (lambda new, old: flipped(values(new)), "checksums differ"),
+    "a file of an older save": (lambda new, old: shutil.copy(values(old), values(new)), "checksums differ"),
+    "a manifest of an older save": (lambda new, old: shutil.copy(old / "manifest.json", new), "another checkpoint"),
+    "half a manifest": (lambda new, old: os.truncate(new / "manifest.json", 40), "manifest is damaged"),
+    "a manifest with a flipped bit": (lambda new, old: flipped(new / "manifest.json"), "manifest is damaged"),
+    "no manifest": (lambda new, old: (new / "manifest.json").unlink(), "half-written"),
+    "a list for a manifest": (lambda new, old: (new / "manifest.json").write_text("[]"), "manifest is damaged"),
+    "another version": (lambda new, old: of_version(new / "manifest.json", 2), "another version"),
+}
+
+
+def values(folder):
+    return folder / "0_values.pdparams"
+
+
+def of_version(path, version):
+    told = json.loads(path.read_text())
+    del told["checksum"]
+    told["version"] = version
+    path.write_text(json.dumps({**told, "checksum": module._checksum_of(told)}))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_says_why(damage, tmp_path, caplog):
+    run = Checkpoints(tmp_path, keep=3)
+    old, new = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
+    spoil, why = DAMAGE[damage]
+    spoil(new, old)
+    extra = {}
+    assert Checkpoints(tmp_path).newest() == str(old)
+    caplog.clear()
+
+    assert Checkpoints(tmp_path).load(extra=extra) == 1
+
+    assert extra == {"step": 1}
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith(f"{new} is passed over: ")
+    assert why in line
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("batch", range(4))
+def test_random_histories_of_starts_saves_kills_and_damage(batch, tmp_path, monkeypatch):
+    """An oracle in a list: what was saved whole, in order; every start loads the newest of it that is undamaged."""
+    monkeypatch.setattr(module.os, "fsync", lambda _: None)
+    for seed in range(100 * batch, 100 * batch + trials(12)):
+        rng, folder = random.Random(seed), tmp_path / str(seed)
+        run, late, whole, keep = None, [], [], rng.choice([2, 3])
+        for number in range(1, 25):
+            action = rng.choice(["start", "save", "save", "save", "kill", "damage", "late"])
+            if action == "start" or run is None:
+                late += [run] if run is not None else []
+                run, extra = Checkpoints(folder, keep=keep), {}
+                loaded = run.load(extra=extra)
+                whole = sorted(one for one in whole if Path(one[0]).exists())  # of `keep`, damaged ones may be some
+                assert (loaded, extra) == (whole[-1][1:] if whole else (None, {})), f"seed {seed}, action {number}"
+            elif action == "save":
+                step = number + rng.choice([0, 100])
+                whole.append((run.save(step, extra={"number": number}), step, {"number": number}))
+            elif action == "kill":
+                before = set(os.listdir(folder))
+                with monkeypatch.context() as patch:
+                    patch.setattr(run, "_clean", lambda: None)
+                    killed_at(rng.randint(1, 150), partial(run.save, number, extra={"number": number}))
+                new = (folder / name for name in set(os.listdir(folder)) - before)
+                whole += [(str(one), number, {"number": number}) for one in new if (one / "manifest.json").exists()]
+                run = None
+            elif action == "damage" and len(whole := sorted(one for one in whole if Path(one[0]).exists())) > 1:
+                flipped(values(Path(whole.pop()[0])))
+            elif action == "late" and late:
+                with pytest.raises(TakenOverError):
+                    rng.choice(late).save(number + 1000, extra={})
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path):
+    with pytest.raises(ArgumentError, match="keep"):
+        Checkpoints(tmp_path, keep=1)
+    run = Checkpoints(tmp_path)
+    with pytest.raises(ArgumentError, match="step"):
+        run.save(-1, extra={})
+    assert run.newest() is None
+    model = paddle.nn.Linear(2, 1)
+    run.save(1, model=model, number=4)
+    with pytest.raises(StateError, match=r"holds \['model', 'number'\], and not \['ema'\]"):
+        run.load(ema={})
+    with pytest.raises(ArgumentError, match=r"load\(number=\)"):
+        run.load(number=5)
+    with pytest.raises(StateError, match=r"holds .*\(2, 1\).*, and the object that it is loaded into .*\(3, 1\)"):
+        run.load(model=paddle.nn.Linear(3, 1))
+    with pytest.raises(StateError, match=r'holds .*"weight".*, and the object .*"0.weight"'):
+        run.load(model=paddle.nn.Sequential(model))
+
+
+def test_a_save_that_fails_leaves_the_checkpoints_before_and_the_next_one_works(tmp_path, monkeypatch):
+    run = Checkpoints(tmp_path)
+    run.save(1, extra={"step": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paddle, "save", full)
+        with pytest.raises(CheckpointError, match=r"save\(\) in .* failed on global rank 0: OSError: .*No space left"):
+            run.save(2, extra={"step": 2})
+    assert sorted(os.listdir(tmp_path)) == ["000001-0000000001-0", "generation-000001"]
+    run.save(2, extra={"step": 2})
+    assert run.newest().endswith("2-0")
+
+
+def test_a_server_that_cannot_make_a_file_only_once_is_refused(monkeypatch):
+    pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    with pytest.MonkeyPatch.context() as patch:  # as fsspec does for most: it looks first
+        patch.setattr(MemoryFileSystem, "pipe_file", AbstractFileSystem.pipe_file)
+        with pytest.raises(ArgumentError, match="MemoryFileSystem cannot make a file only if it does not exist"):
+            Checkpoints("memory://first/x").save(1, extra={})
+
+    def overwriting(self, path, value, mode="overwrite"):
+        pipe_file(self, path, value)
+
+    pipe_file = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", overwriting)  # as a server does that knows no condition
+    with pytest.raises(ArgumentError, match="cannot make a file only if it does not exist"):
+        Checkpoints("memory://second/x").save(1, extra={})
