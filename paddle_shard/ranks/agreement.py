@@ -83,7 +83,7 @@ class Agreement:
         self.timeout = coordinator.timeout if terms.timeout is None else terms.timeout
         self.number, self.terms = number, replace(terms, timeout=self.timeout)
         self.noticed = False
-        """True if it was logged that this rank waits for others, or has left its loop alone."""
+        """True if it was logged that this rank waits for others or left at another step, or an error has said it."""
         compared = terms.same_data and terms.ends_apart is not None
         self.outlook = Outlook(tag=zlib.crc32(terms.label.encode()), reads_on=int(compared))
         self.outlook.report = terms.name if terms.is_call else ""
@@ -255,6 +255,7 @@ class Agreement:
                 error = error_of(self._verdict, ranks, self.number, self.terms)
                 if error is None:
                     return False
+                self.noticed = True
                 raise error
         self.outlook.delivered += 1
         return True
@@ -269,6 +270,7 @@ class Agreement:
             if self.outlook.kind == OK:
                 self.outlook.kind, self._closed_at = CLOSED, time.monotonic()
                 self._changed.notify_all()
+            self._say_if_parted()
 
     def due(self) -> bool:
         """Return whether this rank should tell the others about this pass now; called with the lock held."""
@@ -311,10 +313,25 @@ class Agreement:
                 if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
-        elif self._closed and not self.noticed and time.monotonic() - self._closed_at > LEFT:
+            self._say_if_parted()
+        elif self.outlook.kind == CLOSED and not self.noticed and time.monotonic() - self._closed_at > LEFT:
             self.noticed = True
             self.terms.log_left(self._coordinator.name, self.outlook.delivered, LEFT)
         return news
+
+    def _say_if_parted(self) -> None:
+        """Log if a rank that has left is known to have delivered more or fewer steps; called with the lock held.
+
+        A rank that was one step ahead of another when that left has got no error: the step had been announced.
+        """
+        if self.noticed or not self._closed or self._verdict is None or self._verdict.kind not in (END, CLOSED):
+            return
+        said = zip(self._coordinator.group.names, self._outlooks, strict=True)
+        left = {name: one.delivered for name, one in said if one.kind == CLOSED}  # of others it may have grown since
+        left[self._coordinator.name] = self.outlook.delivered
+        if len(set(left.values())) > 1:
+            self.noticed = True
+            self.terms.log_parted(left)
 
     def _announce(self, kind: int, exhausted: bool = False, report: str = "", steps: int = 1) -> None:
         with self._changed:

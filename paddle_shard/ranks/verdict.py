@@ -68,6 +68,18 @@ class Terms:
             "iterate to the end on all of them."
         )
 
+    def log_parted(self, left: Mapping[int, int]) -> None:
+        """Log that ranks have left their loop at different steps, though none has asked for a step in vain.
+
+        Args:
+            left: Global rank -> steps that it has delivered, as far as it is known.
+        """
+        told = _listed({rank: f"after {count} steps" for rank, count in sorted(left.items())})
+        logging.getLogger("paddle_shard").warning(
+            f"The ranks have left their loop at different steps of {self.name}: {told}. What they have delivered "
+            "differs, and so do their saved states. Leave it at the same step on all ranks."
+        )
+
     def log_wait(self, rank: int, step: int, waited: float, behind: Mapping[int, str]) -> None:
         """Log which ranks this one waits for, long before the timeout.
 

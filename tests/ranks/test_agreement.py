@@ -532,11 +532,51 @@ def test_a_rank_that_has_left_its_loop_logs_that_others_have_not_once_and_not_if
         time.sleep(0.01)
     time.sleep(0.2)
     opened[1].close()
+    ending, other = (one.open(Terms()) for one in (first, second))
+    together(lambda: ending.announce_ok(3), lambda: other.announce_ok(3))
+    ending.announce_end()
+    ending.close()  # behind the last step: it keeps the others from nothing
+    time.sleep(0.2)
+    other.announce_end()
 
     [text] = caplog.messages
     assert text.startswith(
         "global rank 0 has left its loop before step 13 of the data, 0 s ago, and not all ranks have"
     )
+
+
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize(
+    ("end", "steps", "told"),
+    [
+        (100, (4, 4, 4), None),
+        (100, (4, 4, 5), "global rank 2 after 5 steps"),
+        (100, (5, 4, 4), "global rank 0 after 5 steps"),
+        (4, (4, 5, 4), None),  # behind the last step, and at the end
+        (5, (4, 4, 4), None),
+    ],
+)
+def test_ranks_that_leave_one_step_apart_are_told_and_those_that_leave_alike_are_not(end, steps, told, table, caplog):
+    def run(coordinator, count):
+        agreement = coordinator.open(Terms(name="the data"))
+        for step in range(count):
+            while agreement.outlook.kind == OK and agreement.outlook.step < agreement.wanted(step):
+                agreement.announce_end() if agreement.outlook.step == end else agreement.announce_ok()
+            if not agreement.deliver(step):
+                break
+        agreement.close()
+
+    for trial in range(20):
+        caplog.clear()
+        ranks = pair(size=3, table=table, delay=1e-3 * (trial % 2))
+        assert together(*(lambda c=c, n=n: run(c, n) for c, n in zip(ranks, steps, strict=True))) == [None] * 3
+        deadline = time.monotonic() + HANG
+        while any(c._passes for c in ranks) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if told is None:
+            assert caplog.messages == []
+        else:
+            assert any(told in text and "after 4 steps" in text for text in caplog.messages)
 
 
 def test_a_failure_and_an_end_at_the_same_step_are_a_failure():
