@@ -93,7 +93,7 @@ def gather_of(ranks: tuple[int, ...], payload: str, timeout: float, call: str) -
     """
     if len(ranks) == 1:
         return [payload]
-    terms = Terms(label=described({"call": call}), name=call, timeout=timeout)
+    terms = Terms(label=described({"call": call}), name=call, is_call=True, timeout=timeout)
     return open_agreement(ranks, terms).exchange(payload)
 
 

@@ -49,6 +49,8 @@ GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
 NOTICE = 5.0
 """Seconds for which a training thread waits for other ranks before it logs that, once per pass."""
+LEFT = 30.0
+"""Seconds after which a rank that has left its loop logs that others have not. They may save, or end a step."""
 WINDOW, TABLE_WINDOW = 8, 2
 """Steps to announce ahead of the one that is asked for. In rounds, one exchange over the network releases half of them.
 Ranks that see each other's progress on a table differ by less than a step, and hold fewer batches."""
@@ -81,9 +83,10 @@ class Agreement:
         self.timeout = coordinator.timeout if terms.timeout is None else terms.timeout
         self.number, self.terms = number, replace(terms, timeout=self.timeout)
         self.noticed = False
-        """True if it was logged that this rank waits for others."""
+        """True if it was logged that this rank waits for others or left at another step, or an error has said it."""
         compared = terms.same_data and terms.ends_apart is not None
         self.outlook = Outlook(tag=zlib.crc32(terms.label.encode()), reads_on=int(compared))
+        self.outlook.report = terms.name if terms.is_call else ""
         self._released = 0
         """Steps that rounds have released."""
         self._on_table = 0
@@ -98,6 +101,7 @@ class Agreement:
         self._verdict: Decision | None = None
         self._outlooks: Sequence[Outlook] = ()
         self._waiting = self._closed = False
+        self._closed_at = 0.0
         self.unsent: list[tuple[int, str]] = []
         """(step, note) for each note of this rank that was not sent to the others yet."""
         self._notes: dict[int, list[tuple[int, str]]] = {}
@@ -251,6 +255,7 @@ class Agreement:
                 error = error_of(self._verdict, ranks, self.number, self.terms)
                 if error is None:
                     return False
+                self.noticed = True
                 raise error
         self.outlook.delivered += 1
         return True
@@ -263,8 +268,9 @@ class Agreement:
         with self._changed:
             self._closed = True
             if self.outlook.kind == OK:
-                self.outlook.kind = CLOSED
+                self.outlook.kind, self._closed_at = CLOSED, time.monotonic()
                 self._changed.notify_all()
+            self._say_if_parted()
 
     def due(self) -> bool:
         """Return whether this rank should tell the others about this pass now; called with the lock held."""
@@ -307,7 +313,25 @@ class Agreement:
                 if table is not None:  # what any rank may have delivered, all ranks deliver
                     self._compared = max(self._compared, table.least(self.number))
             self._released, self._verdict, self._outlooks = decision.step, decision, outlooks
+            self._say_if_parted()
+        elif self.outlook.kind == CLOSED and not self.noticed and time.monotonic() - self._closed_at > LEFT:
+            self.noticed = True
+            self.terms.log_left(self._coordinator.name, self.outlook.delivered, LEFT)
         return news
+
+    def _say_if_parted(self) -> None:
+        """Log if a rank that has left is known to have delivered more or fewer steps; called with the lock held.
+
+        A rank that was one step ahead of another when that left has got no error: the step had been announced.
+        """
+        if self.noticed or not self._closed or self._verdict is None or self._verdict.kind not in (END, CLOSED):
+            return
+        said = zip(self._coordinator.group.names, self._outlooks, strict=True)
+        left = {name: one.delivered for name, one in said if one.kind == CLOSED}  # of others it may have grown since
+        left[self._coordinator.name] = self.outlook.delivered
+        if len(set(left.values())) > 1:
+            self.noticed = True
+            self.terms.log_parted(left)
 
     def _announce(self, kind: int, exhausted: bool = False, report: str = "", steps: int = 1) -> None:
         with self._changed:
@@ -323,7 +347,7 @@ class Agreement:
                     f"step {mine.step} was announced with real rows, but step {mine.exhausted} as exhausted. "
                     "Announce every later step as exhausted, too."
                 )
-            mine.kind, mine.report = kind, report
+            mine.kind, mine.report = kind, report or mine.report
             mine.step += steps if kind == OK else 0
             self._tell()
 
@@ -424,7 +448,7 @@ class Coordinator:
         if not timeout > 0:
             raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
         self.group, self.timeout, self._end_process = group, timeout, end_process
-        self._name = group.names[group.rank]
+        self.name = group.names[group.rank]
         self.heartbeat = min(1.0, timeout / 8)
         self.changed = threading.Condition()
         self._passes: dict[int, Agreement] = {}  # opened on this rank, not decided
@@ -438,7 +462,7 @@ class Coordinator:
         """True if the training thread has learned that a rank is lost."""
         self._meet = meet
         self.table: ProgressTable | None = None
-        self.introductions: dict[int, str] = {self._name: introduction}
+        self.introductions: dict[int, str] = {self.name: introduction}
         """Global rank -> its introduction; those of the others are known once the ranks have met."""
         self._thread: threading.Thread | None = None
 
@@ -500,7 +524,7 @@ class Coordinator:
         if told < agreement.timeout:
             agreement.noticed = True
             if behind:
-                agreement.terms.log_wait(self._name, step, waited, behind)
+                agreement.terms.log_wait(self.name, step, waited, behind)
         elif over >= grace or behind:
             raise agreement.terms.silence(step, behind)
         return 0.0  # no rank is late: the next round releases the step, or the next answer differs
@@ -509,12 +533,19 @@ class Coordinator:
         """Return the global ranks that keep `step` from being agreed on, and how far each is."""
         number = agreement.number
         unheard = "has not answered: it has made no loader over these meshes yet, is held up or has ended (see its log)"
+        if len(self.introductions) > 1:  # they have met, and each answers in a thread of its own
+            unheard = (
+                "does not answer: its process is stopped, or is held up in a call that keeps its threads from running, "
+                "such as a gather_valid() that this rank does not make (see its log)"
+            )
         behind = {} if self._answer else dict.fromkeys(self.group.absent(), unheard)
         for name, said in zip(self.group.names, self._answer or (), strict=False):
+            calls = [o.report for one, o in said.items() if one != number and o.report and o.kind == OK]
+            waits = f", and waits in {calls[0]}" if calls else ""
             if number not in said:
-                behind[name] = "has not started this loop"
+                behind[name] = f"has not {'made this call' if agreement.terms.is_call else 'started this loop'}{waits}"
             elif said[number].kind == OK and said[number].step <= step:
-                behind[name] = f"has read up to step {agreement.terms.first_step + said[number].step}"
+                behind[name] = f"has read up to step {agreement.terms.first_step + said[number].step}{waits}"
         return behind
 
     def _run(self) -> None:
@@ -550,7 +581,7 @@ class Coordinator:
             exits = any(terms.exit_when_lost for terms in in_use)
             then = f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
             if in_use:
-                logging.getLogger("paddle_shard").error("global rank %s: %s%s", self._name, lost, then)
+                logging.getLogger("paddle_shard").error("global rank %s: %s%s", self.name, lost, then)
             heard = self.changed.wait_for(lambda: self._heard or not exits, GRACE)
         if not heard:
             self._end_process()

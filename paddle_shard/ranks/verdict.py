@@ -40,7 +40,9 @@ class Terms:
     label: str = ""
     """Text of `described` about the data. It must be equal on all ranks; errors name differences."""
     name: str = "the data"
-    """Name of the loader, for messages."""
+    """Name of the loader, or of the user's call, for messages."""
+    is_call: bool = False
+    """True if the ranks exchange something in a call of the user's, and make no steps."""
     timeout: float | None = None
     """Seconds for which a rank may be silent while another waits for it; None: the coordinator's."""
     ends_must_agree: bool = False
@@ -54,6 +56,35 @@ class Terms:
     first_step: int = 0
     """The epoch's step with which the pass begins, for messages."""
 
+    def _at(self, step: int) -> str:
+        return self.name if self.is_call else f"step {self.first_step + step} of {self.name}"
+
+    def log_left(self, rank: int, count: int, seconds: float) -> None:
+        """Log that this rank has left its loop and others have not: it may be what they wait for, in a collective.
+
+        Args:
+            rank: Global rank of this process.
+            count: Steps that it has delivered.
+            seconds: How long ago it has left.
+        """
+        logging.getLogger("paddle_shard").warning(
+            f"global rank {rank} has left its loop before {self._at(count)}, {seconds:.0f} s ago, and not all ranks "
+            "have: they may wait for this one in a collective of theirs. Leave it at the same step on all ranks, or "
+            "iterate to the end on all of them."
+        )
+
+    def log_parted(self, left: Mapping[int, int]) -> None:
+        """Log that ranks have left their loop at different steps, though none has asked for a step in vain.
+
+        Args:
+            left: Global rank -> steps that it has delivered, as far as it is known.
+        """
+        told = _listed({rank: f"after {count} steps" for rank, count in sorted(left.items())})
+        logging.getLogger("paddle_shard").warning(
+            f"The ranks have left their loop at different steps of {self.name}: {told}. What they have delivered "
+            "differs, and so do their saved states. Leave it at the same step on all ranks."
+        )
+
     def log_wait(self, rank: int, step: int, waited: float, behind: Mapping[int, str]) -> None:
         """Log which ranks this one waits for, long before the timeout.
 
@@ -63,18 +94,22 @@ class Terms:
             waited: Seconds so far.
             behind: Global rank -> how far it is.
         """
+        must = "Every rank of the meshes must make this call, at the same step."
+        if not self.is_call:
+            must = (
+                "All ranks of a loader's meshes must iterate over it in the same way, so that they end or fail at the "
+                "same step. If an iterator is open on one rank only, close() it. For a loop on this rank alone, make a "
+                f"loader on a mesh of this rank, ProcessMesh([{rank}])."
+            )
         logging.getLogger("paddle_shard").warning(
-            f"global rank {rank} has waited {waited:.0f} s for the other ranks at step {self.first_step + step} of "
-            f"{self.name}: {_listed(behind)}. All ranks of a loader's meshes must iterate over it in the same way, so "
-            "that they end or fail at the same step. If an iterator is open on one rank only, close() it. This rank "
-            f"keeps waiting, up to timeout={self.timeout:g} s. For a loop on this rank alone, make a loader on a mesh "
-            f"of this rank, ProcessMesh([{rank}])."
+            f"global rank {rank} has waited {waited:.0f} s for the other ranks at {self._at(step)}: {_listed(behind)}. "
+            f"{must} This rank keeps waiting, up to timeout={self.timeout:g} s."
         )
 
     def silence(self, step: int, behind: Mapping[int, str]) -> errors.PeerLostError:
         """Return the error for ranks that did not respond before the timeout expired."""
         return errors.PeerLostError.of(
-            f"Waited {self.timeout:g} s for the other ranks to reach step {self.first_step + step} of {self.name}: "
+            f"Waited {self.timeout:g} s for the other ranks to reach {self._at(step)}: "
             f"{_listed(behind) or 'no rank answers'}. If a step may take longer than that (evaluation, saving), use a "
             "longer timeout; for a loop on this rank alone, make a loader on a mesh of this rank.",
             behind,
@@ -129,7 +164,7 @@ class Outlook:
     read: int = 0
     """Digest of all that was read before the last step that was agreed on; 0 if ranks need not read the same data."""
     report: str = ""
-    """Report of the failure."""
+    """Report of the failure; before that, the user's call if this is not a loop."""
     reads_on: int = 0
     """Extra steps that this rank reads before the end of another rank is settled, to see whether its data continues."""
 

@@ -14,7 +14,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
-from paddle_shard.errors import PaddleShardError, PeerLostError
+from paddle_shard.errors import BatchSizeError, PaddleShardError, PeerLostError
 from paddle_shard.testing import report
 
 STEPS, KILLED_AT = 20, 5
@@ -80,6 +80,13 @@ def early(how, call, victim):
         batches.certificate() if call == "certificate" else next(iter(batches))
     except PeerLostError as error:
         report([list(error.ranks), time.monotonic() - began])
+    except BatchSizeError as error:  # the rank whose loader was refused has said why, before it has ended
+        report(
+            [
+                [int(victim)] if f"global rank {victim}: its loader was not made" in str(error) else str(error),
+                time.monotonic() - began,
+            ]
+        )
     os._exit(0)
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError, PeerLostError
+from paddle_shard.ranks import agreement as agreements
 from paddle_shard.ranks.agreement import WINDOW, Agreement, AloneAgreement, Coordinator
 from paddle_shard.ranks.group import PASSES, ProgressTable, TwoLevelGroup
 from paddle_shard.ranks.verdict import NEVER, OK, REPORT_LIMIT, Outlook, Terms
@@ -492,6 +493,90 @@ def test_a_rank_that_opens_no_pass_is_named_at_the_deadline():
 
     assert told[0].ranks == (1,)
     assert "global rank 1 has not started this loop" in str(told[0])
+
+
+def test_a_rank_that_waits_is_told_in_which_call_another_waits_for_it():
+    first, second = pair(timeout=0.5)
+
+    def loops():
+        iterate(first.open(Terms(name="the data")))
+
+    def calls():
+        agreement = second.open(Terms(name="the data"))
+        try:
+            agreement.announce_ok()
+            second.open(Terms(name="certificate()", is_call=True, timeout=1.5)).exchange("mine")
+        finally:
+            agreement.close()
+
+    loop, call = together(loops, calls)
+
+    assert "reach step 1 of the data: global rank 1 has read up to step 1, and waits in certificate()" in str(loop)
+    assert "reach certificate(): global rank 0 has not made this call" in str(call)
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_a_rank_that_has_left_its_loop_logs_that_others_have_not_once_and_not_if_all_have(table, monkeypatch, caplog):
+    monkeypatch.setattr(agreements, "LEFT", 0.05)
+    first, second = pair(table=table)
+    opened = [one.open(Terms(name="the data", first_step=10)) for one in (first, second)]
+
+    def take_three(of_rank):
+        of_rank.announce_ok(4)
+        return [of_rank.deliver(step) for step in range(3)]
+
+    assert together(*(lambda one=one: take_three(one) for one in opened)) == [[True] * 3] * 2
+    opened[0].close()
+    deadline = time.monotonic() + HANG
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    opened[1].close()
+    ending, other = (one.open(Terms()) for one in (first, second))
+    together(lambda: ending.announce_ok(3), lambda: other.announce_ok(3))
+    ending.announce_end()
+    ending.close()  # behind the last step: it keeps the others from nothing
+    time.sleep(0.2)
+    other.announce_end()
+
+    [text] = caplog.messages
+    assert text.startswith(
+        "global rank 0 has left its loop before step 13 of the data, 0 s ago, and not all ranks have"
+    )
+
+
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize(
+    ("end", "steps", "told"),
+    [
+        (100, (4, 4, 4), None),
+        (100, (4, 4, 5), "global rank 2 after 5 steps"),
+        (100, (5, 4, 4), "global rank 0 after 5 steps"),
+        (4, (4, 5, 4), None),  # behind the last step, and at the end
+        (5, (4, 4, 4), None),
+    ],
+)
+def test_ranks_that_leave_one_step_apart_are_told_and_those_that_leave_alike_are_not(end, steps, told, table, caplog):
+    def run(coordinator, count):
+        agreement = coordinator.open(Terms(name="the data"))
+        for step in range(count):
+            while agreement.outlook.kind == OK and agreement.outlook.step < agreement.wanted(step):
+                agreement.announce_end() if agreement.outlook.step == end else agreement.announce_ok()
+            if not agreement.deliver(step):
+                break
+        agreement.close()
+
+    for trial in range(20):
+        caplog.clear()
+        ranks = pair(size=3, table=table, delay=1e-3 * (trial % 2))
+        assert together(*(lambda c=c, n=n: run(c, n) for c, n in zip(ranks, steps, strict=True))) == [None] * 3
+        deadline = time.monotonic() + HANG
+        while any(c._passes for c in ranks) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if told is None:
+            assert caplog.messages == []
+        else:
+            assert any(told in text and "after 4 steps" in text for text in caplog.messages)
 
 
 def test_a_failure_and_an_end_at_the_same_step_are_a_failure():
