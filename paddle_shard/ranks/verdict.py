@@ -255,9 +255,12 @@ def error_of(
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
     if verdict.kind == OTHER_PASS:
         differ = differences({rank: o.report for rank, o in ranks.items()})
+        own = ""
+        if "num_samples" in differ:
+            own = " A rank that was given a part of its own (Subset, .shard()) needs is_dataset_splitted=True."
         return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
-            "arguments and data, and start every loop on all of them, in the same order."
+            f"arguments and data, and start every loop on all of them, in the same order.{own}"
         )
     if verdict.kind == OTHER_DATA:
         # None: they have differed for so long that no rank keeps the digests.
