@@ -163,8 +163,8 @@ class Packed:
         made = self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
         if "labels" in made and "labels" not in (self.rows.labels, *self.rows.pad_values):
             say_once(
-                "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a loss "
-                "takes for a token. Leave them out and give labels='labels' (the next token, and no label where a "
+                "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
+                "loss takes for a token. Leave them out and give labels='labels' (the next token, and no label where a "
                 "document or a row ends); or give pad_values={'labels': -100} to keep them."
             )
         return made
