@@ -73,7 +73,11 @@ def collate(
         _check(samples, Sequence, path, but=TEXT)
         if any(len(sample) != len(first) for sample in samples):
             lengths = _some(map(len, samples))
-            raise ValueError(f"samples differ in their number of fields{_at(path)}: {lengths}")
+            raise ValueError(
+                f"samples differ in their number of fields{_at(path)}: {lengths}. A list is a structure of fields, as "
+                "in Paddle. If it is a row of numbers, make an array of it (Hugging Face: with_format('numpy')), and "
+                "pad rows of different lengths in a collate_fn; see pad_to=."
+            )
         columns = enumerate(zip(*samples, strict=True))
         return rebuild(first, [collate(column, stack_other, f"{path}[{i}]") for i, column in columns])
     if stack_other is not None:

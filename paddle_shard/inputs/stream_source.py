@@ -222,8 +222,8 @@ def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> in
         raise ArgumentError(
             f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
             "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
-            "middle; more and smaller shards; resampling with replacement; or a stream that every rank reads "
-            "whole (Stream.of(...), which is cut by turns)."
+            "middle; more and smaller shards (Hugging Face: to_iterable_dataset(num_shards=)); resampling with "
+            "replacement; or a stream that every rank reads whole (Stream.of(...), which is cut by turns)."
         )
     chosen, most = choose_num_parts(micro_rows, source.most_even_parts), choose_num_parts(micro_rows, shards)
     if chosen % num_data_ranks and most % num_data_ranks == 0:
@@ -232,6 +232,13 @@ def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> in
             f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
             "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
             f"cut in the middle; or in_parts({most}), where the tail pads or drops what the parts differ by."
+        )
+    fits = [parts for parts in range(num_data_ranks, shards + 1, num_data_ranks) if micro_rows % parts == 0]
+    if chosen % num_data_ranks and fits:
+        raise ArgumentError(
+            f"in_parts() is missing: {shards} shards and {micro_rows} rows of a micro-batch make {chosen} parts, which "
+            f"{num_data_ranks} data ranks do not divide. Ways that work: in_parts({fits[-1]}); or a batch size that is "
+            f"a multiple of {num_data_ranks} x the number of shards."
         )
     return chosen
 

@@ -34,6 +34,10 @@ _COUNT = (
     "Files that are counted (counts=True; for tars index=, made by `python -m paddle_shard.cli.index_shards`) are cut "
     f"into equal parts. Else fewer parts (in_parts()), or many files of one size, make them more alike. {_REPEAT}"
 )
+_FEWER = (
+    "A shard is read by one part, and {0} shards do not divide among {1} parts: a number of shards that does, for "
+    f"instance to_iterable_dataset(num_shards=), makes them more alike. {_REPEAT}"
+)
 _FILTERED = (
     "The source cuts equal parts, and what stands behind it (a filter, a batch) has left more of some than of others: "
     f"fewer parts (in_parts()), or a shuffle in front of it, make them more alike. {_REPEAT}"
@@ -162,6 +166,8 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     plan, source = stream.plan, stream.stage.source
     counted = not isinstance(source, ShardSource) or source.lengths(Opening(parts=(0,), num_parts=1)) is not None
     remedy = _OWN if stream.split_over is not None else _FILTERED if counted else _COUNT
+    if remedy is _FILTERED and source.num_shards is not None and source.num_shards % plan.num_parts:
+        remedy = _FEWER.format(source.num_shards, plan.num_parts)
     counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
     if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch

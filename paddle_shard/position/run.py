@@ -539,6 +539,8 @@ class Run:
             for at, one in enumerate(of_epochs)
         }
         end, drawn_by = of_epochs[epoch].end, f"the loader's {type(self._sampler).__name__}"
+        if (length := self._source.batches.fingerprint().get("num_samples")) is not None:
+            drawn_by += f" over a data set of {length}"  # it may have drawn a part of it only
         found = certify(accounts[epoch], epoch, plan, self.skips, end, drawn_by)
         for one in accounts:  # what all ranks have delivered replaces what this one has
             of_one = self._epochs.get(one, OfEpoch())

@@ -298,9 +298,12 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
             if o.report.startswith(NOT_MADE):
                 return _error_of_another(rank, o.report.removeprefix(NOT_MADE), NOT_MADE)
         differ = differences({rank: o.report for rank, o in ranks.items()})
+        own = ""
+        if "num_samples" in differ:
+            own = " A rank that was given a part of its own (Subset, .shard()) needs is_dataset_splitted=True."
         return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
-            "arguments and data, and start every loop on all of them, in the same order."
+            f"arguments and data, and start every loop on all of them, in the same order.{own}"
         )
     if verdict.kind == OTHER_DATA:
         # None: they have differed for so long that no rank keeps the digests.

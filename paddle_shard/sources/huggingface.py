@@ -93,7 +93,7 @@ class HuggingFaceSource(Stage):
         return None
 
     def fingerprint(self) -> list[Any]:
-        """Return the number of shards, and a digest of the library's own shuffles."""
+        """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
         return [["huggingface", self.num_shards, derive_key(self._generators, size=16).hex()]]
 
     def _check(self, opening: Opening) -> None:
@@ -114,7 +114,9 @@ class HuggingFaceSource(Stage):
 
 
 def _generators(node: Any) -> Iterator[str]:
-    """Yield the states of the generators of a data set's steps, those of the last step first."""
+    """Yield the states of the generators of a data set's steps, and what is taken or skipped; the last step first."""
+    if isinstance(number := getattr(node, "n", None), int):  # of take() and skip(): ranks must not cut by these
+        yield f"{type(node).__name__} {number}"
     for value in vars(node).values():
         for found in value if isinstance(value, list | tuple) else [value]:
             if isinstance(found, np.random.Generator):

@@ -160,7 +160,14 @@ class Packed:
             raise IndexError(f"row {row} is out of range for {len(self)} packed rows")
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
-        return self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
+        made = self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
+        if "labels" in made and "labels" not in (self.rows.labels, *self.rows.pad_values):
+            say_once(
+                "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
+                "loss takes for a token. Leave them out and give labels='labels' (the next token, and no label where a "
+                "document or a row ends); or give pad_values={'labels': -100} to keep them."
+            )
+        return made
 
     def sample_name(self, row: int) -> str:
         """Return a row's number and documents, which errors and logs show.

@@ -200,8 +200,11 @@ class ShardSource(Stage):
     def _part(self, part: int, opening: Opening) -> Iterator[Any]:
         # Only counted shards can be skipped without reading them.
         first = 0 if self._counts is None else opening.skip
-        if self._versioned and opening.opened is not None and part in (0, opening.num_parts - 1):
-            self._look(part, opening)
+        if self._versioned and opening.opened is not None:
+            if part == opening.parts[0]:  # each reader looks at the same file, so that data ranks can compare theirs
+                self._look(0, opening)
+            if part == opening.num_parts - 1 > 0:
+                self._look(part, opening)
         if self._resample:
             segments = self._drawn(opening, part, first)
         elif self._counts is None:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.packing import MAX_WINDOW, Packing, Piece
 from paddle_shard.plan.parts import check_count, holds
-from paddle_shard.say_once import say_once
 from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
 
 MADE = ("position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
@@ -113,12 +112,6 @@ class PackedRows:
         pads = dict(self.pad_values)
         if self.labels is not None:
             pads.setdefault(self.labels, self.ignore_index)
-        elif "labels" in pieces[0][0] and "labels" not in pads:
-            say_once(
-                "packing: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
-                "loss takes for a token. Leave them out and give labels='labels' (the next token, and no label where a "
-                "document or a row ends); or give pad_values={'labels': -100} to keep them."
-            )
         first, sizes = pieces[0][0], [piece.end - piece.first for _, piece in pieces]
         row: dict[str, Any] = {}
         for name, value in first.items():

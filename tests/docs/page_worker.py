@@ -81,6 +81,9 @@ def taken_for_granted(ranks):
         "loader": paddle_shard.shard_dataloader(paddle.io.DataLoader(Rows(), batch_size=16), mesh, shard_dims="dp"),
         "model": type("Model", (), {"__call__": lambda self, x: x @ weight, "state_dict": lambda self: {}})(),
         "texts": Texts(),
+        "language_model": lambda ids: (
+            paddle.nn.functional.one_hot(ids, 64) @ dist.shard_tensor(paddle.ones([64, 64]), mesh, [dist.Replicate()])
+        ),
         "texts_of_8": Sequences(),
         "tokenized": Tokenized(),
         **{name: Rows(length) for name, length in (("web", 100), ("code", 40), ("chat", 9), ("books", 7))},

@@ -155,3 +155,20 @@ def test_a_missing_package_names_the_extra(monkeypatch):
 
     with pytest.raises(MissingDependencyError, match=r"paddle_shard\[huggingface\]"):
         HuggingFaceSource(None)
+
+
+def test_a_data_set_whose_shards_do_not_suit_the_ranks_is_told_what_does(caplog):
+    def made(num_shards, size, ranks):
+        stream = Stream.huggingface(streamed(45, num_shards)).map(lambda sample: sample["id"])
+        mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
+        return paddle_shard.shard_dataloader(paddle.io.DataLoader(stream, batch_size=size), mesh, shard_dims="dp")
+
+    with pytest.raises(ArgumentError, match=r"to_iterable_dataset\(num_shards=\)"):
+        made(1, 8, 2)
+    with pytest.raises(
+        ArgumentError, match=r"in_parts\(\) is missing: 4 shards and 6 rows .* 3 parts.*: in_parts\(2\);"
+    ):
+        made(4, 6, 2)
+    list(made(3, 8, 1))
+    assert "3 shards do not divide among 2 parts" in caplog.text
+    assert "a filter" not in caplog.text

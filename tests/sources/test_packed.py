@@ -400,14 +400,14 @@ def test_a_packed_source_that_was_gone_comes_back_with_the_rows_that_it_had(step
 def test_labels_of_the_documents_that_would_be_filled_with_0_are_a_line_in_the_log(caplog):
     plain = [np.arange(1, 4)] * 3
     own = [{"input_ids": one, "labels": one} for one in plain]
-    for documents, given, lines in (
+    for documents, options, lines in (
         (own, {}, 1),
         (own, {"pad_values": {"labels": -100}}, 0),
         (plain, {"labels": "labels"}, 0),
         (plain, {}, 0),
     ):
         caplog.clear()
-        assert Packed(documents, 5, **given)[0]["input_ids"].tolist() == [1, 2, 3, 0, 0]
+        assert Packed(documents, 5, **options)[0]["input_ids"].tolist() == [1, 2, 3, 0, 0]
         found = [line for line in caplog.messages if "labels" in line]
         assert len(found) == lines
         assert all("labels='labels'" in line and "pad_values={'labels': -100}" in line for line in found)

@@ -1,0 +1,69 @@
+"""Data that differ by rank, or that a sampler draws in part: what each of two ranks says."""
+
+import gzip
+import sys
+from pathlib import Path
+
+import paddle
+import paddle.distributed as dist
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.testing import report
+
+dist.init_parallel_env()
+RANK, FOLDER = dist.get_rank(), Path(sys.argv[1])
+mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
+
+
+def gz(first, folder):
+    folder.mkdir(exist_ok=True)
+    for number in range(8):
+        text = "".join(f"{first + 10 * number + i}\n" for i in range(10))
+        # As they are: files of one size whose contents differ.
+        (folder / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode(), 0, mtime=0))
+    return Stream.lines([str(folder / f"{number}.txt.gz") for number in range(8)]).map(int)
+
+
+def hugging_face(cut):
+    import datasets
+
+    whole = datasets.Dataset.from_dict({"id": list(range(44))}).to_iterable_dataset(num_shards=4)
+    return Stream.huggingface(cut(whole)).map(lambda sample: sample["id"])
+
+
+class OfRank0(paddle.io.BatchSampler):
+    def __init__(self):
+        self.batch_size = 8
+
+    def __iter__(self):
+        return iter([list(range(first, first + 8)) for first in (0, 8, 16)])
+
+    def __len__(self):
+        return 3
+
+
+def said(given):
+    try:
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", tail=None, timeout=60)
+        steps = sum(1 for _ in loader)
+        return f"{steps} steps. " + (str(loader.certificate()) if isinstance(given.dataset, list) else "")
+    except paddle_shard.errors.PaddleShardError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+cases = {
+    "gz, the same": lambda: gz(1000, FOLDER / str(RANK)),
+    "gz, other contents": lambda: gz(1000 + 1000 * RANK, FOLDER / str(RANK)),
+    "taken and skipped": lambda: hugging_face(lambda whole: whole.skip(22) if RANK else whole.take(22)),
+    "taken alike": lambda: hugging_face(lambda whole: whole.take(22)),
+}
+found = {}
+for name, made in cases.items():
+    try:
+        found[name] = said(paddle.io.DataLoader(made().in_parts(4), batch_size=8))
+    except ImportError:
+        found[name] = None
+found["sampler"] = said(paddle.io.DataLoader(list(range(50)), batch_sampler=OfRank0()))
+found["26 and 25"] = said(paddle.io.DataLoader(list(range(26 - RANK)), batch_size=8))
+report(found)

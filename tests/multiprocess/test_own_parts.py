@@ -1,0 +1,25 @@
+"""Ranks that were each given data of their own are told, where what they are given tells it; and equal ones are not."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import HANG
+from tests.jobs import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
+    for found in run_ranks(
+        Path(__file__).with_name("own_parts_worker.py"), 2, tmp_path / "run", args=[tmp_path], timeout=HANG
+    ):
+        assert "10 steps" in found["gz, the same"]
+        assert "DifferentDataError: the ranks hold different data: the file " in found["gz, other contents"]
+        assert "drew exactly once" in found["sampler"]
+        assert "over a data set of 50 drew" in found["sampler"]
+        assert "num_samples: 26 on global rank 0, 25 on global rank 1" in found["26 and 25"]
+        assert "needs is_dataset_splitted=True" in found["26 and 25"]
+        if found["taken alike"] is not None:
+            assert "The ranks differ" in found["taken and skipped"]
+            assert "steps" in found["taken alike"]
