@@ -9,7 +9,7 @@ import paddle.distributed as dist
 
 
 class SimpleDataSet(paddle.io.Dataset):
-    """Follows `simple_dataset.py`: a line that is drawn stands in for one that cannot be read, if it can be read itself."""
+    """Follows `simple_dataset.py`: a line that is drawn stands in for one that cannot be read, if it can be read."""
 
     def __init__(self, bad=(5, 6, 11)):
         self.bad = bad
