@@ -139,7 +139,14 @@ def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int) -> None:
     own, options = setup.own_layout, setup.options
     if not own.on_mesh or own.data_rank == 0 or own.replicated_in_name or options.dataloader.collate_fn is None:
         return
-    named = {f"[{key!r}]" for key, layout in setup.placer.overrides.items() if layout.row_index}
+    named = set[str]()
+    for key, entry in setup.placer.overrides.items():
+        at = (
+            {f"[{key!r}][{i}]": one for i, one in enumerate(entry)}
+            if isinstance(entry, list)
+            else {f"[{key!r}]": entry}
+        )
+        named |= {path for path, layout in at.items() if layout.row_index}
     leaves_of = [(path, leaf) for path, leaf in named_leaves(value) if isinstance(leaf, paddle.Tensor)]
     found = [path for path, leaf in leaves_of if path not in named and counts_anew(leaf, num_rows)]
     if found:

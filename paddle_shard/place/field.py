@@ -191,7 +191,7 @@ ROW_INDEX = "row index"
 """The same, and its numbers, or those in its first column, are places of samples in the batch."""
 
 
-def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[list[Entry], dict[Any, FieldLayout]]:
+def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[list[Entry], dict[Any, Entry]]:
     """Read the arguments of `shard_dataloader` that say where fields go.
 
     Args:
@@ -232,11 +232,14 @@ def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[l
                 "give one per mesh, or one for all."
             )
         entries.append([field_layout(m, d, global_rank, **others) for m, d in zip(of_items, each, strict=True)])
-    overrides = {}
+    overrides: dict[Any, Entry] = {}
     for key, number, wanted in _overridden(options.placements, given, input_keys):
-        own = {"own_rows": wanted in (AS_READ, ROW_INDEX), "row_index": wanted == ROW_INDEX}
-        split = axes[number] if own["own_rows"] else wanted
-        overrides[key] = field_layout(given[number], split, global_rank, **own, **others)
+        found = []
+        for one in wanted if isinstance(wanted, list) else [wanted]:
+            own = {"own_rows": one in (AS_READ, ROW_INDEX), "row_index": one == ROW_INDEX}
+            split = one if isinstance(one, Mapping) else axes[number]
+            found.append(field_layout(given[number], split, global_rank, **own, **others))
+        overrides[key] = found if isinstance(wanted, list) else found[0]
     return entries, overrides
 
 
@@ -280,10 +283,12 @@ def _overridden(
     items = list(placements.items()) if isinstance(placements, Mapping) else None
     if isinstance(placements, list | tuple):
         items = [(i, wanted) for i, wanted in enumerate(placements) if wanted is not None]
-    if items is None or not all(isinstance(wanted, Mapping) or wanted in (AS_READ, ROW_INDEX) for _, wanted in items):
+    said = [one for _, wanted in items or () for one in (wanted if isinstance(wanted, list) else [wanted or ""])]
+    if items is None or not all(isinstance(one, Mapping) or one in (AS_READ, ROW_INDEX, None) for one in said):
         raise ArgumentError(
             "placements must map a field's key or position to {axis: tensor dim}, such as "
-            f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, or to 'as read' or 'row index', got {placements!r}."
+            f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, or to 'as read' or 'row index'; a field that is a list, "
+            f"to a list of these, with None for the others; got {placements!r}."
         )
     for key, wanted in items:
         if len(meshes) == 1:

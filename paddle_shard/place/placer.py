@@ -16,7 +16,7 @@ from paddle_shard.place.field import Entry, FieldLayout, layouts_of_fields
 from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.partition import Rows, slice_rows
-from paddle_shard.tree import is_sequence, leaves, mapped, rebuild
+from paddle_shard.tree import is_sequence, leaves, mapped, named_leaves, rebuild
 
 
 class BatchRows:
@@ -137,7 +137,7 @@ class BatchPlacer:
 
     entries: list[Entry]
     """One entry for each given mesh; a single entry is used for every field."""
-    overrides: Mapping[Any, FieldLayout]
+    overrides: Mapping[Any, Entry]
     """Layouts of single fields, by key or position."""
     input_keys: Sequence[Any] | None
     """The keys that the entries belong to, if the batch is a dict. None: all that it has."""
@@ -245,12 +245,14 @@ class BatchPlacer:
         for key, entry, dense in fields:
             value, path = batch[key], f"[{key!r}]"
             layout = entry[-1] if isinstance(entry, list) else entry
+            if isinstance(entry, FieldLayout) and entry.row_index:
+                _check_one_index(value, path)
             if is_sequence(value) and not _is_row_like(value):
                 entries = entry if isinstance(entry, list) else [entry] * len(value)
                 if len(entries) != len(value):
                     raise BatchStructureError(
-                        f"field {path} is a list of {len(value)} items, but its entry in meshes or shard_dims has "
-                        f"{len(entries)}."
+                        f"field {path} is a list of {len(value)} items, but its entry in meshes, shard_dims or "
+                        f"placements has {len(entries)}."
                     )
                 items = []
                 for number, (item, one) in enumerate(zip(value, entries, strict=True)):
@@ -259,13 +261,23 @@ class BatchPlacer:
                 found[key] = rebuild(value, items)
             elif isinstance(entry, list) and isinstance(value, paddle.Tensor | Mapping):
                 raise BatchStructureError(
-                    f"field {path} is a {type(value).__name__}, but its entry in meshes is a list of "
-                    f"{len(entry)}: give it one mesh, or make it a list of as many items."
+                    f"field {path} is a {type(value).__name__}, but its entry in meshes or placements is a list of "
+                    f"{len(entry)}: give it one, or make it a list of as many items."
                 )
             else:
                 one = entry[0] if isinstance(entry, list) else entry
                 found[key] = mapped(value, partial(function, layout=one, dense=len(dense) > 0), path, _is_row_like)
         return rebuild(batch, found if isinstance(batch, Mapping) else list(found.values())), layout
+
+
+def _check_one_index(value: Any, path: str) -> None:
+    """Refuse a field of several tensors as "row index": numbers of the others would be taken for places, too."""
+    held = named_leaves(value, path, _is_row_like)
+    if len(held) > 1:
+        raise BatchStructureError(
+            f"field {path}: placements says 'row index' of {len(held)} tensors: {', '.join(at for at, _ in held)}. Make "
+            "it a list, and say which item is meant, such as placements={field: [None, 'row index']}."
+        )
 
 
 def _take_rows(tensor: Any, positions: Rows) -> Any:

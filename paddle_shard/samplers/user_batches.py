@@ -334,8 +334,11 @@ def seen_ahead(values: Iterator[Value], may_be_last: Callable[[Value], Any]) -> 
 
 _REPLAYED = (
     "Make its order depend on the epoch only, through set_epoch or the global generators of numpy, Python and Paddle, "
-    "which are seeded for it; or give it a state_dict and a load_state_dict. Set its position in one way only: a "
-    "sampler that begins behind its consumed_samples is not resumed from a state, too."
+    "which are seeded for it; or give it a state_dict and a load_state_dict. If it changes lists of its own as it "
+    "draws, let it draw the epochs before this one, in their order, before its loader is made: sampler.set_epoch(e); "
+    "list(sampler). If it takes its rank's rows itself, give each rank the state that it has saved, on as many ranks. "
+    "Set its position in one way only: a sampler that begins behind its consumed_samples is not resumed from a state, "
+    "too."
 )
 
 

@@ -95,7 +95,7 @@ def test_a_sparse_tensor_that_stays_local_is_given_as_it_is():
 def test_a_dict_cannot_have_a_list_of_meshes():
     fields = Made(lambda i: ({"a": np.array(i)}, np.array(i)))
 
-    with pytest.raises(BatchStructureError, match="is a dict, but its entry in meshes is a list of 2"):
+    with pytest.raises(BatchStructureError, match="is a dict, but its entry in meshes or placements is a list of 2"):
         next(iter(sharded(DataLoader(fields, batch_size=4), [[DP2, DP2], DP2])))
 
 

@@ -75,3 +75,32 @@ def test_what_counts_anew_on_each_data_rank_and_does_not_say_so_is_said(caplog):
         said = [record.getMessage() for record in caplog.records if "row index" in record.getMessage()]
         assert len(said) == rank
     assert "['index'], ['boxes'] " in said[0]
+
+
+def in_a_list(samples):
+    """As `[[rows, index], labels]`; a row's first number could be a place."""
+    made = numbered(samples)
+    return {"inputs": [np.stack([made["rows"] % 2, made["rows"]], axis=1), made["index"]], "labels": made["rows"]}
+
+
+def test_one_of_a_field_that_is_a_list_is_named_by_its_place_in_a_list():
+    def run(**options):
+        loader = sharded(DataLoader(Made(int), batch_size=4, collate_fn=in_a_list), DP2, **options)
+        return [[np.array(local(leaf)).tolist() for leaf in batch["inputs"]] for batch in loader]
+
+    ranks = on_each_rank(range(2), lambda: run(placements={"inputs": [None, "row index"]}))
+    assert [ranks[rank][0] for rank in (0, 1)] == [[[[0, 0], [1, 1]], [0, 1]], [[[0, 2], [1, 3]], [2, 3]]]
+
+    for wanted, told in [
+        (
+            "row index",
+            r"field \['inputs'\]: placements says 'row index' of 2 tensors: \['inputs'\]\[0\], .*\[None, 'row index'\]",
+        ),
+        ([None, "row index", None], r"field \['inputs'\] is a list of 2 items, but its entry in .* placements has 3"),
+        (
+            [None, "row"],
+            "placements must map a field's key or position to .*a field that is a list, to a list of these",
+        ),
+    ]:
+        with pytest.raises(PaddleShardError, match=told):
+            on_each_rank(range(2), lambda wanted=wanted: run(placements={"inputs": wanted}))

@@ -147,6 +147,34 @@ def spoken(sampler, size, **options):
 
 
 RESIZE, PADDED = (det.BatchRandomResize([2, 3, 4, 5, 7]), det.PadBatch(boxes=True)), det.PadBatch(boxes=True)
+
+
+def scaled(epochs_drawn=0, state=None):
+    """A loader of PaddleOCR's sampler of several scales, which has drawn some epochs, with a state."""
+    data = ocr.MultiScaleDataSet()
+    sampler = ocr.MultiScaleSampler(data)
+    for epoch in range(epochs_drawn):
+        sampler.set_epoch(epoch)
+        list(sampler)
+    loader = sharded(DataLoader(data, batch_sampler=sampler), is_dataset_splitted=True)
+    if state is not None:
+        loader.load_state_dict(state)
+    return loader
+
+
+def rescaled(epoch):
+    """What a straight run reads behind step 2 of an epoch and in the next one; the same resumed, once with history."""
+    straight = scaled()
+    for _ in range(epoch):
+        list(straight)
+    batches = iter(straight)
+    next(batches), next(batches)
+    state = straight.state_dict()
+    expected = [read(batches), read(straight)]
+    again, drawn = scaled(0, state), scaled(epoch, state)
+    return [expected, read(again), [read(drawn), read(drawn)]]
+
+
 SPOKEN = {1: ("longest", 0), 3: ("longest", -1)}
 LONGEST = {"image": ("longest", 0), "gt_bbox": ([8], -1)}
 
@@ -157,6 +185,8 @@ CASES = {
     "resize, stream": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=Stream()),
     "stride": lambda: detected(det.PadBatch(stride=8), lists=True, dense_tensor_idx=LOCAL),
     "padded": lambda: detected(PADDED, data=det.Boxes(sizes=(6,) * 9 + (3,) * 7)),
+    "shapes, resumed": lambda: rescaled(0),
+    "shapes, resumed later": lambda: rescaled(1),
     "lines": lambda: lined(),
     "lines, workers": lambda: lined(workers=2),
     "rotations": lambda: rotated(placements={0: "as read", 1: "as read"}),

@@ -14,6 +14,7 @@ CASES = ["mixed", "pk", "pk, split, each step", "pk, resumed", "identities", "id
 CASES += ["augmented, workers", "one order", "scales", "scales, split", "resize", "resize, workers", "resize, at once"]
 CASES += ["resize, stream", "stride", "padded", "padded, further", "shares", "halves", "reader", "reader, split"]
 CASES += ["lines", "lines, workers", "rotations", "rotations, unsaid"]
+CASES += ["shapes, resumed", "shapes, resumed later"]
 CASES += ["speech", "speech, padded", "speech, distributed"]
 CASES += ["minibatches", "minibatches, split", "minibatches, inside", "minibatches, whole"]
 
@@ -132,6 +133,19 @@ def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken
         assert "is_dataset_splitted=True" in report["error"]
     rows = [row for report in of_ranks("reader, split") for step in rows_of(report) for row in step]
     assert sorted(rows) == list(range(48))
+
+
+def test_a_sampler_that_shuffles_its_batches_in_place_resumes_where_it_has_drawn_the_earlier_epochs_and_says_so(
+    of_ranks,
+):
+    for straight, again, _ in of_ranks("shapes, resumed"):
+        assert straight[0] == again
+        assert len(again["steps"]) == 4
+    for straight, again, drawn in of_ranks("shapes, resumed later"):
+        assert straight == drawn
+        assert again["error"].startswith("StateError: state is at sample 8 of epoch 1, but the first 8 samples ")
+        assert "let it draw the epochs before this one, in their order, before its loader is made" in again["error"]
+        assert "give each rank the state that it has saved, on as many ranks" in again["error"]
 
 
 @pytest.mark.parametrize("case", ["lines", "lines, workers"])
