@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.delivery import stopping
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import finished
@@ -18,7 +19,7 @@ from paddle_shard.reading.batch import Batch
 class StepNotes:
     """The notes that a rank sends and receives on the steps of a pass.
 
-    A note holds up to five things:
+    A note holds up to six things:
 
     - The dtype and shape of a row, when they change. If only they differed between ranks, the global batch would be
       ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
@@ -27,6 +28,7 @@ class StepNotes:
     - A summary of the batch, if the ranks compare this step's.
     - What some samples hold that all ranks have read; of a stream, the files that the rank has opened. So the state of
       each rank knows those of all.
+    - That the rank was asked to stop (`stopping`).
     """
 
     def __init__(self, setup: PassSetup) -> None:
@@ -42,12 +44,15 @@ class StepNotes:
         self._said_rows: int | None = None
         self._shapes: dict[int, Any] = {}
         self._rows: dict[int, int] = {}
+        self._ranks, self._asked_to_stop = setup.agreeing_ranks, False
 
     def say(self, batch: Batch) -> str | None:
         """Return the note on a step; None if there is nothing to say."""
-        if batch.placed is None:
-            return None
         told: dict[str, Any] = {}
+        if not self._asked_to_stop and stopping.has_news(self._ranks):
+            self._asked_to_stop = told["stop"] = True
+        if batch.placed is None:
+            return json.dumps(told) if told else None
         if batch.placed.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
             self._said = told["shapes"] = batch.placed.row_shapes
         if self._split and self._holds_rows and batch.num_rows != self._said_rows:
@@ -75,12 +80,14 @@ class StepNotes:
             BatchStructureError: The rows of the ranks do not fit together.
             DifferentDataError: Ranks that have read the same samples hold different data.
         """
+        notes = [(rank, json.loads(said)) for rank, said in heard]
+        if any("stop" in told for _, told in notes):
+            stopping.agree(self._ranks)
         if batch.placed is None or not (heard or self._pad_to):
             return batch
         read, contents = dict[int, Any](), dict[int, Any]()
         of_ranks = {"read": read, "contents": contents, "shapes": self._shapes, "rows": self._rows}
-        for rank, said in heard:
-            told = json.loads(said)
+        for rank, told in notes:
             for what in of_ranks.keys() & told.keys():
                 of_ranks[what][rank] = told[what]
             if "skipped" in told and self._holds_rows:

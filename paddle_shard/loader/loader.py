@@ -12,10 +12,11 @@ import numpy as np
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
+from paddle_shard.delivery import stopping
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.step_pass import StepPass
-from paddle_shard.errors import ArgumentTypeError, DataReadError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
@@ -164,6 +165,35 @@ class ShardDataloader(PaddleShardDataloader):
         if self._shared.described is not None:
             self._shared.described[1].close()
         self._shared.setup.reading.close()
+
+    @property
+    def stop_requested(self) -> bool:
+        """True at the same step on all ranks of the meshes, after any of them got a SIGTERM; it stays True.
+
+        The first use, which must be on the main thread, has SIGTERM noted: it does not end the process any more. A
+        handler that you had installed before is called as well; one that you install later replaces it. The ranks
+        tell each other with the next step that they announce, up to eight steps ahead of the one that is delivered,
+        so no call of yours is collective. After the last step of an epoch, it is the first step of the next. All
+        loaders over the same ranks become True together.
+
+        Raises:
+            ArgumentError: This rank is on none of the meshes, so nobody tells it.
+
+        Examples:
+            >>> for inputs, labels in loader:  # doctest: +SKIP
+            ...     train(inputs, labels)
+            ...     if loader.stop_requested:
+            ...         checkpoints.save(step, model=model, data=loader)
+            ...         sys.exit(143)
+        """
+        setup = self._shared.setup
+        if not setup.own_layout.on_mesh:
+            raise ArgumentError(
+                f"stop_requested: global rank {setup.own_layout.global_rank} is on none of the loader's meshes, so "
+                "nobody tells it. Ask on the ranks of the meshes, and send it what they say."
+            )
+        stopping.listen()
+        return stopping.is_requested(setup.agreeing_ranks)
 
     @property
     def plan(self) -> ShardPlan | None:

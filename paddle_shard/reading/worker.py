@@ -47,9 +47,10 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
         seed: Seed of the workers' random generators.
     """
     # What the parent process handles, such as Ctrl-C or a scheduler's SIGTERM to all processes, is left to it: it may
-    # need more batches. (A signal that is ignored would be ignored by programs that are started here, too.)
+    # need more batches. It may begin to handle SIGTERM later, and if it does not, it ends, and this process with it.
+    # (A signal that is ignored would be ignored by programs that are started here, too.)
     for signalled in signal.valid_signals():
-        if callable(signal.getsignal(signalled)):
+        if signalled == signal.SIGTERM or callable(signal.getsignal(signalled)):
             signal.signal(signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None)
     end_with_the_parent()
     channel = Channel(connection, settings.num_ahead)

@@ -187,6 +187,37 @@ def asked_to_save(case):
     os._exit(0)
 
 
+def asked_to_stop(case):
+    """SIGTERM at any moment to some ranks, or to all their processes; all see it at the same step, save and leave."""
+    dist.init_parallel_env()
+    length = case["length"]
+    train = loader_of(case["kind"], length, workers=case["workers"], mesh=mesh(), timeout=60.0, **case["options"])
+    other = loader_of("map", 16, mesh=mesh(), timeout=60.0)
+    seen = []
+    assert not train.stop_requested
+    when(f"started-{dist.get_rank()}").touch()
+    while not seen:
+        batches = iter(train)
+        for step, _ in enumerate(batches):
+            time.sleep(0.01)
+            if train.stop_requested:
+                seen = ["train", train.epoch, step]
+                break
+            if case["evaluates"] and step % 8 == 7:
+                for at, _ in enumerate(other):
+                    if other.stop_requested:
+                        seen = ["other", step, at]
+                        break
+                if seen:
+                    break
+    both = [train.stop_requested, other.stop_requested]
+    time.sleep(0.3)  # the workers live on, as long as they are needed
+    state = train.state_dict()
+    more = [len(list(batches)) for batches in (batches, train)]
+    report([seen, both, [state["epoch"], state["steps"]], more])
+    os._exit(0)
+
+
 def stuck(case):
     """One rank is killed while the other is in a call that nothing wakes, as a collective on a GPU."""
     dist.init_parallel_env()
@@ -201,5 +232,5 @@ def stuck(case):
 
 if __name__ == "__main__":
     roles = {"soundly": soundly, "leaves": leaves}
-    roles |= {"killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck}
+    roles |= {"killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck, "stop": asked_to_stop}
     roles[sys.argv[1]](json.loads(sys.argv[2]))

@@ -12,6 +12,7 @@ import pytest
 
 from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers
+from tests.faults.traces import children
 from tests.jobs import run_ranks, start_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
@@ -152,6 +153,28 @@ def test_sigterm_at_any_moment_saves_on_each_rank_what_it_was_given(rng, tmp_pat
         if state["epoch"] == 0:
             assert rest_of(state, kind) == ALL[8 * steps :]
     assert abs(len(found[0][0]) - len(found[1][0])) <= 4 * 12, "no rank runs away"
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_after_a_sigterm_to_any_ranks_all_stop_at_the_same_step_and_workers_live_until_then(evaluates, rng, tmp_path):
+    kind, to = rng.choice(KINDS), rng.choice(["one", "all", "one and its workers", "all and their workers"])
+    case = {"kind": kind, "workers": rng.choice([0, 2, 2]), "options": options(rng), "evaluates": evaluates}
+    case["length"] = rng.choice([16, 64, LENGTH])  # passes so short that the signal often comes between two
+    with ranks(tmp_path, "stop", case) as job:
+        deadline = time.monotonic() + HANG
+        while not all((tmp_path / f"started-{rank}").exists() for rank in range(RANKS)):
+            assert time.monotonic() < deadline, job.logs()
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.8))
+        chosen = [rng.randrange(RANKS)] if to.startswith("one") else range(RANKS)
+        for rank in chosen:
+            for child in children(job.pids[rank]) if "workers" in to else ():
+                os.kill(child, signal.SIGTERM)
+            job.send(rank, signal.SIGTERM)
+        one, two = job.reports(range(RANKS), HANG)
+    assert one == two, (case, to)
+    assert one[1] == [True, True]
+    assert one[3][1] == case["length"] // 8
 
 
 @pytest.mark.only_in_rounds

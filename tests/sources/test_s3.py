@@ -2,8 +2,8 @@
 
 import pytest
 
-from paddle_shard import Stream
-from paddle_shard.errors import ShardReadError, StateError
+from paddle_shard import Checkpoints, Stream
+from paddle_shard.errors import ShardReadError, StateError, TakenOverError
 from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.stages.stage import Opening
@@ -111,3 +111,23 @@ def test_a_file_that_was_written_anew_before_a_resume_is_refused_by_its_tag(serv
     write(5000)
     with pytest.raises(StateError, match=rf"the file {FOLDER}/anew/\d.{ending} \(now \d+ bytes\) holds something else"):
         resumed()
+
+
+def test_checkpoints_are_saved_and_fenced_there(server, caplog):
+    first, second, extra = Checkpoints(f"{FOLDER}/runs/one"), Checkpoints(f"{FOLDER}/runs/one"), {}
+    for step in (1, 2, 3):
+        first.save(step, extra={"step": step})
+    assert second.load(extra=extra) == 3
+    assert extra == {"step": 3}
+    with pytest.raises(TakenOverError, match="generation 2"):
+        first.save(4, extra={})
+    path = second.save(4, extra={"step": 4})
+    assert path == f"{FOLDER}/runs/one/000002-0000000004-0"
+    system = second._folder._system
+    assert sorted(second._folder.sizes()) == [
+        *("000001-0000000003-0", "000002-0000000004-0", "generation-000001", "generation-000002")
+    ]
+    system.pipe_file(f"{path}/0_values.pdparams", b"x")
+    caplog.clear()
+    assert Checkpoints(f"{FOLDER}/runs/one").load(extra=extra) == 3
+    assert "000002-0000000004-0 is passed over: ['0_values.pdparams']" in caplog.text
