@@ -20,7 +20,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "collate": ({"errors", "tree"}, {"numpy"}),
     "say_once": (set(), set()),
     "samplers": (PURE, {"numpy"}),
-    "stages": (PURE | {"say_once"}, {"numpy"}),
+    "stages": (PURE, {"numpy"}),
     "sources": (
         PURE | {"stages", "say_once"},
         {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "torch"},
