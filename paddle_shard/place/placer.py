@@ -275,8 +275,8 @@ def _check_one_index(value: Any, path: str) -> None:
     held = named_leaves(value, path, _is_row_like)
     if len(held) > 1:
         raise BatchStructureError(
-            f"field {path}: placements says 'row index' of {len(held)} tensors: {', '.join(at for at, _ in held)}. Make "
-            "it a list, and say which item is meant, such as placements={field: [None, 'row index']}."
+            f"field {path}: placements says 'row index' of {len(held)} tensors: {', '.join(at for at, _ in held)}. "
+            "Make it a list, and say which item is meant, such as placements={field: [None, 'row index']}."
         )
 
 
