@@ -133,8 +133,8 @@ def shard_dataloader(
             field whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` made
             of its own samples, and all must have the same number of rows. "row index" is the same for a field in which
             `collate_fn` writes which row of the batch is meant, as its numbers or in its first column: each data rank
-            counts from 0, and gets the places in the global batch. For a field that is a list, a list of these, with
-            None for other items: `{"inputs": [None, "row index"]}`.
+            counts from 0, and gets the places in the global batch. For a field that is a list, a list of these names
+            its items, with None for the others: `{"inputs": [None, "row index"]}`.
         pad_to: For a `collate_fn` that pads to the longest row that it is given, which differs from rank to rank. For
             each field to be padded further, by key or position (0 for a bare tensor): (length, number behind the end of
             its rows), such as `{"input_ids": ("longest", 0), "labels": ("longest", -100)}`. "longest": to the longest
