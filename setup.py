@@ -14,6 +14,7 @@ PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
 GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10
 S3 = ["s3fs"]
+ELASTIC = ["etcd3"]  # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
 # Not among the tests' own: `make test-adapters` gives each an environment. They are for recipes.
@@ -43,10 +44,12 @@ setup(
         "huggingface": HUGGINGFACE,
         "grain": GRAIN,
         "s3": S3,
+        "elastic": ELASTIC,
         "sources": SOURCES,
         **ADAPTERS,
         "test": [
             *DEMO,
+            *ELASTIC,
             "flask",
             "flask-cors",
             "hypothesis>=6",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import multiprocessing
 import multiprocessing.process
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -44,11 +44,14 @@ def _leave_workers_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_workers_to_the_parent)
 
 
-@atexit.register
 def _shut_down_all() -> None:
-    """End the workers before `multiprocessing` sends them a SIGTERM: like this process, they may ignore it."""
+    """End the workers before `multiprocessing` sends them a SIGTERM and waits: they leave it to this process."""
     for pool in list(_pools):
         pool.shut_down()
+
+
+_processes: set[int] = set()
+"""The processes that call `_shut_down_all` when they end. `atexit` would not, in a process of `multiprocessing`."""
 
 
 class WorkersLostError(Exception):
@@ -150,6 +153,9 @@ class WorkerPool:
         with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
             seed = int(np.random.randint(sys.maxsize))
         settings = self._settings
+        if os.getpid() not in _processes:
+            _processes.add(os.getpid())
+            multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         try:
             with garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):

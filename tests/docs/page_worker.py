@@ -80,6 +80,7 @@ def taken_for_granted(ranks):
         "dataset": Rows(),
         "loader": paddle_shard.shard_dataloader(paddle.io.DataLoader(Rows(), batch_size=16), mesh, shard_dims="dp"),
         "model": type("Model", (), {"__call__": lambda self, x: x @ weight, "state_dict": lambda self: {}})(),
+        "optimizer": paddle.optimizer.SGD(parameters=[weight]),
         "texts": Texts(),
         "language_model": lambda ids: (
             paddle.nn.functional.one_hot(ids, 64) @ dist.shard_tensor(paddle.ones([64, 64]), mesh, [dist.Replicate()])

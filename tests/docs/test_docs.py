@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/README.md", ROOT / "launch/README.md"]
 OTHERS = {"resampled", "pin_memory", "use_buffer_reader"}
 """Options of other libraries."""
-RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "failures.md": 2}
+RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "elastic.md": 2, "failures.md": 2}
 """Of the pages whose meshes have several."""
 EXTRAS = {"streams.md": "PIL"}
 
@@ -90,8 +90,10 @@ def test_options_that_a_page_mentions_exist(page):
         "splits_itself",
         "num_workers",
     }
+    known |= {"model", "optimizer", "data"}  # what Checkpoints saves is named by the user
     known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
     classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
+    classes = *classes, paddle_shard.Checkpoints
     for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, *classes):
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}

@@ -264,6 +264,19 @@ def test_ctrl_c_while_workers_are_started_is_not_lost(tmp_path):
     assert code == 3, log_of(path)
 
 
+def test_a_process_of_multiprocessing_ends_with_its_workers_that_leave_sigterm_to_it(tmp_path):
+    def work(path):
+        held.append(iter(loader_of("map", LENGTH, workers=2)))
+        next(held[0])
+        open(f"{path}.started", "w").close()
+
+    held, path = [], tmp_path / "run"
+    with forked(work, path) as child:
+        started(path)
+        code, left = ended(child, HANG / 4)
+    assert (code, left) == (0, set()), log_of(path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_workers_of_a_process_that_is_ended_end_too(number, rng, tmp_path):
     def work(path):
