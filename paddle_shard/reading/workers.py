@@ -51,6 +51,12 @@ def _shut_down_all() -> None:
         pool.shut_down()
 
 
+def drawn_seed() -> int:
+    """Return a seed for workers."""
+    with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
+        return int(np.random.randint(sys.maxsize))
+
+
 class WorkersLostError(Exception):
     """A worker has ended or hangs."""
 
@@ -147,9 +153,7 @@ class WorkerPool:
         self._workers, self._channels = [], []
 
     def _start_workers(self) -> None:
-        with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
-            seed = int(np.random.randint(sys.maxsize))
-        settings = self._settings
+        settings, seed = self._settings, drawn_seed()
         try:
             with garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):
