@@ -211,6 +211,7 @@ class RayPool(WorkerPool):
         except Exception as error:
             raise_if_a_handlers(error)
             self._broken = WorkersLostError(f"the readers cannot be started: {described(error)}", 0)
+            self._broken.__cause__ = error
 
     def send(self, number: int, request: Any) -> None:
         """Ask a worker for something.
@@ -419,12 +420,12 @@ class RayPool(WorkerPool):
     def _shortage(self) -> str:
         """Return in words what is missing."""
         there = sum(actor.told is None for actor in self._actors)
-        text = f"{there} of {self.num_workers} actors that read are placed"
+        text = f"{there} of {self.num_workers} actors that read have begun"
         with ignoring(Exception):
             import ray
 
             free, of_all = ray.available_resources().get("CPU", 0), ray.cluster_resources().get("CPU", 0)
-            text += f". Each needs one CPU, and {free:g} of the cluster's {of_all:g} are free"
+            text += f". Each takes one CPU, and {free:g} of the cluster's {of_all:g} are not taken yet"
         return f"{text}. Other loaders with persistent_workers keep theirs; a node that is added is used at once."
 
     def _kill(self, actor: _Actor) -> None:

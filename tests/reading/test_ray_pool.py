@@ -217,7 +217,7 @@ def test_an_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
         pool.start()
         pool.send(0, 0)
         assert not pool.has_answer(0)
-        with pytest.raises(WorkersLostError, match="for 0.05 s.*0 of 3 actors that read are placed.*0 of the cluster"):
+        with pytest.raises(WorkersLostError, match="for 0.05 s.*0 of 3 actors that read have begun.*0 of the cluster"):
             pool.receive(0)
 
 
