@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
 OLDEST := .venv-oldest
-ADAPTERS ?= torchdata mds dali ffcv
+ADAPTERS ?= torchdata mds dali ffcv ray
 TRAINERS ?= paddlenlp paddleformers_auto paddleformers
 PYTHONS ?= $(foreach version,3.10 3.11 3.12 3.13,$(if $(shell python$(version) --version 2>/dev/null),$(version)))
 STEPS ?= 100000
@@ -55,7 +55,7 @@ test-pythons: $(PYTHONS:%=.venv-python%/.ready)
 	for version in $(PYTHONS); do echo "== Python $$version"; \
 	.venv-python$$version/bin/python -m pytest -q $(SIDE_BY_SIDE) || exit 1; done
 
-## test-adapters: other data libraries and their demos, each in its own environment (ADAPTERS="mds dali": only these)
+## test-adapters: other data libraries, readers on Ray, and their demos, each in its own environment (ADAPTERS="mds dali": only these)
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 
@@ -100,7 +100,7 @@ lint: $(READY)
 
 ## clean: remove what the others made
 clean:
-	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 # Paddle loads the plug-in when it is imported. Without kernels of its own, a device needs the flag.
 ON_DEVICE := CUSTOM_DEVICE_ROOT=$(CURDIR)/build/device FLAGS_use_stride_kernel=0 GLOG_minloglevel=2
@@ -146,7 +146,7 @@ WITH_ffcv := PKG_CONFIG_PATH=$(CURDIR)/.venv-ffcv/pkgconfig
 PIP_ffcv := --no-build-isolation
 NOT_OURS_ffcv := -e . ffcv==1.0.2
 
-$(patsubst %,.venv-%/.ready,torchdata mds dali ffcv): .venv-%/.ready: setup.py
+$(patsubst %,.venv-%/.ready,torchdata mds dali ffcv ray): .venv-%/.ready: setup.py
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.3.1 pytest scikit-learn $(FIRST_$*)
 	$(BEFORE_$*)

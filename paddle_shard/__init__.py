@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.position.checkpoint import state_from_tensor as state_from_tensor
     from paddle_shard.position.checkpoint import state_to_tensor as state_to_tensor
     from paddle_shard.position.checkpoints import Checkpoints as Checkpoints
+    from paddle_shard.reading.ray_pool import RayReaders as RayReaders
     from paddle_shard.samplers.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
     from paddle_shard.sources.external import ExternalLoader as ExternalLoader
@@ -42,6 +43,7 @@ _LAZY = {
     "ExternalLoader": "paddle_shard.sources.external",
     "Mixture": "paddle_shard.sources.mixture",
     "Packed": "paddle_shard.sources.packed",
+    "RayReaders": "paddle_shard.reading.ray_pool",
     "SequenceSplit": "paddle_shard.loader.sequence",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",

@@ -25,7 +25,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
         PURE | {"stages", "say_once"},
         {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "torch"},
     ),
-    "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle"}),
+    "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle", "ray"}),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),
     "ranks": (PURE | {"say_once", "reading"}, {"numpy", "paddle"}),
     "inputs": (

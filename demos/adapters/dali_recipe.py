@@ -61,7 +61,10 @@ def dali_pipeline(
 
     named = None if fields is None else list(fields)
     return ExternalLoader(
-        lambda share: _Pass(partial(build_pipeline, **options), share, batch_size, named), name="dali", save=_Pass.state
+        lambda share: _Pass(partial(build_pipeline, **options), share, batch_size, named),
+        name="dali",
+        save=_Pass.state,
+        repeatable=True,
     )
 
 

@@ -71,7 +71,7 @@ def ffcv_loader(
             ready[key] = _make(share, settings, shuffle, chosen, key[-1])
         return _Pass(ready[key], share, shuffle, chosen, batch_size, as_dict)
 
-    return ExternalLoader(build, name=NAME, save=_Pass.state)
+    return ExternalLoader(build, name=NAME, save=_Pass.state, repeatable=True)
 
 
 _INSTEAD = {

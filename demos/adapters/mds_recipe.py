@@ -93,7 +93,7 @@ def mds_stream(
     def build(share: ShardOptions) -> _Pass:
         return _Pass(share, settings, batch_size, transform or dict, collate_fn or partial(collate, stack_other=list))
 
-    return ExternalLoader(build, name="mds", save=_Pass.state)
+    return ExternalLoader(build, name="mds", save=_Pass.state, repeatable=True)
 
 
 class _Pass:

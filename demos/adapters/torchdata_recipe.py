@@ -49,7 +49,7 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     def build_pass(share: ShardOptions) -> _Pass:
         return _Pass(build_watched(build, share, "torchdata"), share)
 
-    return ExternalLoader(build_pass, name="torchdata", save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata", save=_Pass.state, repeatable=True)
 
 
 def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> ExternalLoader:
@@ -97,7 +97,7 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
 
-    return ExternalLoader(build_pass, name="torchdata StatefulDataLoader", save=_Pass.state)
+    return ExternalLoader(build_pass, name="torchdata StatefulDataLoader", save=_Pass.state, repeatable=True)
 
 
 def _import() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import paddle
@@ -40,6 +41,10 @@ class PaddleGenerator:
             place: A device, if its generator and those of its kind are seeded and kept, too. Workers cannot use it.
         """
         self._watched, self._place, self._process = watched, place, os.getpid()
+
+    def __reduce__(self) -> Any:
+        """Pickle it for another process, which cannot use the device either."""
+        return partial(PaddleGenerator, watched=self._watched), ()
 
     def _device(self) -> Any:
         """Return the device, or None."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import paddle.io
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.place.local_tensor import is_cpu
 from paddle_shard.plan.orders import Shuffle
+from paddle_shard.reading.ray_pool import RayReaders
 from paddle_shard.say_once import say_once
 
 CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader", "auto")}
@@ -57,6 +58,7 @@ class LoaderOptions:
     replicas: str
     timeout: float
     prefetch: int | None
+    readers: RayReaders | None
     on_error: str
     on_lost: str
 
@@ -76,6 +78,8 @@ class LoaderOptions:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
+        if self.readers is not None and not isinstance(self.readers, RayReaders):
+            raise ArgumentTypeError(f"readers must be a paddle_shard.RayReaders, or None, got {self.readers!r}.")
         items = self.dense_tensor_idx
         if items is not None and not (
             isinstance(items, list | tuple)

@@ -126,6 +126,12 @@ class StreamOrder(Batches):
             found.append(replace(request, opening=at, first_step=step))
         return found
 
+    def resume(self, state: LoaderState) -> None:
+        """See `Batches`."""
+        Batches.resume(self, state)
+        if isinstance(self.stage, ExternalSource) and state.steps and not state.ended:
+            self.stage.check_resume(repeats=self.plan.repeats)
+
     def opening(self, start: LoaderState) -> Opening:
         """Return how all parts are opened at the beginning of the epoch of a position."""
         plan = self.plan

@@ -102,7 +102,8 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     dataloader, dataset, num_batches = options.dataloader, options.dataloader.dataset, options.num_batches
     stage, num_parts = last_stage(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
     _check_arguments(options, stage)
-    foreign = isinstance(stage, ExternalSource)
+    if foreign := isinstance(stage, ExternalSource):
+        options.refuse(readers="another library reads, in processes of its own.")
     split = options.is_dataset_splitted or foreign
     _check_off_mesh(own, split and num_batches is None)
     tail = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)

@@ -23,6 +23,7 @@ from paddle_shard.place.field import from_local
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
 from paddle_shard.ranks.agreeing import tell_not_made
+from paddle_shard.reading.ray_pool import RayReaders
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import leaves
 
@@ -78,6 +79,7 @@ def shard_dataloader(
     replicas: Literal["each", "leader", "auto"] = "each",
     timeout: float = 1800.0,
     prefetch: int | None = None,
+    readers: RayReaders | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     on_lost: Literal["raise", "exit"] = "raise",
 ) -> ShardDataloader:
@@ -161,6 +163,9 @@ def shard_dataloader(
             to a device. Without workers, a thread reads a data set only if it draws nothing from numpy's, Python's and
             Paddle's global generators, and never a stream. If anything draws while it reads, the thread of the training
             loop reads from there on, which is said in one line.
+        readers: `RayReaders(num=...)`: actors of a Ray cluster read in place of the DataLoader's worker processes, as
+            many as these say, with its `worker_init_fn`, `prefetch_factor`, `timeout` and `persistent_workers`. The
+            batches are the same. None: worker processes as the DataLoader says.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": a sample that raises
             while it is read, mapped or collated becomes an invalid row (see the iterator's `valid`) that holds another
             sample's data; it is logged and counted in `stats`. Rows that differ in shape or fields are an error, which
@@ -200,6 +205,7 @@ def shard_dataloader(
         replicas=replicas,
         timeout=timeout,
         prefetch=prefetch,
+        readers=readers,
         on_error=on_error,
         on_lost=on_lost,
     )

@@ -32,7 +32,7 @@ from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.verdict import IF_SPLIT
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
-from paddle_shard.reading.reading import Reading, StreamReading
+from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
 from paddle_shard.say_once import say_once
 from paddle_shard.version import VERSION
 
@@ -71,6 +71,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         _say_what_is_not_split(own)
     stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
     options = options if stream is None else replace(options, dataloader=stream)
+    if options.readers is not None:  # they are the workers from here on
+        with_readers = shallow_copy(options.dataloader, type(options.dataloader))
+        with_readers.num_workers = options.readers.num
+        options = replace(options, dataloader=with_readers)
     try:
         source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     except BatchSizeError as error:
@@ -136,7 +140,7 @@ def _reading(
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
     to_tensors = partial(TensorMaker, options.dataloader.places[0], ahead=on_device > 0)
     # Workers have less time than the other ranks, so that these are told what it is.
-    return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read)
+    return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read, options.readers)
 
 
 def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:

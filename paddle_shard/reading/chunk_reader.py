@@ -118,21 +118,28 @@ class ChunkReader(Reader):
         self._pass_number, self._parts = None, []
 
     def _begin(self, asked: ChunkRequest) -> None:
+        """Open the parts at a step: the first of the pass, unless another reader has read those before it."""
         self._told = []
         opened = self._opened if asked.tells else None
         opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._skips, opened=opened)
-        self._pass_number, self._next_step, self._parts = asked.pass_number, asked.first_step, []
+        self._pass_number, self._next_step, self._parts = asked.pass_number, asked.step, []
         self._state, whole = opening.state, asked.whole_items
+        here = replace(opening, skip=asked.position)
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
-        first_of = opening.uncut(opening.skip) if asked.stride > 1 else opening
-        self._padding = Padding(self._stage, first_of, whole=whole)
+        self._padding = Padding(self._stage, here.uncut(here.skip) if asked.stride > 1 else here, whole=whole)
         self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
         # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
         # a position does not tell how far a reader must have read.
-        after_the_cut = takewhile(lambda stage: not isinstance(stage, Stripe), self._stage.line())
-        several = any(stage.makes_several for stage in after_the_cut)
-        seen = self._digests.see if asked.compared and not (asked.repeat or several) else None
-        self._parts = in_rounds(self._stage, replace(opening, seen=seen), None if asked.repeat else 1)
+        line = list(self._stage.line())
+        after_the_cut = list(takewhile(lambda stage: not isinstance(stage, Stripe), line))
+        several, uncut = any(stage.makes_several for stage in after_the_cut), len(after_the_cut) < len(line)
+        seen = self._digests.see if asked.compared and uncut and not (asked.repeat or several) else None
+        # The digests are of all that was read since the pass began.
+        opening = here if seen is None else replace(opening, seen=seen)
+        self._parts = in_rounds(self._stage, opening, None if asked.repeat else 1)
+        for _ in range(opening.skip, asked.position):
+            for items in self._parts:
+                next(items, None)
 
     def _opened(self, one: Content, *first: Any) -> None:
         """See `Opening.opened`."""

@@ -29,6 +29,8 @@ class ReadFailure:
     """The sample at fault; None if no single one is."""
     worker: int | None = None
     """Number of the worker; None: the main process."""
+    where: str = ""
+    """Where the worker is, if it is not on this host."""
     indices: tuple[Any, ...] = ()
     """The names of the samples of the request; empty: they are its indices."""
 
@@ -44,7 +46,7 @@ class ReadFailure:
 
     def error(self, asked: Step) -> DataReadError:
         """Return the exception to raise for a step that failed."""
-        where = "in the main process" if self.worker is None else f"in worker {self.worker}"
+        where = "in the main process" if self.worker is None else f"in worker {self.worker}{self.where}"
         parts = [index for part in asked.parts for index in part.indices]
         named = self.indices or parts or asked.ids
         indices = [index.item() if isinstance(index, np.generic) else index for index in named]

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import paddle.io
@@ -16,6 +17,7 @@ from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Batch, Even, as_they_are
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Looked, Tensors, WorkerExecutor, Wrapper
+from paddle_shard.reading.ray_pool import RayPool, RayReaders
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.tensors import ToTensors, arrays_of
 from paddle_shard.reading.workers import WorkerPool
@@ -50,6 +52,7 @@ class Reading:
         ahead: int,
         worker_timeout: float,
         stream: StreamReading | None = None,
+        readers: RayReaders | None = None,
     ) -> None:
         """Copy the settings; the given object is never changed.
 
@@ -60,8 +63,9 @@ class Reading:
             ahead: Batches whose copies to a device are asked for ahead.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             stream: How it is read, if the data is a stream.
+            readers: What takes the place of worker processes.
         """
-        self._how, self._stream, self._worker_timeout = how, stream, worker_timeout
+        self._how, self._stream, self._worker_timeout, self._readers = how, stream, worker_timeout, readers
         self._to_tensors, self._ahead = to_tensors, ahead
         # Of data with an index, one for all passes: it knows whether reading draws.
         self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how) if stream is None else None
@@ -118,8 +122,9 @@ class Reading:
         if self._idle:
             pool = self._idle.pop()
         else:
-            timeout = self._worker_timeout
-            pool = WorkerPool(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
+            timeout, made_of = self._worker_timeout, self._readers
+            kind = WorkerPool if made_of is None else partial(RayPool, made_of)
+            pool = kind(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
         return WorkerExecutor(pool, self._idle, places, even)
 
     def contents(self, step: Step) -> tuple[Content, ...]:

@@ -37,15 +37,21 @@ def _as_memory(array: np.ndarray[Any, Any]) -> Any:
 _REDUCERS = {np.ndarray: _as_memory, paddle.Tensor: _as_array}
 
 
-def pickled(message: Any) -> list[memoryview]:
+def pickled(message: Any, kind: Any = pickle.Pickler) -> list[memoryview]:
     """Return the pickle of a message, then the memory of each array; Paddle's tensors are sent as arrays.
+
+    Args:
+        message: Anything that the pickler takes.
+        kind: The class of the pickler.
 
     Raises:
         Exception: Whatever pickling raises.
     """
     text, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
-    pickler = pickle.Pickler(text, 5, buffer_callback=arrays.append)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}  # users may add to copyreg's table
+    pickler = kind(text, 5, buffer_callback=arrays.append)
+    # Users may add to copyreg's table.
+    others = copyreg.dispatch_table if kind is pickle.Pickler else kind.dispatch_table
+    pickler.dispatch_table = {**others, **_REDUCERS}
     pickler.dump(message)
     return [text.getbuffer(), *[array.raw() for array in arrays]]
 

@@ -56,7 +56,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
     channel = Channel(connection, settings.num_ahead)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # other devices' drivers do not work after a fork
-        failure = _set_up(number, settings, seed)
+        failure = set_up(number, settings, seed)
 
         def lost(error: Exception) -> ReadFailure:
             return ReadFailure.of(error, what="receiving the request", worker=number)
@@ -77,7 +77,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
             del answer  # else it takes memory while the next one is read
 
 
-def _set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | None:
+def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | None:
     """Prepare this process as Paddle prepares its workers; return the failure of the user's function, if it failed."""
     random.seed(seed + number)
     paddle.seed(seed + number)

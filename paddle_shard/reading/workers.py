@@ -54,6 +54,12 @@ _processes: set[int] = set()
 """The processes that call `_shut_down_all` when they end. `atexit` would not, in a process of `multiprocessing`."""
 
 
+def drawn_seed() -> int:
+    """Return a seed for workers."""
+    with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
+        return int(np.random.randint(sys.maxsize))
+
+
 class WorkersLostError(Exception):
     """A worker has ended or hangs."""
 
@@ -150,9 +156,7 @@ class WorkerPool:
         self._workers, self._channels = [], []
 
     def _start_workers(self) -> None:
-        with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
-            seed = int(np.random.randint(sys.maxsize))
-        settings = self._settings
+        settings, seed = self._settings, drawn_seed()
         if os.getpid() not in _processes:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)

@@ -48,6 +48,7 @@ class ExternalLoader:
         *,
         name: str,
         save: Callable[[Any], Any] | None = None,
+        repeatable: bool = False,
     ) -> None:
         """Describe the loader.
 
@@ -57,9 +58,11 @@ class ExternalLoader:
             name: Name of the library, for messages and the saved state.
             save: Called after each batch with the result of `build`. It returns the state, which `build` gets again in
                 `ShardOptions.state`: numbers, strings, bytes, arrays, tensors of torch, and lists, tuples and dicts of
-                these. None: a resumed pass reads the delivered batches again and drops them.
+                these. None: the loader has no state.
+            repeatable: True if `build` gives the same batches in the same order whenever it gets the same share. Then a
+                run can be resumed within an epoch without a state: the delivered batches are read again and dropped.
         """
-        self.build, self.name, self.save = build, name, save
+        self.build, self.name, self.save, self.repeatable = build, name, save, repeatable
 
 
 class ExternalSource(Stage):
@@ -74,6 +77,25 @@ class ExternalSource(Stage):
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return an iterator over the batches of each part."""
         return [self._batches(part, opening) for part in opening.parts]
+
+    def check_resume(self, *, repeats: bool) -> None:
+        """Refuse to resume within an epoch if the delivered batches cannot be found again.
+
+        Args:
+            repeats: True if the data is read again within an epoch. A library's state is of one reading.
+
+        Raises:
+            StateError: There is no state, and another reading may give other batches.
+        """
+        given = self._loader
+        if given.repeatable or (given.save is not None and not repeats):
+            return
+        why = "has no save=" if given.save is None else "is read again within an epoch, which its save= does not cover"
+        raise StateError(
+            f"state is within an epoch, but the {given.name} loader {why}. If it gives other batches when it is read "
+            "again, some samples would be missing and others come twice. Resume from the end of an epoch; or, if it "
+            "gives the same batches in the same order for the same ShardOptions, say ExternalLoader(repeatable=True)."
+        )
 
     def fingerprint(self) -> list[Any]:
         """Return the library's name."""

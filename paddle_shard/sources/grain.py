@@ -110,7 +110,7 @@ def grain_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
             batches.set_state(share.state)
         return batches
 
-    return ExternalLoader(iterator, name="grain", save=lambda batches: batches.get_state())
+    return ExternalLoader(iterator, name="grain", save=lambda batches: batches.get_state(), repeatable=True)
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:

@@ -19,8 +19,10 @@ PACKAGES = {
     "mds": ["mosaicml-streaming", "torch"],
     "dali": ["nvidia-dali-cuda130"],
     "ffcv": ["ffcv", "torch"],
+    "ray": ["ray"],
 }
 """Library -> the distributions whose versions are told, beside Paddle's and numpy's."""
+DEMOS = {"ray": "demos/ray_readers.py"}
 DEADLINE = 900.0
 VERSIONS = "import sys, importlib.metadata as m; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
 
@@ -34,7 +36,7 @@ def run(library):
     results.unlink(missing_ok=True)
     tests = [python, "-m", "pytest", f"tests/adapters/{library}", f"--junit-xml={results}"]
     demo = [python, "launch/local.py", "--processes", "2", "--log-dir", logs / "ranks"]
-    demo += [f"demos/adapters/{library}_digits.py"]
+    demo += [DEMOS.get(library, f"demos/adapters/{library}_digits.py")]
     named = [*PACKAGES[library], "paddlepaddle", "numpy"]
     versions = subprocess.run(
         [python, "-c", VERSIONS, *named], text=True, capture_output=True, check=True

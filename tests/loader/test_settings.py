@@ -309,6 +309,7 @@ OPTIONS = {
         "replicas": (index, "replicas"),
         "timeout": (index, "timeout"),
         "prefetch": (index, "prefetch"),
+        "readers": "tests/adapters/ray",
         "on_error": (index, "on_error"),
         "on_lost": (index, "on_lost"),
     },
@@ -338,7 +339,8 @@ OPTIONS = {
         "block_size": (blocks, "size"),
         "named": HELD,
     },
-    "ExternalLoader": dict.fromkeys(("build", "name", "save"), "the library's own: tests/adapters"),
+    "ExternalLoader": dict.fromkeys(("build", "name", "save", "repeatable"), "the library's own: tests/adapters"),
+    "RayReaders": dict.fromkeys(("num", "per_node", "runtime_env"), "tests/adapters/ray"),
     "Stream.of": {"iterable": (stream, "length"), "splits_itself": "the data set's own parts"},
     "Stream.mixture": {
         "sources": (stream_mixture, "names"),

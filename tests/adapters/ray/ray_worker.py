@@ -1,0 +1,91 @@
+"""A rank that reads with actors: what it reads by them and by worker processes, and who reads."""
+
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import paddle.distributed as dist
+import ray
+from paddle.io import DataLoader
+
+import paddle_shard
+from paddle_shard.testing import report
+from tests.adapters.ray import readings
+
+
+def hashes(loader, after_step=lambda step: None):
+    return [hash_of(one) for one in readings.read(loader, after_step=after_step)]
+
+
+def hash_of(batch):
+    return batch if isinstance(batch, str) else [one.hex() if isinstance(one, bytes) else one for one in batch]
+
+
+def leader():
+    """Two ranks that read the same rows, of which one has actors."""
+    dist.init_parallel_env()
+    mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
+    found = {}
+    for name, readers in (("workers", None), ("actors", paddle_shard.RayReaders(num=2))):
+        dataloader = DataLoader(readings.Draws(), batch_size=8, num_workers=2)
+        loader = paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", replicas="leader", readers=readers)
+        seen = set()
+        found[name] = hashes(loader, lambda step, seen=seen: seen.update(readings.actors_alive()))
+        found[f"{name} seen"] = len(seen)
+        found["who"] = loader.stats.who_reads
+    dist.barrier()
+    return found
+
+
+def host():
+    """A rank on a host without CPUs for readers."""
+    data = readings.Draws()
+    expected = hashes(readings.loader_of(data, None, {"num_workers": 2}, {"shuffle": True}))
+    readers = paddle_shard.RayReaders(num=2)
+    found = hashes(readings.loader_of(data, readers, {}, {"shuffle": True}))
+    loader = readings.loader_of(readings.Broken(), readers, {}, {})
+    try:
+        list(loader)
+    except Exception as error:
+        return {"same": found == expected, "failed": str(error)}
+
+
+def growing():
+    """A rank whose cluster has room for one actor, and then for more."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    ray.init(address=cluster.address)
+    loader = readings.loader_of(readings.Tells(), paddle_shard.RayReaders(num=3), {"batch_size": 1}, {})
+    pids, at = [], iter(range(10**6))
+    batches = iter(loader)
+    for batch in batches:
+        pids.append(int(batch._local_value().numpy()[0, 4]))
+        step = next(at)
+        if step == 20:
+            cluster.add_node(num_cpus=2)
+            deadline = time.monotonic() + 60
+            while len(readings.actors_alive()) < 3 and time.monotonic() < deadline:
+                time.sleep(0.1)
+        time.sleep(0.02 if step > 20 else 0)
+    ray.shutdown()
+    cluster.shutdown()
+    return {"before": len(set(pids[:20])), "after": len(set(pids))}
+
+
+def killed():
+    """A rank that is killed while it reads."""
+    loader = readings.loader_of(readings.Draws(), paddle_shard.RayReaders(num=2), {}, {})
+    next(iter(loader))
+    print("begun", *sorted(readings.actors_alive()), flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    case = sys.argv[1]
+    assert np.ones(1)[0] == 1
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(address="auto", log_to_driver=False)
+    report({"leader": leader, "host": host, "growing": growing, "killed": killed}[case]())

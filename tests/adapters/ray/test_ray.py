@@ -1,0 +1,197 @@
+"""Actors of a real Ray cluster read the same as worker processes, also when they are killed."""
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from paddle_shard import RayReaders
+from paddle_shard.errors import DataReadError
+from tests.adapters.ray import readings
+from tests.adapters.ray.readings import INDEXED, STREAMS, actors_alive, files, loader_of, read
+from tests.deadlines import HANG
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def until(true):
+    """Wait for something that takes Ray a moment."""
+    deadline = time.monotonic() + HANG
+    while not (found := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path):
+    return files(tmp_path)
+
+
+class Kills:
+    """Kills a random actor after random steps."""
+
+    def __init__(self, seed, steps, count):
+        self.random, self.count = random.Random(seed), 0
+        self.steps = set(self.random.sample(range(1, steps), count))
+
+    def __call__(self, step):
+        if step in self.steps:
+            alive = sorted(until(actors_alive))
+            os.kill(self.random.choice(alive), signal.SIGKILL)
+            self.count += 1
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_actors_read_the_same_bytes_as_workers(kind):
+    dataset, settings, options = INDEXED[kind]
+    expected = read(loader_of(dataset(), None, settings, options), epochs=2)
+
+    found = read(loader_of(dataset(), RayReaders(num=2), {**settings, "num_workers": 0}, options), epochs=2)
+
+    assert found == expected
+    until(lambda: not actors_alive())
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_actors_read_the_same_stream_as_workers(kind, path):
+    stream, settings, options = STREAMS[kind]
+    expected = read(loader_of(stream(path), None, settings, options), epochs=2)
+
+    found = read(loader_of(stream(path), RayReaders(num=3), settings, options, workers=0), epochs=2)
+
+    assert found == expected
+    until(lambda: not actors_alive())
+
+
+@pytest.mark.parametrize("kind", ["draws", "gathers", "skips"])
+def test_twenty_random_kills_change_nothing(kind, caplog):
+    dataset, settings, options = INDEXED[kind]
+    settings = {**settings, "persistent_workers": True}
+    expected = read(loader_of(dataset(), None, settings, options), epochs=4)
+    kills = Kills(seed=4, steps=90, count=20)
+    loader = loader_of(dataset(), RayReaders(num=2), settings, options)
+
+    found = read(loader, epochs=4, after_step=kills)
+
+    assert kills.count == 20
+    assert found == expected
+    said = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
+    assert 10 <= len(said) <= 20  # one that is killed just as it is closed is not missed
+    assert all("node " in one and "ActorDiedError" in one for one in said)
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(kind, path):
+    stream, settings, options = STREAMS[kind]
+    expected = read(loader_of(stream(path), None, settings, options), epochs=2)
+    kills = Kills(seed=len(kind), steps=25, count=5)
+
+    found = read(loader_of(stream(path), RayReaders(num=3), settings, options), epochs=2, after_step=kills)
+
+    assert kills.count == 5
+    assert found == expected
+
+
+def test_what_fails_on_an_actor_names_the_sample_the_worker_and_the_node():
+    loader = loader_of(readings.Broken(), RayReaders(num=2), {}, {})
+
+    with pytest.raises(DataReadError, match=r"reading sample 7 failed in worker \d on node [\d.]+ ") as caught:
+        read(loader)
+
+    assert caught.value.index == 7
+    assert "OSError: cannot read 7" in str(caught.value)
+    assert "in __getitem__" in str(caught.value)
+
+
+def test_a_sample_that_kills_its_readers_is_given_up_with_their_names():
+    loader = loader_of(readings.Deadly(), RayReaders(num=2), {}, {})
+    steps = []
+
+    with pytest.raises(DataReadError, match="3 actors in a row died while they read the same rows: node ") as caught:
+        read(loader, after_step=steps.append)
+
+    assert steps[-1] == 100 // readings.BATCH
+    assert 100 in caught.value.indices
+    until(lambda: not actors_alive())
+
+
+def test_a_worker_is_told_what_it_is_told_as_a_process():
+    settings = {"worker_init_fn": readings.told, "batch_size": 1}
+    loader = loader_of(readings.Tells(), RayReaders(num=2), settings, {})
+
+    rows = np.concatenate([batch._local_value().numpy() for batch in loader])
+
+    assert rows[:, 0].tolist() == list(range(64))
+    assert {tuple(row) for row in rows[:, 1:4].tolist()} == {(0, 2, 100), (1, 2, 101)}
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_actors_stay_until_the_loader_is_dropped(persistent):
+    loader = loader_of(readings.Tells(), RayReaders(num=2), {"persistent_workers": persistent}, {})
+
+    pids = [{int(row[4]) for batch in loader for row in batch._local_value().numpy()} for _ in range(2)]
+
+    assert (pids[0] == pids[1]) == persistent
+    assert bool(until(lambda: persistent or not actors_alive()) and actors_alive()) == persistent
+    del loader
+    until(lambda: not actors_alive())
+
+
+def test_actors_that_have_no_place_do_not_hold_up_those_that_have(caplog):
+    expected = read(loader_of(readings.Draws(), None, {}, {}))
+
+    assert read(loader_of(readings.Draws(), RayReaders(num=7), {}, {})) == expected
+
+
+def test_of_a_stream_few_actors_stand_in_for_many_workers(path):
+    stream, settings, options = STREAMS["collated"]
+    expected = read(loader_of(stream(path), None, settings, options, workers=8))
+
+    assert read(loader_of(stream(path), RayReaders(num=8), settings, options)) == expected
+
+
+def test_what_cannot_be_sent_is_an_error_of_the_first_step():
+    data = readings.Draws()
+    data.lock = threading.Lock()
+
+    with pytest.raises(DataReadError, match="the readers cannot be started: TypeError: .*pickle"):
+        read(loader_of(data, RayReaders(num=2), {}, {}))
+
+
+def test_a_runtime_environment_that_cannot_be_made_is_an_error():
+    readers = RayReaders(num=1, runtime_env={"working_dir": "/nothing/here"})
+
+    with pytest.raises(DataReadError, match="nothing/here"):
+        read(loader_of(readings.Draws(), readers, {}, {}))
+
+
+def test_a_runtime_environment_reaches_the_actors():
+    readers = RayReaders(num=2, runtime_env={"env_vars": {"TOLD": "7"}})
+    loader = loader_of(readings.Gathers(), readers, {"collate_fn": readings.environment}, {})
+
+    assert {int(batch._local_value().numpy()[0]) for batch in loader} == {7}
+
+
+def test_most_actors_of_a_node_are_as_per_node_says():
+    loader = loader_of(readings.Tells(), RayReaders(num=3, per_node=1), {}, {})
+
+    pids = {int(row[4]) for batch in loader for row in batch._local_value().numpy()}
+
+    assert len(pids) == 1
+
+
+def test_more_than_the_object_store_holds_goes_through_it_and_nothing_stays():
+    held = ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    before = len(held())
+
+    assert len(read(loader_of(readings.Bulky(), RayReaders(num=2), {}, {}), epochs=3)) == 3 * (26 + 1)  # 312 MB of 200
+
+    gc.collect()
+    until(lambda: len(held()) <= before)

@@ -1,0 +1,134 @@
+"""The few calls of Ray that `reading/ray_pool.py` makes, in this process: a test decides what happens, and when."""
+
+import pickle
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+ERROR = type("RayError", (Exception,), {})
+DIED = type("ActorDiedError", (ERROR,), {})
+FAILED = type("RayTaskError", (ERROR,), {})
+
+
+class Pickler(pickle.Pickler):
+    dispatch_table = {}
+
+
+class Ref:
+    """What a call will have returned."""
+
+    def __init__(self, call=None):
+        self.call, self.done, self.value, self.error = call, False, None, None
+
+
+class Actor:
+    """An actor of the fake cluster; its class is called in this process."""
+
+    def __init__(self, cls, args, options):
+        self.cls, self.args, self.options = cls, args, options
+        self.made, self.alive, self.queue = None, True, []
+
+    def __getattr__(self, name):
+        def remote(*args):
+            ref = Ref((name, args))
+            if self.alive:
+                self.queue.append(ref)
+            else:
+                ref.error = DIED("it was dead already")
+            return ref
+
+        return SimpleNamespace(remote=remote)
+
+    @property
+    def unanswered(self):
+        return [ref for ref in self.queue if ref.call[0] == "read"]
+
+    def place(self):
+        self.made = self.made or self.cls(*self.args)
+
+    def answer(self):
+        """Answer the first call."""
+        if self.made is None or not self.alive or not self.queue:
+            return
+        ref = self.queue.pop(0)
+        try:
+            ref.value, ref.done = getattr(self.made, ref.call[0])(*ref.call[1]), True
+        except Exception as error:
+            ref.error = FAILED(f"{type(error).__name__}: {error}")
+
+    def die(self, why="it was killed"):
+        self.alive = False
+        for ref in self.queue:
+            ref.error = DIED(why)
+        self.queue = []
+
+
+class FakeRay(ModuleType):
+    """A module `ray`. `turn` is called with it at each `wait`, and says what happens meanwhile."""
+
+    def __init__(self, turn):
+        super().__init__("ray")
+        self.turn, self.actors, self.waits = turn, [], 0
+        self.cloudpickle = SimpleNamespace(dumps=pickle.dumps, CloudPickler=Pickler)
+        self.exceptions = SimpleNamespace(RayError=ERROR, RayTaskError=FAILED)
+        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
+        self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7", scheduling_strategies=strategies)
+        self.there = ["a"]
+
+    @property
+    def living(self):
+        return [actor for actor in self.actors if actor.alive]
+
+    def is_initialized(self):
+        return True
+
+    def put(self, value):
+        ref = Ref()
+        ref.value, ref.done = value, True
+        return ref
+
+    def get(self, ref):
+        if ref.error is not None:
+            raise ref.error
+        assert ref.done
+        return ref.value
+
+    def wait(self, refs, num_returns, timeout):
+        if timeout:
+            self.waits += 1
+            assert self.waits < 20_000, "it waits for ever"
+            self.turn(self)
+        ready = [ref for ref in refs if ref.done or ref.error is not None][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def remote(self, cls):
+        def options(**given):
+            return SimpleNamespace(remote=lambda *args: self.actors.append(Actor(cls, args, given)) or self.actors[-1])
+
+        return SimpleNamespace(options=options)
+
+    def kill(self, actor):
+        actor.die()
+
+    def nodes(self):
+        return [{"NodeID": name, "Alive": True, "Resources": {"CPU": 1.0}} for name in self.there]
+
+    def available_resources(self):
+        return {"CPU": 0.0}
+
+    def cluster_resources(self):
+        return {"CPU": 1.0}
+
+
+def all_answer(ray):
+    """Every actor is placed, and answers one call."""
+    for actor in ray.living:
+        actor.place()
+        actor.answer()
+
+
+@contextmanager
+def faked(monkeypatch, turn=all_answer):
+    ray = FakeRay(turn)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    yield ray

@@ -1,0 +1,348 @@
+"""Whatever becomes of actors, requests are answered in their order. Ray is a fake here, real in tests/adapters/ray."""
+
+import itertools
+import os
+import pickle
+import random
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+
+import paddle_shard
+from paddle_shard import RayReaders
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
+from paddle_shard.reading import ray_pool
+from paddle_shard.reading.chunk_reader import ChunkReader
+from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.ray_pool import RayPool
+from paddle_shard.reading.serialization import pickled
+from paddle_shard.reading.workers import WorkersLostError
+from tests.deadlines import HANG
+from tests.helpers import ONE, Made, sharded
+from tests.reading.fake_ray import Pickler, all_answer, faked
+
+WORKERS, AHEAD = 3, 2
+
+
+class FakeActor:
+    """Answers each request with itself, and notes what it was asked."""
+
+    log = []
+
+    def __init__(self, settings, seed):
+        self.mine = []
+        FakeActor.log.append(self.mine)
+
+    def where(self):
+        return " on node 10.0.0.7"
+
+    def read(self, number, request, anew):
+        asked = pickle.loads(request)
+        self.mine.append((number, asked, anew))
+        return [np.asarray(piece) for piece in pickled((asked, np.arange(3)), Pickler)]
+
+
+class Parts(ChunkReader):
+    def __init__(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def fake_actor(monkeypatch):
+    monkeypatch.setattr(ray_pool, "ReadingActor", FakeActor)
+    monkeypatch.setattr(FakeActor, "log", [])
+
+
+def pool_of(*, parts=False, timeout=HANG, persistent=False, **readers):
+    settings = SimpleNamespace(
+        _persistent_workers=persistent, num_workers=0, prefetch_factor=AHEAD, worker_init_fn=None, timeout=0
+    )
+    reader = Parts() if parts else SimpleNamespace(dataset=None)
+    options = RayReaders(num=WORKERS, **readers)
+    return RayPool(options, settings, reader, WORKERS, worker_timeout=timeout, reads_all=False)
+
+
+def answers(pool, count, first=0):
+    """The answers to requests in the executor's turns: each worker has at most `AHEAD` of them."""
+    found, sent = [], first
+    for number in range(first, first + count):
+        while sent < first + count and (sent - number) // WORKERS < AHEAD:
+            pool.send(sent % WORKERS, sent)
+            sent += 1
+        answer, array = pool.receive(number % WORKERS)
+        array += 1  # nobody else has it
+        found.append(answer)
+    return found
+
+
+class History:
+    """Places, answers and deaths at random, but of no request's readers more than two in a row."""
+
+    def __init__(self, seed):
+        self.random, self.deaths = random.Random(seed), {}
+        self.most = 0
+
+    def __call__(self, ray):
+        for actor in ray.living:
+            self.most = max(self.most, len(actor.unanswered))
+            happens = self.random.random()
+            if happens < 0.3:
+                actor.place()
+            elif happens < 0.7:
+                actor.answer()
+            elif happens < 0.75 and actor.made is not None:
+                head = actor.queue[0].call if actor.queue else None
+                key = head[1][1] if head and head[0] == "read" else None
+                if key is not None and self.deaths.get(key, 0) < 2:
+                    self.deaths[key] = self.deaths.get(key, 0) + 1
+                    actor.die()
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("seed", range(25))
+def test_each_request_is_answered_once_in_its_order_whatever_dies(parts, seed, monkeypatch):
+    history = History(seed)
+    with faked(monkeypatch, history) as ray:
+        pool = pool_of(parts=parts)
+        pool.start()
+        assert answers(pool, 100) == list(range(100))
+        if not parts:
+            assert history.most <= AHEAD
+        assert len(ray.living) == WORKERS
+        pool.shut_down()
+        assert not ray.living
+    for log in FakeActor.log:  # what one actor was asked as one worker
+        for number in range(WORKERS) if parts else ():
+            asked = [(request, anew) for of, request, anew in log if of == number]
+            assert all(request % WORKERS == number for request, _ in asked)
+            for (before, _), (request, anew) in itertools.pairwise(asked):
+                assert anew or request == before + WORKERS, "parts are read on, or opened anew"
+            assert not asked or asked[0][1], "parts are opened by the first request"
+
+
+def test_actors_without_a_place_hold_up_nobody_and_join_when_they_have_one(monkeypatch):
+    placed = 1
+
+    def turn(ray):
+        for actor in ray.living[:placed]:
+            actor.place()
+            actor.answer()
+
+    with faked(monkeypatch, turn):
+        pool = pool_of()
+        pool.start()
+        assert answers(pool, 30) == list(range(30))
+        assert [len(log) for log in FakeActor.log] == [30]
+        placed = 3
+        assert answers(pool, 30, 30) == list(range(30, 60))
+        assert [len(log) > 0 for log in FakeActor.log] == [True, True, True]
+
+
+def test_parts_move_to_actors_that_join(monkeypatch):
+    placed = 1
+
+    def turn(ray):
+        for actor in ray.living[:placed]:
+            actor.place()
+            actor.answer()
+
+    with faked(monkeypatch, turn):
+        pool = pool_of(parts=True)
+        pool.start()
+        assert answers(pool, 30) == list(range(30))
+        placed = 3
+        assert answers(pool, 60, 30) == list(range(30, 90))
+        assert [{number for number, *_ in log} for log in FakeActor.log[1:]] in ([{0}, {1}], [{1}, {0}], [{0}, {2}])
+
+
+def test_a_request_whose_readers_die_is_given_up_with_their_names(monkeypatch, caplog):
+    def turn(ray):
+        for actor in ray.living:
+            actor.place()
+            if actor.unanswered and pickle.loads(actor.unanswered[0].call[1][1]) == 7:
+                actor.die("killed by sample 7")
+            actor.answer()
+
+    with faked(monkeypatch, turn):
+        pool = pool_of()
+        pool.start()
+        with pytest.raises(WorkersLostError, match="3 actors in a row died while they read the same rows") as caught:
+            answers(pool, 20)
+
+    assert caught.value.worker == 7 % WORKERS
+    assert "node 10.0.0.7: ActorDiedError: killed by sample 7" in str(caught.value)
+    assert caplog.text.count("an actor that reads has died (node 10.0.0.7: ActorDiedError: killed by sample 7)") == 2
+
+
+def test_actors_that_cannot_begin_are_given_up(monkeypatch):
+    def turn(ray):
+        for actor in ray.living:
+            actor.die("no such package on the node")
+
+    with faked(monkeypatch, turn) as ray:
+        pool = pool_of()
+        pool.start()
+        with pytest.raises(WorkersLostError, match="9 actors in a row died before they could read: .*no such package"):
+            answers(pool, 20)
+        assert len(ray.actors) <= 12
+
+
+def test_actors_that_died_between_two_passes_are_nobodys_fault(monkeypatch):
+    with faked(monkeypatch) as ray:
+        pool = pool_of(persistent=True)
+        for first in (0, 10, 20, 30):
+            pool.start()
+            assert answers(pool, 10, first) == list(range(first, first + 10))
+            for actor in ray.living:
+                actor.die()
+
+
+def test_a_node_that_dies_with_its_idle_actors_is_no_requests_fault(monkeypatch):
+    with faked(monkeypatch) as ray:
+        pool = pool_of()
+        pool.start()
+        assert answers(pool, 12) == list(range(12))
+        for actor in ray.living:
+            actor.die()
+        assert answers(pool, 12, 12) == list(range(12, 24))
+
+
+def test_an_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
+    with faked(monkeypatch, lambda ray: None):
+        pool = pool_of(timeout=0.05)
+        pool.start()
+        pool.send(0, 0)
+        assert not pool.has_answer(0)
+        with pytest.raises(WorkersLostError, match="for 0.05 s.*0 of 3 actors that read have begun.*0 of the cluster"):
+            pool.receive(0)
+
+
+def test_a_waiting_call_ends_when_it_is_interrupted(monkeypatch):
+    with faked(monkeypatch, lambda ray: pool.interrupt()):
+        pool = pool_of()
+        pool.start()
+        pool.send(0, 0)
+        with pytest.raises(WorkersLostError):
+            pool.receive(0)
+
+
+def test_what_fails_outside_of_reading_is_an_answer(monkeypatch):
+    with faked(monkeypatch):
+        monkeypatch.setattr(FakeActor, "read", lambda *_: 1 / 0)
+        pool = pool_of()
+        pool.start()
+        pool.send(0, 0)
+        failure = pool.receive(0)
+
+    assert isinstance(failure, ReadFailure)
+    assert "ZeroDivisionError" in failure.cause
+
+
+def test_a_cluster_that_cannot_be_reached_is_an_error_of_the_first_answer(monkeypatch):
+    def fails(**_):
+        raise ConnectionError("no running Ray")
+
+    with faked(monkeypatch) as ray:
+        ray.is_initialized, ray.init = bool, fails
+        pool = pool_of()
+        pool.start()
+        pool.send(0, 0)
+        assert pool.has_answer(0)
+        with pytest.raises(WorkersLostError, match="the readers cannot be started: ConnectionError: no running Ray"):
+            pool.receive(0)
+
+
+def test_per_node_limits_the_actors_of_a_node_and_new_nodes_are_used(monkeypatch):
+    monkeypatch.setattr(ray_pool, "_NODES_SECONDS", 0.0)
+    with faked(monkeypatch) as ray:
+        pool = pool_of(per_node=1)
+        pool.start()
+        assert answers(pool, 10) == list(range(10))
+        assert [actor.options["scheduling_strategy"] for actor in ray.living] == ["a"]
+        ray.there = ["a", "b"]
+        assert answers(pool, 10, 10) == list(range(10, 20))
+        assert [actor.options["scheduling_strategy"] for actor in ray.living] == ["a", "b"]
+
+
+def test_a_forked_child_leaves_the_actors_to_its_parent(monkeypatch):
+    with faked(monkeypatch) as ray:
+        pool = pool_of()
+        pool.start()
+        if (child := os.fork()) == 0:
+            pool.shut_down()
+            os._exit(0 if len(ray.living) == WORKERS else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert answers(pool, 10) == list(range(10))
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"RayReaders: ray cannot .* pip install 'paddle_shard\[ray\]'"):
+        RayReaders(num=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"num": 0}, ArgumentError, "RayReaders: num must be an int >= 1, got 0"),
+        ({"num": 2, "per_node": 0}, ArgumentError, "RayReaders: per_node must be an int >= 1, got 0"),
+        ({"num": 2, "runtime_env": "."}, ArgumentTypeError, "RayReaders: runtime_env must be a dict, got '.'"),
+    ],
+)
+def test_readers_that_cannot_be_are_refused(given, kind, text, monkeypatch):
+    with faked(monkeypatch), pytest.raises(kind, match=text):
+        RayReaders(**given)
+
+
+def test_a_loader_refuses_readers_that_are_none(monkeypatch):
+    loader = paddle.io.DataLoader(Made(), batch_size=4)
+    with pytest.raises(ArgumentTypeError, match="readers must be a paddle_shard.RayReaders, or None, got 4"):
+        sharded(loader, ONE, readers=4)
+    external = paddle_shard.ExternalLoader(lambda share: [[np.zeros(4)]], name="other")
+    with faked(monkeypatch), pytest.raises(ArgumentError, match="another library reads, in processes of its own"):
+        sharded(external, ONE, readers=RayReaders(num=2))
+
+
+def test_a_thread_may_wait_while_another_interrupts(monkeypatch):
+    with faked(monkeypatch, lambda ray: None):
+        pool = pool_of()
+        pool.start()
+        pool.send(0, 0)
+        failed = []
+
+        def wait():
+            try:
+                pool.receive(0)
+            except WorkersLostError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        pool.interrupt()
+        thread.join(HANG)
+        assert failed
+
+
+def test_a_loader_reads_by_actors(monkeypatch):
+    monkeypatch.setattr(ray_pool, "ReadingActor", Reads)
+    with faked(monkeypatch, all_answer):
+        loader = sharded(paddle.io.DataLoader(Made(), batch_size=4), ONE, readers=RayReaders(num=2))
+        assert [batch._local_value().numpy().tolist() for batch in loader] == np.arange(16).reshape(4, 4).tolist()
+
+
+class Reads:
+    """An actor without what only a process of its own needs."""
+
+    def __init__(self, settings, seed):
+        self.settings = pickle.loads(settings[0].value)
+
+    def where(self):
+        return " on node 10.0.0.7"
+
+    def read(self, number, request, anew):
+        with paddle.base.dygraph.guard(paddle.CPUPlace()):
+            return [np.asarray(one) for one in pickled(self.settings.reader.read(pickle.loads(request), number))]
