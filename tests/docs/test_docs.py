@@ -87,6 +87,7 @@ def test_options_that_a_page_mentions_exist(page):
         "resample",
         "cache_dir",
         "cache_bytes",
+        "shuffle_shards",
         "splits_itself",
         "num_workers",
     }
