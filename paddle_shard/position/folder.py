@@ -5,7 +5,6 @@ Both have the same methods. Names are relative to the folder, with `/` between t
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import tempfile
@@ -134,7 +133,7 @@ class RemoteFolder:
         pipe = getattr(type(system), "_pipe_file", None) or type(system).pipe_file
         try:
             # What fsspec does for file systems that have no such call is to look first, which is not exclusive.
-            if pipe.__module__ in ("fsspec.spec", "fsspec.asyn") or "mode" not in inspect.signature(pipe).parameters:
+            if pipe.__module__ in ("fsspec.spec", "fsspec.asyn"):
                 raise NotImplementedError
             system.makedirs(self._url, exist_ok=True)
             system.pipe_file(url, content, mode="create")

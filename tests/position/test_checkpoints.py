@@ -369,9 +369,9 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path):
         run.load(ema={})
     with pytest.raises(ArgumentError, match=r"load\(number=\)"):
         run.load(number=5)
-    with pytest.raises(StateError, match=r"holds .*\(2, 1\).*, and the object that it is loaded into .*\(3, 1\)"):
+    with pytest.raises(StateError, match=r"holds .*2, 1\).*, and this model .*3, 1\)"):
         run.load(model=paddle.nn.Linear(3, 1))
-    with pytest.raises(StateError, match=r'holds .*"weight".*, and the object .*"0.weight"'):
+    with pytest.raises(StateError, match=r'holds .*"weight".*, and this model .*"0.weight"'):
         run.load(model=paddle.nn.Sequential(model))
 
 
