@@ -126,15 +126,18 @@ class Checkpoints:
         splits = not paddle.framework._current_expected_place().is_cpu_place() and any(one[1] for one in begun)
         name: str = begun[0][-1]
         try:
-            written = self._on_all(lambda: self._write(name, leaves, splits), "save()")
+            with self._folder.filled(name) as directory:
+                self._on_all(lambda: self._write(directory, leaves, splits), "save()")
+                # Only now, since any rank may have written Paddle's metadata.
+                written = self._on_all(lambda: self._kept(name, directory), "save()")
             self._on_all(lambda: self._finish(name, written), "save()")
         finally:
             if self._rank == 0:
                 self._clean()
         return f"{self._folder.name}/{name}"
 
-    def _write(self, name: str, leaves: Mapping[str, Any], splits: bool) -> dict[str, list[int]]:
-        """Write this rank's files; return the size and the checksum of each."""
+    def _write(self, directory: Path, leaves: Mapping[str, Any], splits: bool) -> None:
+        """Write this rank's files."""
         whole, split, shapes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, leaf in leaves.items():
             members = leaf.process_mesh.process_ids if _is_dist(leaf) else self._ranks
@@ -143,19 +146,24 @@ class Checkpoints:
             first = self._rank == members[0]
             if splits and _is_split(leaf):
                 split[path] = leaf
-                shapes |= {path: [leaf.shape, str(leaf.dtype).removeprefix("paddle.")]} if first else {}
+                shapes |= {path: [list(leaf.shape), str(leaf.dtype).removeprefix("paddle.")]} if first else {}
                 continue
             if _is_split(leaf):
                 leaf = dist.unshard_dtensor(leaf)  # collective over its mesh
             elif _is_dist(leaf):
                 leaf = leaf._local_value()
             whole |= {path: leaf} if first else {}
-        with self._folder.filled(name, self._rank) as directory:
-            if splits:
-                dist.save_state_dict(split, str(directory))
-            if whole or shapes:
-                paddle.save({"whole": whole, "split": shapes}, str(directory / f"{self._rank}_values.pdparams"))
-            return {file.name: _measured(file) for file in written_by(directory, self._rank)}
+        if splits:
+            dist.save_state_dict(split, str(directory), unique_id=0)
+        if whole or shapes:
+            paddle.save({"whole": whole, "split": shapes}, str(directory / f"{self._rank}_values.pdparams"))
+
+    def _kept(self, name: str, directory: Path) -> dict[str, list[int]]:
+        """Have this rank's files kept; return the size and the checksum of each."""
+        files = written_by(directory, self._rank)
+        for file in files:
+            self._folder.keep(name, file)
+        return {file.name: _measured(file) for file in files}
 
     def _finish(self, name: str, written: Sequence[Mapping[str, list[int]]]) -> None:
         """Write the manifest, if this is the first rank."""

@@ -76,15 +76,16 @@ class LocalFolder:
         _sync(self._path)
 
     @contextmanager
-    def filled(self, name: str, rank: int) -> Iterator[Path]:
-        """Make a directory, to be filled by all ranks; afterwards, what this rank has written is on the disk."""
+    def filled(self, name: str) -> Iterator[Path]:
+        """Make a directory in which all ranks write; what is given to `keep` stays."""
         path = self._path / name
         path.mkdir(parents=True, exist_ok=True)
         yield path
-        for file in written_by(path, rank):
-            _sync(file)
-        _sync(path)
-        _sync(self._path)
+
+    def keep(self, name: str, file: Path) -> None:
+        """Have a file of that directory on the disk, with its name."""
+        for path in (file, self._path / name, self._path):
+            _sync(path)
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
@@ -155,13 +156,15 @@ class RemoteFolder:
         self._system.rm(self._at(name), recursive=True)
 
     @contextmanager
-    def filled(self, name: str, rank: int) -> Iterator[Path]:
-        """See `LocalFolder.filled`."""
+    def filled(self, name: str) -> Iterator[Path]:
+        """See `LocalFolder.filled`. Each rank writes in a directory of its own."""
         with tempfile.TemporaryDirectory() as directory:
             yield Path(directory)
-            self._system.makedirs(self._at(name), exist_ok=True)
-            for file in written_by(Path(directory), rank):
-                self._system.put_file(str(file), self._at(f"{name}/{file.name}"))
+
+    def keep(self, name: str, file: Path) -> None:
+        """See `LocalFolder.keep`."""
+        self._system.makedirs(self._at(name), exist_ok=True)
+        self._system.put_file(str(file), self._at(f"{name}/{file.name}"))
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:

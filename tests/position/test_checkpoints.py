@@ -172,14 +172,14 @@ def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
 def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monkeypatch):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
-    write = Checkpoints._write
+    write = Checkpoints._kept
 
     def overtaken(self, *args):
         written = write(self, *args)
         assert second.load(extra={}) == 1
         return written
 
-    monkeypatch.setattr(Checkpoints, "_write", overtaken)
+    monkeypatch.setattr(Checkpoints, "_kept", overtaken)
     with pytest.raises(TakenOverError):
         first.save(2, extra={"by": 1})
     monkeypatch.undo()
