@@ -53,19 +53,19 @@ class LocalFolder:
             FileExistsError: It exists; another process may have been faster.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        self._write(self._path / name, content, os.O_EXCL)
+        self._write(self._path / name, content, "xb")
         _sync(self._path)
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file that appears whole, or not at all."""
         path = self._path / name
         aside = path.with_name(f"{path.name}.new")
-        self._write(aside, content, os.O_TRUNC)
+        self._write(aside, content, "wb")
         os.replace(aside, path)
         _sync(path.parent)
 
-    def _write(self, path: Path, content: bytes, flag: int) -> None:
-        with open(os.open(path, os.O_CREAT | os.O_WRONLY | flag, 0o666), "wb") as file:
+    def _write(self, path: Path, content: bytes, mode: str) -> None:
+        with open(path, mode) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
