@@ -2,7 +2,7 @@
 
     python demos/elastic.py                              # kills everything of one node, which comes back
     python demos/elastic.py --fault rank --seed 3        # kills one rank; the node starts it again
-    python demos/elastic.py --fault launcher | sigterm | freeze
+    python demos/elastic.py --fault launcher | sigterm | freeze | hang
 
 It starts an etcd server and two nodes on this machine, each by launch/elastic.sh with one rank. The ranks train with
 `paddle_shard.Checkpoints`, and each of them writes the ids of the samples that it trains on to a file of its own, as
@@ -37,7 +37,7 @@ EPOCHS, SAMPLES, BATCH_SIZE, SAVE_EVERY = 2, 480, 6, 7
 STEPS = EPOCHS * SAMPLES // BATCH_SIZE
 DEADLINE = 300
 """Seconds, of the whole run."""
-FAULTS = ("node", "rank", "launcher", "sigterm", "freeze")
+FAULTS = ("node", "rank", "launcher", "sigterm", "freeze", "hang")
 
 
 # A rank
@@ -275,8 +275,8 @@ def strike(job, fault, node):
         job.send(node, signal.SIGKILL, is_launcher)
     elif fault == "sigterm":
         job.send(node, signal.SIGTERM, is_rank)
-    elif fault == "freeze":
-        pids = [pid for pid, _ in job.processes(node)]
+    else:  # all of the node, as a host that sleeps; or what elastic.sh has started, which goes on to watch it
+        pids = [pid for pid, command in job.processes(node) if fault == "freeze" or "-c" not in command[:3]]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(16)  # past the lease, and past the other's wait for it

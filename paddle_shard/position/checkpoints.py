@@ -79,9 +79,6 @@ class Checkpoints:
         self._generation: int | None = None
         self._rank, self._ranks = dist.get_rank(), tuple(range(num_ranks()))
 
-    def __repr__(self) -> str:
-        return f"Checkpoints({self._folder.name!r}, keep={self._keep}, generation {self._generation})"
-
     # Saving
 
     def save(self, step: int, **what: Any) -> str:
@@ -104,16 +101,15 @@ class Checkpoints:
             ArgumentError: The ranks save different steps or things.
         """
         self._claim()
-        states: dict[str, Any] = {}
-        tensors: dict[str, Any] = {}
+        leaves: dict[str, Any] = {}
 
         def begin() -> list[Any]:
             check_count("step", step, 0)
-            states.update(_without_tensors({name: _state_of(value) for name, value in what.items()}, (), tensors))
-            paths = [path for path, _ in _paths(states)]
-            told = [[step, *sorted(what), len(paths), _checksum_of(paths)], any(map(_is_split, tensors.values()))]
+            leaves.update(_leaves({name: _state_of(value) for name, value in what.items()}))
+            own = [path for path, leaf in leaves.items() if not _is_dist(leaf)]
+            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(_is_split, leaves.values()))]
             if self._rank:
-                return [*told, ""]
+                return told
             self._check_fence()
             name = f"{self._generation:06d}-{step:010d}-"
             return [*told, f"{name}{sum(one.startswith(name) for one in self._folder.sizes())}"]
@@ -123,41 +119,51 @@ class Checkpoints:
             if one[0] != begun[0][0]:
                 raise ArgumentError(
                     f"save(): all ranks save the same, but global rank 0 has {begun[0][0]} and rank {rank} {one[0]} "
-                    "(step, names, number of tensors that are not distributed, checksum of their names). Tensors of "
-                    "some ranks only must be distributed tensors, on the mesh of these ranks."
+                    "(step, names, number of values that are no distributed tensors, checksum of their names). Tensors "
+                    "of some ranks only must be distributed tensors, on the mesh of these ranks."
                 )
         # On the CPU, Paddle cannot load what it would save.
         splits = not paddle.framework._current_expected_place().is_cpu_place() and any(one[1] for one in begun)
         name: str = begun[0][-1]
         try:
-            written = self._on_all(lambda: self._write(name, states, tensors, splits), "save()")
+            with self._folder.filled(name) as directory:
+                self._on_all(lambda: self._write(directory, leaves, splits), "save()")
+                # Only now, since any rank may have written Paddle's metadata.
+                written = self._on_all(lambda: self._kept(name, directory), "save()")
             self._on_all(lambda: self._finish(name, written), "save()")
         finally:
             if self._rank == 0:
                 self._clean()
         return f"{self._folder.name}/{name}"
 
-    def _write(self, name: str, states: Any, tensors: Mapping[str, Any], splits: bool) -> dict[str, list[int]]:
-        """Write this rank's files; return the size and the checksum of each."""
-        saved: dict[str, dict[str, Any]] = {"values": {} if self._rank else states, "whole": {}, "split": {}}
-        split = {}
-        for path, tensor in tensors.items():
-            members = tensor.process_mesh.process_ids
+    def _write(self, directory: Path, leaves: Mapping[str, Any], splits: bool) -> None:
+        """Write this rank's files."""
+        whole, split, shapes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        for path, leaf in leaves.items():
+            members = leaf.process_mesh.process_ids if _is_dist(leaf) else self._ranks
             if self._rank not in members:  # its own ranks save it
                 continue
-            if splits and _is_split(tensor):
-                kind, told = "split", [list(tensor.shape), str(tensor.dtype).removeprefix("paddle.")]
-                split[path] = tensor
-            else:  # whole: collective over the tensor's mesh
-                kind, told = "whole", dist.unshard_dtensor(tensor) if _is_split(tensor) else tensor._local_value()
-            if self._rank == members[0]:
-                saved[kind][path] = told
-        with self._folder.filled(name, self._rank) as directory:
-            if splits:
-                dist.save_state_dict(split, str(directory))
-            if any(saved.values()):
-                paddle.save(saved, str(directory / f"{self._rank}_values.pdparams"))
-            return {file.name: _measured(file) for file in written_by(directory, self._rank)}
+            first = self._rank == members[0]
+            if splits and _is_split(leaf):
+                split[path] = leaf
+                shapes |= {path: [list(leaf.shape), str(leaf.dtype).removeprefix("paddle.")]} if first else {}
+                continue
+            if _is_split(leaf):
+                leaf = dist.unshard_dtensor(leaf)  # collective over its mesh
+            elif _is_dist(leaf):
+                leaf = leaf._local_value()
+            whole |= {path: leaf} if first else {}
+        if splits:
+            dist.save_state_dict(split, str(directory), unique_id=0)
+        if whole or shapes:
+            paddle.save({"whole": whole, "split": shapes}, str(directory / f"{self._rank}_values.pdparams"))
+
+    def _kept(self, name: str, directory: Path) -> dict[str, list[int]]:
+        """Have this rank's files kept; return the size and the checksum of each."""
+        files = written_by(directory, self._rank)
+        for file in files:
+            self._folder.keep(name, file)
+        return {file.name: _measured(file) for file in files}
 
     def _finish(self, name: str, written: Sequence[Mapping[str, list[int]]]) -> None:
         """Write the manifest, if this is the first rank."""
@@ -185,8 +191,6 @@ class Checkpoints:
                     continue
                 manifest = self._manifest_of(name)
                 if good >= self._keep or manifest == _HALF:
-                    if manifest != _HALF:
-                        self._folder.write(f"{name}/{_MANIFEST}", b"")  # half deleted, it is no checkpoint
                     self._folder.remove(name)
                 good += isinstance(manifest, dict)
         except TakenOverError:
@@ -203,30 +207,25 @@ class Checkpoints:
         def claim() -> int:
             if self._rank:
                 return 0
-            me = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+            me = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
             while True:
                 number = self._newest_generation() + 1
                 with ignoring(FileExistsError):  # another process was faster
-                    self._folder.create(f"generation-{number:06d}", json.dumps(me).encode())
+                    self._folder.create(f"generation-{number:06d}", me.encode())
                     return number
 
         if self._generation is None:
             self._generation = self._on_all(claim, "the first call")[0]
 
     def _newest_generation(self) -> int:
-        found = map(re.compile(r"generation-(\d+)").fullmatch, self._folder.sizes())
-        return max((int(match[1]) for match in found if match), default=0)
+        found = [name for name in self._folder.sizes() if re.fullmatch(r"generation-\d+", name)]
+        return max((int(name.partition("-")[2]) for name in found), default=0)
 
     def _check_fence(self) -> None:
         newest = self._newest_generation()
         if self._generation is None or newest <= self._generation:
             return
-        try:
-            told = "{time} by process {process} on host {host}".format(
-                **json.loads(self._folder.read(f"generation-{newest:06d}"))
-            )
-        except ValueError:  # it is being written
-            told = "just now"
+        told = self._folder.read(f"generation-{newest:06d}").decode(errors="replace") or "just now"
         raise TakenOverError(
             f"generation {newest} of this job has taken over {self._folder.name} (claimed {told}). Generation "
             f"{self._generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
@@ -247,7 +246,7 @@ class Checkpoints:
 
         Args:
             what: Objects by the names that they were saved with, or some of them. An object gets its state by
-                `set_state_dict` or `load_state_dict`, a dict is filled.
+                `set_state_dict` or `load_state_dict`, a dict is updated.
 
         Returns:
             The step of the checkpoint; None if there is none, and nothing was loaded.
@@ -266,30 +265,24 @@ class Checkpoints:
     def _good(self, call: str) -> Generator[tuple[str, Path], None, None]:
         """Yield (name, local directory) of the good checkpoints, the newest first; collective."""
 
-        def pass_over(name: str, why: str) -> None:
-            _log.warning("%s/%s is passed over: %s", self._folder.name, name, why)
-
-        def listed() -> list[Any]:
-            found = []
-            for name in [] if self._rank else self._names():
-                manifest = self._manifest_of(name)
-                if isinstance(manifest, str):
-                    pass_over(name, manifest)
-                else:
-                    found.append([name, manifest["files"]])
-            return found
-
-        def damaged(directory: Path, files: Mapping[str, list[int]]) -> list[str]:
-            mine = sorted(files)[self._rank :: len(self._ranks)] if self._folder.shared else files
-            return [file for file in mine if _measured(directory / file) != files[file]]
-
-        for name, files in self._on_all(listed, call)[0]:
+        for name in self._on_all(self._names, call)[0]:
             with self._folder.opened(name) as directory:
-                bad = {file for one in self._on_all(partial(damaged, directory, files), call) for file in one}
-                if not bad:
+                told = self._on_all(partial(self._damage, name, directory), call)
+                why = next(filter(None, told), None)
+                if why is None:
                     yield name, directory
                 elif self._rank == 0:
-                    pass_over(name, f"{sorted(bad)} are not what was saved: their checksums differ")
+                    _log.warning("%s/%s is passed over: %s", self._folder.name, name, why)
+
+    def _damage(self, name: str, directory: Path) -> str | None:
+        """Return why a checkpoint is none, as far as this rank looks; None if it is good."""
+        manifest = self._manifest_of(name)
+        if isinstance(manifest, str):
+            return manifest
+        files = manifest["files"]
+        mine = sorted(files)[self._rank :: len(self._ranks)] if self._folder.shared else files
+        other = [file for file in mine if _measured(directory / file) != files[file]]
+        return f"{other} are not what was saved: their checksums differ" if other else None
 
     def _fill(self, what: Mapping[str, Any], directory: Path, name: str) -> None:
         """Load a checkpoint into objects."""
@@ -299,31 +292,32 @@ class Checkpoints:
             for key, value in what.items()
             if hasattr(value, "state_dict") and not hasattr(value, "certificate")
         }
-        known: dict[str, Any] = dict(_paths(targets))
+        known = dict(_leaves(targets))
         states: dict[str, Any] = {}
         split: dict[str, Any] = {}
         for file in sorted(directory.glob("*_values.pdparams")):
             saved = paddle.load(str(file))
-            states |= saved["values"]
-            for path, tensor in saved["whole"].items():
-                _put(states, path, tensor)
             for path, (shape, dtype) in saved["split"].items():
-                split[path] = known[path] if path in known else paddle.zeros(shape, dtype)
-                _put(states, path, split[path])
+                if json.loads(path)[0] in what:
+                    split[path] = known[path] if path in known else paddle.zeros(shape, dtype)
+            for path, leaf in {**saved["whole"], **split}.items():
+                _put(states, path, leaf)
         lacking = sorted(what.keys() - states.keys())
         if lacking:
             raise StateError(f"{name} holds {sorted(states)}, and not {lacking}. Load what was saved, by its names.")
         for key, value in what.items():
-            here, there = (dict(_paths({key: one.get(key)})) for one in (targets, states))
-            fits = not isinstance(value, paddle.nn.Layer) or here.keys() == there.keys()
-            if not fits or any(here[path].shape != there[path].shape for path in here.keys() & there.keys()):
-                shapes = [{path: tuple(one.shape) for path, one in found.items()} for found in (there, here)]
-                other = [dict(one.items() - two.items()) for one, two in (shapes, shapes[::-1])]
-                raise StateError(f"{key}: {name} holds {other[0]}, and the object that it is loaded into {other[1]}.")
+            if isinstance(value, paddle.nn.Layer):  # Paddle would leave out what does not fit
+                there, here = ({(path, *one.shape) for path, one in _leaves(state[key])} for state in (states, targets))
+                if here != there:
+                    raise StateError(f"{key}: {name} holds {there - here}, and this model {here - there}.")
         if split:
             dist.load_state_dict(split, str(directory))
         for key, value in what.items():
-            _give(key, value, states[key])
+            setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
+            if setter is None and not isinstance(value, dict):
+                kind = type(value).__name__
+                raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {kind}.")
+            (setter or value.update)(states[key])
 
     # What both need
 
@@ -380,52 +374,33 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _without_tensors(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
-    """Return a value without the distributed tensors in its dicts, which `tensors` gets: path as JSON -> tensor."""
-    if not isinstance(value, Mapping):
-        return value
-    rest = {}
-    for key, child in value.items():
-        if isinstance(child, paddle.Tensor) and child.is_dist():
-            tensors[json.dumps([*path, key])] = child
-        else:
-            rest[key] = _without_tensors(child, (*path, key), tensors)
-    return rest
-
-
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (path as JSON, tensor) for each tensor in nested dicts."""
-    if isinstance(value, Mapping):
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (path as JSON, leaf) of nested dicts; an empty one is a leaf, and one with keys that JSON has not."""
+    if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
         for key, child in value.items():
-            yield from _paths(child, (*path, key))
-    elif isinstance(value, paddle.Tensor):
+            yield from _leaves(child, (*path, key))
+    else:
         yield json.dumps(path), value
 
 
-def _put(states: dict[str, Any], path: str, tensor: Any) -> None:
-    """Set the tensor at a path of nested dicts."""
+def _put(states: dict[str, Any], path: str, leaf: Any) -> None:
+    """Set the leaf at a path of nested dicts."""
     *outer, last = json.loads(path)
     for key in outer:
         states = states.setdefault(key, {})
-    states[last] = tensor
+    states[last] = leaf
 
 
-def _is_split(tensor: Any) -> bool:
-    """Return whether no rank holds all of a distributed tensor."""
-    sizes = tensor.process_mesh.shape
-    return any(size > 1 and not kind.is_replicated() for size, kind in zip(sizes, tensor.placements, strict=True))
+def _is_dist(leaf: Any) -> bool:
+    return isinstance(leaf, paddle.Tensor) and leaf.is_dist()
 
 
-def _give(key: str, value: Any, state: Any) -> None:
-    """Give an object its state."""
-    setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
-    if setter is not None:
-        setter(state)
-    elif isinstance(value, dict):
-        value.clear()
-        value.update(state)
-    else:
-        raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {type(value).__name__}.")
+def _is_split(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor of which no rank holds all."""
+    return _is_dist(leaf) and any(
+        size > 1 and not kind.is_replicated()
+        for size, kind in zip(leaf.process_mesh.shape, leaf.placements, strict=True)
+    )
 
 
 def _measured(file: Path) -> list[int]:

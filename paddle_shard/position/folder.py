@@ -5,7 +5,6 @@ Both have the same methods. Names are relative to the folder, with `/` between t
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import tempfile
@@ -54,19 +53,19 @@ class LocalFolder:
             FileExistsError: It exists; another process may have been faster.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        self._write(self._path / name, content, os.O_EXCL)
+        self._write(self._path / name, content, "xb")
         _sync(self._path)
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file that appears whole, or not at all."""
         path = self._path / name
         aside = path.with_name(f"{path.name}.new")
-        self._write(aside, content, os.O_TRUNC)
+        self._write(aside, content, "wb")
         os.replace(aside, path)
         _sync(path.parent)
 
-    def _write(self, path: Path, content: bytes, flag: int) -> None:
-        with open(os.open(path, os.O_CREAT | os.O_WRONLY | flag, 0o666), "wb") as file:
+    def _write(self, path: Path, content: bytes, mode: str) -> None:
+        with open(path, mode) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -77,15 +76,16 @@ class LocalFolder:
         _sync(self._path)
 
     @contextmanager
-    def filled(self, name: str, rank: int) -> Iterator[Path]:
-        """Make a directory, to be filled by all ranks; afterwards, what this rank has written is on the disk."""
+    def filled(self, name: str) -> Iterator[Path]:
+        """Make a directory in which all ranks write; what is given to `keep` stays."""
         path = self._path / name
         path.mkdir(parents=True, exist_ok=True)
         yield path
-        for file in written_by(path, rank):
-            _sync(file)
-        _sync(path)
-        _sync(self._path)
+
+    def keep(self, name: str, file: Path) -> None:
+        """Have a file of that directory on the disk, with its name."""
+        for path in (file, self._path / name, self._path):
+            _sync(path)
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
@@ -134,7 +134,7 @@ class RemoteFolder:
         pipe = getattr(type(system), "_pipe_file", None) or type(system).pipe_file
         try:
             # What fsspec does for file systems that have no such call is to look first, which is not exclusive.
-            if pipe.__module__ in ("fsspec.spec", "fsspec.asyn") or "mode" not in inspect.signature(pipe).parameters:
+            if pipe.__module__ in ("fsspec.spec", "fsspec.asyn"):
                 raise NotImplementedError
             system.makedirs(self._url, exist_ok=True)
             system.pipe_file(url, content, mode="create")
@@ -156,13 +156,15 @@ class RemoteFolder:
         self._system.rm(self._at(name), recursive=True)
 
     @contextmanager
-    def filled(self, name: str, rank: int) -> Iterator[Path]:
-        """See `LocalFolder.filled`."""
+    def filled(self, name: str) -> Iterator[Path]:
+        """See `LocalFolder.filled`. Each rank writes in a directory of its own."""
         with tempfile.TemporaryDirectory() as directory:
             yield Path(directory)
-            self._system.makedirs(self._at(name), exist_ok=True)
-            for file in written_by(Path(directory), rank):
-                self._system.put_file(str(file), self._at(f"{name}/{file.name}"))
+
+    def keep(self, name: str, file: Path) -> None:
+        """See `LocalFolder.keep`."""
+        self._system.makedirs(self._at(name), exist_ok=True)
+        self._system.put_file(str(file), self._at(f"{name}/{file.name}"))
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:

@@ -79,7 +79,7 @@ if how == "errors":
     paddle.save = save
     attempt(step + 2, **what)
     if ME == 0:
-        (Path(folder) / "generation-000099").write_text('{"host": "other", "process": 7, "time": "now"}')
+        (Path(folder) / "generation-000099").write_text("now by process 7 on host other")
     attempt(step + 3, **what)
 found["newest"] = checkpoints.newest()
 found["exact"] = str(loader.certificate())

@@ -172,14 +172,14 @@ def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
 def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monkeypatch):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
-    write = Checkpoints._write
+    write = Checkpoints._kept
 
     def overtaken(self, *args):
         written = write(self, *args)
         assert second.load(extra={}) == 1
         return written
 
-    monkeypatch.setattr(Checkpoints, "_write", overtaken)
+    monkeypatch.setattr(Checkpoints, "_kept", overtaken)
     with pytest.raises(TakenOverError):
         first.save(2, extra={"by": 1})
     monkeypatch.undo()
@@ -369,9 +369,9 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path):
         run.load(ema={})
     with pytest.raises(ArgumentError, match=r"load\(number=\)"):
         run.load(number=5)
-    with pytest.raises(StateError, match=r"holds .*\(2, 1\).*, and the object that it is loaded into .*\(3, 1\)"):
+    with pytest.raises(StateError, match=r"holds .*2, 1\).*, and this model .*3, 1\)"):
         run.load(model=paddle.nn.Linear(3, 1))
-    with pytest.raises(StateError, match=r'holds .*"weight".*, and the object .*"0.weight"'):
+    with pytest.raises(StateError, match=r'holds .*"weight".*, and this model .*"0.weight"'):
         run.load(model=paddle.nn.Sequential(model))
 
 
