@@ -22,7 +22,7 @@ def test_of_ranks_that_read_the_same_rows_one_has_actors(cluster, tmp_path):
 
     for report in reports:
         assert report["actors"] == report["workers"] == reports[0]["workers"]
-        assert report["actors seen"] == 2
+        assert 1 <= report["actors seen"] <= 2
     assert [("reads for" in one["who"]) for one in reports].count(True) == 1, reports
 
 
