@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -31,6 +29,7 @@ from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_seed
 from paddle_shard.sources.files import needs
+from paddle_shard.sources.ray_data import connect
 
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer looks whether it was interrupted."""
@@ -269,16 +268,11 @@ class RayPool(WorkerPool):
         self._actors, self._holders, self._sent = [], {}, None
 
     def _connect(self) -> None:
-        """Connect this process to Ray, unless it is, and hand over what all actors need."""
+        """Connect to Ray, and hand over what all actors need."""
         import ray
-
-        if not ray.is_initialized():
-            ours = signal.getsignal(signal.SIGTERM)
-            ray.init(address="auto")
-            if threading.current_thread() is threading.main_thread():  # Ray takes the signal; it is the user's
-                signal.signal(signal.SIGTERM, ours)
         from ray import cloudpickle
 
+        connect()
         self._sent = ray.put(cloudpickle.dumps(self._settings))
 
     def _add_actors(self) -> None:

@@ -368,6 +368,7 @@ OPTIONS = {
         "paths": (parquet, "order"),
         **{name: (parquet, name) for name in ("columns", "allow_nulls", "shuffle_shards", "resample")},
     },
+    "Stream.ray": dict.fromkeys(("dataset", "batch_size"), "Ray Data's own: tests/adapters/ray"),
     "Stream.huggingface": {"dataset": "tests/sources/test_huggingface.py"},
     "Stream.decode": {"handlers": HELD, "only": HELD},
     "Stream.map": {"function": (stream, "mapped")},
