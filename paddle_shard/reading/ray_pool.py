@@ -360,7 +360,7 @@ class RayPool(WorkerPool):
         number = actor.number if early else unanswered[0].number
         if len(deaths) >= MOST_DEATHS * (self.num_workers if early else 1):
             doing = "before they could read" if early else "while they read the same rows"
-            text = f"{len(deaths)} actors in a row died {doing}: {'; '.join(dict.fromkeys(deaths))}"
+            text = f"{len(deaths)} actors in a row died {doing}: {'; '.join(deaths[-MOST_DEATHS:])}"
             self._broken = WorkersLostError(text, number)
             return
         logging.getLogger("paddle_shard").warning(
