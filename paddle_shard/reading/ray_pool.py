@@ -202,8 +202,6 @@ class RayPool(WorkerPool):
         """Ask for the actors. What fails is told as the failure of the first batch, on all ranks."""
         self._broken = None
         try:
-            for actor in self._actors:  # between two passes, nothing has shown whether it is alive
-                self._ask_where(actor)
             if self._sent is None:
                 self._connect()
             self._add_actors()
@@ -297,10 +295,6 @@ class RayPool(WorkerPool):
             handle = ray.remote(ReadingActor).options(**options).remote([self._sent], self._seed)
             self._actors.append(_Actor(number, handle, node, handle.where.remote()))
 
-    def _ask_where(self, actor: _Actor) -> None:
-        if actor.told is None:
-            actor.told = actor.handle.where.remote()
-
     def _look(self, seconds: float) -> None:
         """Wait so long for answers, note them, replace actors that have died, and ask those that have room."""
         import ray
@@ -369,8 +363,8 @@ class RayPool(WorkerPool):
             len(unanswered),
         )
         for other in self._actors:  # its node may have died, too; those that read will tell
-            if not other.asked:
-                self._ask_where(other)
+            if not other.asked and other.told is None:
+                other.told = other.handle.where.remote()
         self._add_actors()
 
     def _assign(self) -> None:
