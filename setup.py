@@ -22,7 +22,7 @@ ADAPTERS = {
     "torchdata": ["torchdata>=0.11", "torch"],
     "mds": ["mosaicml-streaming==0.13.*", "filelock==3.16.1", "numpy<2.2"],
     "dali": ["nvidia-dali-cuda130>=2.4"],
-    "ray": ["ray>=2.40"],
+    "ray": ["ray[data]>=2.40"],
 }
 
 setup(

@@ -79,7 +79,7 @@ if __name__ == "__main__":
     rank, world = dist.get_rank(), dist.get_world_size()
     address = [None]
     if rank == 0:
-        started = ray.init(num_cpus=2 * world, object_store_memory=200_000_000, include_dashboard=False)
+        started = ray.init("local", num_cpus=2 * world, object_store_memory=200_000_000, include_dashboard=False)
         address = [started.address_info["address"]]
     if world > 1:
         dist.broadcast_object_list(address, src=0)

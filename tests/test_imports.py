@@ -23,7 +23,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "stages": (PURE, {"numpy"}),
     "sources": (
         PURE | {"stages", "say_once"},
-        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "torch"},
+        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "ray", "torch"},
     ),
     "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle", "ray"}),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),

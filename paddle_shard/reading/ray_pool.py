@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -31,6 +29,7 @@ from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_seed
 from paddle_shard.sources.files import needs
+from paddle_shard.sources.ray_data import connect
 
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer looks whether it was interrupted."""
@@ -203,8 +202,6 @@ class RayPool(WorkerPool):
         """Ask for the actors. What fails is told as the failure of the first batch, on all ranks."""
         self._broken = None
         try:
-            for actor in self._actors:  # between two passes, nothing has shown whether it is alive
-                self._ask_where(actor)
             if self._sent is None:
                 self._connect()
             self._add_actors()
@@ -269,16 +266,11 @@ class RayPool(WorkerPool):
         self._actors, self._holders, self._sent = [], {}, None
 
     def _connect(self) -> None:
-        """Connect this process to Ray, unless it is, and hand over what all actors need."""
+        """Connect to Ray, and hand over what all actors need."""
         import ray
-
-        if not ray.is_initialized():
-            ours = signal.getsignal(signal.SIGTERM)
-            ray.init(address="auto")
-            if threading.current_thread() is threading.main_thread():  # Ray takes the signal; it is the user's
-                signal.signal(signal.SIGTERM, ours)
         from ray import cloudpickle
 
+        connect()
         self._sent = ray.put(cloudpickle.dumps(self._settings))
 
     def _add_actors(self) -> None:
@@ -302,10 +294,6 @@ class RayPool(WorkerPool):
                 options["scheduling_strategy"] = strategy
             handle = ray.remote(ReadingActor).options(**options).remote([self._sent], self._seed)
             self._actors.append(_Actor(number, handle, node, handle.where.remote()))
-
-    def _ask_where(self, actor: _Actor) -> None:
-        if actor.told is None:
-            actor.told = actor.handle.where.remote()
 
     def _look(self, seconds: float) -> None:
         """Wait so long for answers, note them, replace actors that have died, and ask those that have room."""
@@ -366,7 +354,7 @@ class RayPool(WorkerPool):
         number = actor.number if early else unanswered[0].number
         if len(deaths) >= MOST_DEATHS * (self.num_workers if early else 1):
             doing = "before they could read" if early else "while they read the same rows"
-            text = f"{len(deaths)} actors in a row died {doing}: {'; '.join(dict.fromkeys(deaths))}"
+            text = f"{len(deaths)} actors in a row died {doing}: {'; '.join(deaths[-MOST_DEATHS:])}"
             self._broken = WorkersLostError(text, number)
             return
         logging.getLogger("paddle_shard").warning(
@@ -375,8 +363,8 @@ class RayPool(WorkerPool):
             len(unanswered),
         )
         for other in self._actors:  # its node may have died, too; those that read will tell
-            if not other.asked:
-                self._ask_where(other)
+            if not other.asked and other.told is None:
+                other.told = other.handle.where.remote()
         self._add_actors()
 
     def _assign(self) -> None:

@@ -94,7 +94,8 @@ class ExternalSource(Stage):
         raise StateError(
             f"state is within an epoch, but the {given.name} loader {why}. If it gives other batches when it is read "
             "again, some samples would be missing and others come twice. Resume from the end of an epoch; or, if it "
-            "gives the same batches in the same order for the same ShardOptions, say ExternalLoader(repeatable=True)."
+            "is your own and gives the same batches in the same order for the same ShardOptions, say "
+            "ExternalLoader(repeatable=True)."
         )
 
     def fingerprint(self) -> list[Any]:

@@ -77,8 +77,6 @@ def test_names_of_this_library_that_a_page_mentions_exist(page):
 def test_options_that_a_page_mentions_exist(page):
     known = {
         "cls",
-        "name",
-        "save",
         "one_by_one",
         "size",
         "window",
@@ -95,6 +93,7 @@ def test_options_that_a_page_mentions_exist(page):
     known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
     classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
     classes = *classes, paddle_shard.Checkpoints
+    classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders
     for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, *classes):
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 ERROR = type("RayError", (Exception,), {})
 DIED = type("ActorDiedError", (ERROR,), {})
+LOST = type("ActorUnavailableError", (ERROR,), {})
 FAILED = type("RayTaskError", (ERROR,), {})
 
 
@@ -56,6 +57,12 @@ class Actor:
         except Exception as error:
             ref.error = FAILED(f"{type(error).__name__}: {error}")
 
+    def lose(self):
+        """It is out of reach, but alive."""
+        for ref in self.queue:
+            ref.error = LOST("its node does not answer")
+        self.queue = []
+
     def die(self, why="it was killed"):
         self.alive = False
         for ref in self.queue:
@@ -91,6 +98,8 @@ class FakeRay(ModuleType):
         if ref.error is not None:
             raise ref.error
         assert ref.done
+        for array in ref.value if isinstance(ref.value, list) else ():
+            array.setflags(write=False)
         return ref.value
 
     def wait(self, refs, num_returns, timeout):

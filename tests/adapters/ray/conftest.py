@@ -12,6 +12,7 @@ def cluster():
     """A small cluster on this machine; its actors find the tests' modules as these processes do."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     started = ray.init(
+        address="local",
         num_cpus=3,
         object_store_memory=200_000_000,
         include_dashboard=False,

@@ -5,9 +5,9 @@ import sys
 import threading
 import time
 
-import numpy as np
 import paddle.distributed as dist
 import ray
+import ray.data
 from paddle.io import DataLoader
 
 import paddle_shard
@@ -35,6 +35,46 @@ def leader():
         found[name] = hashes(loader, lambda step, seen=seen: seen.update(readings.actors_alive()))
         found[f"{name} seen"] = len(seen)
         found["who"] = loader.stats.who_reads
+    dist.barrier()
+    return found
+
+
+def data():
+    """Ranks that read a data set of Ray Data, of which some batches cost more than others."""
+    dist.init_parallel_env()
+    world = dist.get_world_size()
+
+    def loader_of(data_ranks, **options):
+        shape = [list(range(row * world // data_ranks, (row + 1) * world // data_ranks)) for row in range(data_ranks)]
+        made = ray.data.range(103, override_num_blocks=7).map(lambda row: {"id": row["id"], "half": row["id"] / 2})
+        stream = paddle_shard.Stream.ray(made, batch_size=8)
+        mesh = dist.ProcessMesh(shape, dim_names=["dp", "mp"])
+        return paddle_shard.shard_dataloader(stream, mesh, shard_dims="dp", tail="pad", **options)
+
+    def epoch(loader):
+        found, batches = [], iter(loader)
+        for batch in batches:
+            valid = batches.valid._local_value().numpy()
+            ids, halves = (batch[name]._local_value().numpy() for name in ("id", "half"))
+            assert (halves == ids / 2).all()
+            found.append(ids[valid].tolist())
+        return found
+
+    loader = loader_of(2)
+    found = {
+        "epochs": [epoch(loader) for _ in range(2)],
+        "refused": [],
+        "leader": epoch(loader_of(1, replicas="leader")),
+    }
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    batches.close()
+    for refused in (lambda: loader_of(2).load_state_dict(state), lambda: epoch(loader_of(1))):
+        try:
+            refused()
+        except Exception as error:
+            found["refused"].append(f"{type(error).__name__}: {error}")
     dist.barrier()
     return found
 
@@ -78,14 +118,14 @@ def growing():
 def killed():
     """A rank that is killed while it reads."""
     loader = readings.loader_of(readings.Draws(), paddle_shard.RayReaders(num=2), {}, {})
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     print("begun", *sorted(readings.actors_alive()), flush=True)
     threading.Event().wait()
 
 
 if __name__ == "__main__":
     case = sys.argv[1]
-    assert np.ones(1)[0] == 1
     if "RAY_ADDRESS" in os.environ:
         ray.init(address="auto", log_to_driver=False)
-    report({"leader": leader, "host": host, "growing": growing, "killed": killed}[case]())
+    report({"leader": leader, "host": host, "data": data, "growing": growing, "killed": killed}[case]())

@@ -91,11 +91,11 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
 def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(kind, path):
     stream, settings, options = STREAMS[kind]
     expected = read(loader_of(stream(path), None, settings, options), epochs=2)
-    kills = Kills(seed=len(kind), steps=25, count=5)
+    kills = Kills(seed=len(kind), steps=25, count=3)
 
     found = read(loader_of(stream(path), RayReaders(num=3), settings, options), epochs=2, after_step=kills)
 
-    assert kills.count == 5
+    assert kills.count == 3
     assert found == expected
 
 
@@ -195,3 +195,18 @@ def test_more_than_the_object_store_holds_goes_through_it_and_nothing_stays():
 
     gc.collect()
     until(lambda: len(held()) <= before)
+
+
+@pytest.mark.parametrize("kinds", [(INDEXED, "draws"), (STREAMS, "parts of files"), (STREAMS, "shuffled, repeated")])
+def test_a_run_is_resumed_by_other_readers(kinds, path):
+    data, settings, options = kinds[0][kinds[1]]
+    given = data(path) if kinds[0] is STREAMS else data()
+    expected = read(loader_of(given, None, settings, options))
+    for before, after in ((None, RayReaders(num=2)), (RayReaders(num=2), None)):
+        first, second = loader_of(given, before, settings, options), loader_of(given, after, settings, options)
+        batches = iter(first)
+        for _ in range(9):
+            next(batches)
+        second.load_state_dict(first.state_dict())
+        batches.close()
+        assert read(second)[:-1] == expected[9:-1]
