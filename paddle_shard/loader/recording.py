@@ -1,0 +1,89 @@
+"""What does the record of a run say of its loader, in the line with which a job begins?"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_shard.inputs.options import LoaderOptions
+from paddle_shard.inputs.source import Source
+from paddle_shard.place.field import FieldLayout
+from paddle_shard.plan.handlers import length_or_none
+from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
+from paddle_shard.position.run import Run
+from paddle_shard.version import VERSION
+
+_TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "record"}
+_MOST_TEXT = 200
+
+
+def facts_of_run(
+    options: LoaderOptions, source: Source, run: Run, layouts: Sequence[FieldLayout], own: FieldLayout
+) -> dict[str, Any]:
+    """Return what is known when a run begins: JSON-able.
+
+    Args:
+        options: Of the loader.
+        source: What it reads.
+        run: Its run.
+        layouts: Of all fields.
+        own: Layout of the field whose rows this rank reads.
+    """
+    given, stream, plan = options.dataloader, source.stream, run.plan if source.stream is None else source.stream.plan
+    sizes, times, order = options.batch_size, source.accumulation, None
+    if plan is not None:
+        order = {
+            "batch_size": plan.batch_size if sizes is None else source.batch_size,  # that at the start of the run
+            "num_data_ranks": plan.num_data_ranks,
+            "accumulation": plan.accumulation,
+            "sizes": None if sizes is None else [(int(first), int(rows) * times) for first, rows in sizes],
+        }
+    data: dict[str, Any] = {"class": type(given.dataset).__name__}
+    if stream is None:
+        data["length"] = length_or_none(given.dataset)
+    else:
+        data |= {"class": repr(given.dataset)[:_MOST_TEXT], "files": list(stream.stage.source.files)}
+        data |= {"num_parts": stream.plan.num_parts, "num_batches": stream.plan.num_batches}
+    meshes = [_mesh(layout) for layout in layouts]
+    return {
+        "versions": {
+            "paddle_shard": VERSION,
+            "paddle": paddle.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
+        "plan": order,
+        "order_of": run.no_order(),
+        "dealt": source.costs is not None,
+        "meshes": [one for number, one in enumerate(meshes) if one not in meshes[:number]],
+        "rank": dist.get_rank(),
+        "data_rank": (own.data_rank, own.num_data_ranks) if own.on_mesh else None,
+        "options": {
+            one.name: _shown(value)
+            for one in fields(options)
+            if one.name not in _TOLD_OTHERWISE and (value := getattr(options, one.name)) not in (None, False)
+        },
+        "workers": given.num_workers,
+        "data": data,
+    }
+
+
+def _mesh(layout: FieldLayout) -> dict[str, Any]:
+    mesh = layout.layout
+    return {
+        "axes": dict(zip(mesh.axes, mesh.shape, strict=True)),
+        "process_ids": list(mesh.process_ids),
+        "data_axes": [mesh.axes[axis] for axis in layout.data_axes],
+        "other_dims": {mesh.axes[axis]: dim for axis, dim in layout.dims if dim},
+    }
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else repr(value)[:_MOST_TEXT]
