@@ -364,7 +364,9 @@ class Run:
             return
         history = self.history
         if state is not None:
-            self._told = state.epoch, state.samples, state.steps, state.ended, history
+            # A loader keeps what it left out before it loads a state.
+            told = state.history if kind == "resume" else history
+            self._told = state.epoch, state.samples, state.steps, state.ended, told
             facts["state"] = position(state)
         self.recorder.note(kind, history.to_json(), **{"passes": self._reached(), **facts})
 

@@ -225,7 +225,8 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     begun = [one for one in stretches if one.resumed is not None or one.legs()]
     if not begun:
         raise ArgumentError("the record tells of no batch yet: no pass has come to its end, and no state was saved.")
-    way = max(begun, key=lambda one: one.lines[-1][0]["number"]).line_of()
+    # A line of a load ends one stretch and begins the next.
+    way = max(begun, key=lambda one: (one.lines[-1][0]["number"], one.lines[0][0]["number"])).line_of()
     legs: list[Leg] = []
     saved: list[Saved] = []
     lost = [leg for one in stretches if one not in [stretch for stretch, _ in way] for leg in one.legs().values()]
