@@ -66,6 +66,12 @@ def numbers(values: Sequence[int]) -> str:
     return " ".join(shown)
 
 
+def samples_shown(samples: Sequence[Any]) -> str:
+    """Return samples in their order; None stands for a row of padding, or one that was left out."""
+    names = ("-" if one is None else ":".join(map(str, one)) if isinstance(one, list) else str(one) for one in samples)
+    return " ".join(names)
+
+
 def run_of(path: str) -> Timeline:
     """Return what the record in a file tells of its run."""
     return timeline(read(path)[0])

@@ -6,12 +6,10 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
-from paddle_shard.cli.answer import Answer, Command, leg_of, numbers, run_of, table
+from paddle_shard.cli.answer import Answer, Command, leg_of, numbers, run_of, samples_shown, table
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import name_of, places_in, shares_of, step_of
+from paddle_shard.record.places import places_in, samples_at, shares_of
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import Job, Leg, timeline
 
@@ -93,7 +91,7 @@ def sample_of(text: str) -> Any:
 
 
 def _where(options: argparse.Namespace) -> Answer:
-    run, places = run_of(options.record), []
+    run, places = run_of(options.record), list[dict[str, Any]]()
     for leg, step, row, shares in places_in(run, options.sample):
         if options.epoch in (None, leg.epoch):
             place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number}
@@ -142,31 +140,19 @@ def _batch(options: argparse.Namespace) -> Answer:
     for one in found:
         said.append(f"epoch {epoch}, step {options.step}, job {one['job']}")
         what = "parts" if "positions" in one else "samples"
-        rows = [[on["mesh"], on["data_rank"], numbers(on["ranks"]), _shown(on[what])] for on in one["on"]]
-        said.append(table(["mesh", "data rank", "ranks", what], rows) if rows else f"samples: {_shown(one['samples'])}")
+        rows = [[on["mesh"], on["data_rank"], numbers(on["ranks"]), samples_shown(on[what])] for on in one["on"]]
+        said.append(
+            table(["mesh", "data rank", "ranks", what], rows) if rows else f"samples: {samples_shown(one['samples'])}"
+        )
         if "positions" in one:
             said.append(f"each part: positions [{one['positions'][0]}, {one['positions'][1]}) of it")
     return Answer(text="\n".join(said), found={"epoch": epoch, "step": options.step, "delivered": found})
 
 
-def _shown(values: list[Any]) -> str:
-    """Return samples in their order; None stands for a row of padding, or one that was left out."""
-    names = ("-" if one is None else ":".join(map(str, one)) if isinstance(one, list) else str(one) for one in values)
-    return " ".join(names)
-
-
-def samples_of(leg: Leg, step: int) -> list[Any]:
-    """Return the sample of each row of a step, as users name it; None: a row of padding, or one that was left out."""
-    found, plan = step_of(leg, step), leg.plan
-    if found is None:
-        return [None] * plan.num_rows(step=step)
-    real = np.ones(len(found.ids), bool) if found.real is None else found.real
-    return [name_of(plan, one) if kept else None for one, kept in zip(found.ids, real, strict=True)]
-
-
 def _rows(leg: Leg, step: int) -> dict[str, Any]:
     """Return the samples of a step, and of each rank."""
-    samples, plan, on = samples_of(leg, step), leg.plan, []
+    plan, on = leg.plan, list[dict[str, Any]]()
+    samples = samples_at(plan, leg.epoch, step, leg.skips)
     if not leg.job.facts["dealt"]:
         for share in shares_of(leg.job.meshes, plan.num_rows(step=step), plan.micro_size(step=step)):
             of_share = {"mesh": share.mesh, "data_rank": share.data_rank, "ranks": list(share.ranks)}

@@ -190,7 +190,7 @@ class Run:
         self.recorder: Recorder | None = None
         """Writes the record of the run, if the user wants one and this rank is the one that writes it."""
         self._told: Any = None
-        """The position that the record has told last."""
+        """The position at which the state was saved last, as the record tells."""
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -348,7 +348,8 @@ class Run:
     def save(self) -> dict[str, Any]:
         """Return the position of the run as the user saves it."""
         state = self.state()
-        if self._told != (state.epoch, state.samples, state.steps, state.ended, state.history):
+        if self._told != (told := (state.epoch, state.samples, state.steps, state.ended, state.history)):
+            self._told = told
             self._note("checkpoint", state)
         return state.to_dict()
 
@@ -364,9 +365,6 @@ class Run:
             return
         history = self.history
         if state is not None:
-            # A loader keeps what it left out before it loads a state.
-            told = state.history if kind == "resume" else history
-            self._told = state.epoch, state.samples, state.steps, state.ended, told
             facts["state"] = position(state)
         self.recorder.note(kind, history.to_json(), **{"passes": self._reached(), **facts})
 

@@ -13,7 +13,6 @@ from paddle_shard.plan.mixture import Mixing, source_and_index
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of, step_of_plan
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.step import Step
 from paddle_shard.record.timeline import Leg, Timeline
 
 
@@ -52,9 +51,13 @@ def groups_of(mesh: MeshLayout, axes: list[str]) -> list[tuple[int, ...]]:
     return list(map(tuple, found))
 
 
-def step_of(leg: Leg, step: int) -> Step | None:
-    """Return what all ranks together have at a step that was delivered; None if all of it was left out."""
-    return step_of_plan(leg.plan, leg.epoch, step, leg.skips)
+def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any]:
+    """Return the sample of each row of a step, as users name it; None: a row of padding, or one that is left out."""
+    found = step_of_plan(plan, epoch, step, skips)
+    if found is None:  # all of it is
+        return [None] * plan.num_rows(step=step)
+    real = np.ones(len(found.ids), bool) if found.real is None else found.real
+    return [name_of(plan, one) if kept else None for one, kept in zip(found.ids, real, strict=True)]
 
 
 def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int, list[Share]]]:

@@ -281,20 +281,17 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> tuple[list[_Stretch], list[Jo
 
 
 def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretch, int] | None:
-    """Return the newest stretch that has reached a position, and the number of its lines by then."""
-    both = [(line, one, at) for one in stretches for at, (line, _) in enumerate(one.lines)]
-    for kinds in (("checkpoint", "end"), ("pass",)):
-        for line, one, at in sorted(both, key=lambda entry: -entry[0]["number"]):
-            # The epoch first: to read a whole state takes longer.
-            if (
-                line["line"] in kinds
-                and line["state"]["epoch"] == wanted.epoch
-                and _bare(one.state(at)) == _bare(wanted)
-            ):
+    """Return the newest stretch in which a state was saved, and the number of its lines by then."""
+    found = None
+    for one in reversed(stretches):
+        for at, (line, _) in reversed(list(enumerate(one.lines))):
+            # The epoch first: it takes long to read a whole state.
+            if line["line"] != "checkpoint" or line["state"]["epoch"] != wanted.epoch:
+                continue
+            state = replace(one.state(at), fingerprint=wanted.fingerprint)
+            if state == wanted:
                 return one, at + 1
-    return None
-
-
-def _bare(state: LoaderState) -> LoaderState:
-    """Return a position and what was changed before it, by which a state is recognized; accounts may differ."""
-    return replace(state, certificate={}, fingerprint={})
+            # Another rank's state has another account, and so has one that was saved again after `certificate()`.
+            if found is None and replace(state, certificate=wanted.certificate) == wanted:
+                found = one, at + 1
+    return found

@@ -52,8 +52,16 @@ def main(path):
     if dist.get_world_size() > 1:
         dist.init_parallel_env()
     mesh = dist.ProcessMesh(job["mesh"], dim_names=job["names"])
-    loader, batches, folder = loader_of(job, mesh), None, Path(path).parent
-    log = open(f"{path}.rank-{rank}.jsonl", "w", buffering=1)
+    loader, folder = loader_of(job, mesh), Path(path).parent
+    with open(f"{path}.rank-{rank}.jsonl", "w", buffering=1) as log:
+        do(job, loader, folder, log)
+    report({"exact": None if job["data"] == "stream" else bool(loader.certificate().exact)})
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def do(job, loader, folder, log):
+    batches = None
     for action, given in job["does"]:
         if action == "take":
             batches = iter(loader) if batches is None else batches
@@ -71,7 +79,7 @@ def main(path):
             if job.get("certificates"):
                 loader.certificate()
             state = loader.state_dict()
-            if rank == 0:
+            if dist.get_rank() == 0:
                 Path(folder, given).write_text(json.dumps(state))
         elif action == "load":
             batches = None
@@ -87,9 +95,6 @@ def main(path):
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "python":
             exec(given, {"loader": loader, "state": json.loads(Path(folder, "state").read_text())})
-    report({"exact": None if job["data"] == "stream" else bool(loader.certificate().exact)})
-    if dist.get_world_size() > 1:
-        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Random runs: what the record tells of them, against what each rank was given, one process playing all ranks."""
 
+import contextlib
 import json
 import tempfile
 from collections import Counter, defaultdict
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard import Mixture, ShardPlan
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import name_of, places_in, shares_of, step_of
+from paddle_shard.record.places import places_in, samples_at, shares_of
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import timeline
 from paddle_shard.testing.simulated import simulated_rank
@@ -78,20 +80,31 @@ class Ranks:
                 found.append(function(rank))
         return found
 
-    def take(self):
-        """One step of all ranks: (epoch, step, [(id, row) of each rank]); None at the end."""
-        if self.batches is None:
-            self.batches = self.all(lambda rank: iter(self.loaders[rank]))
-        found = self.all(lambda rank: next(self.batches[rank], None))
-        if found[0] is None:
-            self.batches = None
-            return None
-        first = self.batches[0]
-        rows = []
-        for batch, batches in zip(found, self.batches, strict=True):
-            ids, valid = (one._local_value().numpy().reshape(-1).tolist() for one in (batch, batches.valid))
-            rows.append([one if real else None for one, real in zip(ids, valid, strict=True)])
-        return first.epoch, first.step - 1, rows
+    def take(self, most):
+        """(epoch, step, [rows of each rank, None for one that is not real]) of up to so many steps."""
+        for _ in range(most):
+            if self.batches is None:
+                self.batches = self.all(lambda rank: iter(self.loaders[rank]))
+            found = self.all(lambda rank: next(self.batches[rank], None))
+            if found[0] is None:
+                self.batches = None
+                return
+            rows = []
+            for batch, batches in zip(found, self.batches, strict=True):
+                ids, valid = (one._local_value().numpy().reshape(-1).tolist() for one in (batch, batches.valid))
+                rows.append([one if real else None for one, real in zip(ids, valid, strict=True)])
+            yield self.batches[0].epoch, self.batches[0].step - 1, rows
+
+    def save(self):
+        return self.all(lambda rank: json.loads(json.dumps(self.loaders[rank].state_dict())))[0]
+
+    def load(self, state):
+        self.batches = None
+        self.all(lambda rank: self.loaders[rank].load_state_dict(state))
+
+    def skip(self, samples):
+        self.batches = None
+        self.all(lambda rank: self.loaders[rank].skip(samples=samples))
 
 
 JOBS = st.lists(
@@ -141,7 +154,7 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
     for leg in run.legs:
         plan = leg.plan
         for step in range(leg.start.steps, leg.steps):
-            if step_of(leg, step) is not None:
+            if any(one is not None for one in samples_at(plan, leg.epoch, step, leg.skips)):
                 found[leg.job.number, leg.epoch, step].append(_rows(leg, plan, step))
     for job, epoch, step, rows in delivered:
         assert rows in found[job, epoch, step]
@@ -166,12 +179,10 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
 
 def _rows(leg, plan, step):
     """What the record says each rank has had."""
-    of_all = step_of(leg, step)
-    real = np.ones(len(of_all.ids), bool) if of_all.real is None else of_all.real
-    names = [name_of(plan, one) for one in of_all.ids]
+    names = samples_at(plan, leg.epoch, step, leg.skips)
     ids = [1000 * "ab".index(one[0]) + one[1] if isinstance(one, list) else one for one in names]
     shares = shares_of(leg.job.meshes, plan.num_rows(step=step), plan.micro_size(step=step))
-    return [[ids[row] if real[row] else None for row in share.rows] for share in shares]
+    return [[ids[row] for row in share.rows] for share in shares]
 
 
 def _play(path, jobs, accumulation, kind, tail):
@@ -179,31 +190,20 @@ def _play(path, jobs, accumulation, kind, tail):
     saved, way, told = [], [], False
     for number, (data_ranks, each, does) in enumerate(jobs, 1):
         ranks = Ranks(path, data_ranks, each, accumulation, kind, tail)
-        way = way if number == 1 else None  # nothing is continued unless a state is loaded
+        way = []  # nothing is continued unless a state is loaded
         for action, what in [*([("load", 5)] if number > 1 and saved else []), *does, ("save", None)]:
-            way = [] if way is None else way
             if action == "take":
-                for _ in range(what):
-                    step = ranks.take()
-                    if step is None:
-                        break
-                    way.append((number, *step))
+                way += [(number, *step) for step in ranks.take(what)]
             elif action == "save":
-                states = ranks.all(lambda rank: json.loads(json.dumps(ranks.loaders[rank].state_dict())))
-                saved.append((states[0], list(way)))
+                saved.append((ranks.save(), list(way)))
                 told = told or bool(way)
             elif action == "leave":
                 ranks.batches = None
             elif action == "load" and saved:
                 state, before = saved[what % len(saved)]
-                ranks.batches = None
-                ranks.all(lambda rank: ranks.loaders[rank].load_state_dict(state))
+                ranks.load(state)
                 way = list(before)
             elif action == "skip":
-                ranks.batches = None
-                sample = what if kind != "mixture" else ("a", what % 40)
-                try:
-                    ranks.all(lambda rank: ranks.loaders[rank].skip(samples=[sample]))
-                except ValueError:
-                    pass  # a loop was left
-    return way or [], told
+                with contextlib.suppress(ArgumentError):  # a loop was left
+                    ranks.skip([what if kind != "mixture" else ("a", what % 40)])
+    return way, told

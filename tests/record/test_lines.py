@@ -1,4 +1,4 @@
-"""The file of a record: what is written, what a crash leaves, and what is seen of lines that were taken out or changed."""
+"""The file of a record: what is written, what a crash leaves, and what is seen of lines that are gone or changed."""
 
 import json
 import logging
@@ -129,7 +129,7 @@ def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(tmp_path, ca
 
     monkeypatch.setattr("paddle_shard.record.recorder.append", full)
     caplog.set_level(logging.WARNING)
-    for batch in loader:
+    for _ in loader:
         loader.state_dict()
     said = [record.getMessage() for record in caplog.records if "cannot be written any more" in record.getMessage()]
     assert len(said) == 1
