@@ -7,12 +7,19 @@ import json
 import sys
 from collections.abc import Sequence
 
-from paddle_shard.cli import ask, plan
+from paddle_shard.cli import ask, change, doctor, index_shards, plan, show
 from paddle_shard.cli.answer import Command
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.version import VERSION
 
-COMMANDS: dict[str, Command] = {**plan.COMMANDS, **ask.COMMANDS}
+COMMANDS: dict[str, Command] = {
+    **plan.COMMANDS,
+    **ask.COMMANDS,
+    **show.COMMANDS,
+    **change.COMMANDS,
+    **index_shards.COMMANDS,
+    **doctor.COMMANDS,
+}
 """All commands, by name."""
 
 

@@ -35,13 +35,14 @@ def facts_of_run(
         layouts: Of all fields.
         own: Layout of the field whose rows this rank reads.
     """
-    given, stream, plan = options.dataloader, source.stream, run.plan if source.stream is None else source.stream.plan
-    sizes, times, order = options.batch_size, source.accumulation, None
-    if plan is not None:
+    given, stream, sizes, times = options.dataloader, source.stream, options.batch_size, source.accumulation
+    plan = run.plan if stream is None else stream.plan
+    order = None  # of items that are whole batches
+    if not source.item_is_batch:
         order = {
-            "batch_size": plan.batch_size if sizes is None else source.batch_size,  # that at the start of the run
-            "num_data_ranks": plan.num_data_ranks,
-            "accumulation": plan.accumulation,
+            "batch_size": source.batch_size,
+            "num_data_ranks": own.num_data_ranks if plan is None else plan.num_data_ranks,
+            "accumulation": times,
             "sizes": None if sizes is None else [(int(first), int(rows) * times) for first, rows in sizes],
         }
     data: dict[str, Any] = {"class": type(given.dataset).__name__}
@@ -49,7 +50,7 @@ def facts_of_run(
         data["length"] = length_or_none(given.dataset)
     else:
         data |= {"class": repr(given.dataset)[:_MOST_TEXT], "files": list(stream.stage.source.files)}
-        data |= {"num_parts": stream.plan.num_parts, "num_batches": stream.plan.num_batches}
+        data |= {} if source.item_is_batch else {"num_parts": stream.plan.num_parts}
     meshes = [_mesh(layout) for layout in layouts]
     return {
         "versions": {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, StateError
@@ -47,18 +48,19 @@ class Job:
             return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
         return None
 
-    def batches(self, history: History = History()) -> PlanBatches:  # noqa: B008  (a frozen value)
+    def batches(self, history: History, **others: Any) -> PlanBatches:
         """Return the order that this job served.
 
         Args:
             history: What was changed in the run.
+            others: Another `batch_size`, or another number of data ranks, than it had.
 
         Raises:
             ArgumentError: Nobody but the loader knows it.
         """
         if (why := self.unknown) is not None:
             raise ArgumentError(f"job {self.number}: {why}, so the record has positions and no samples.")
-        known, order = self.facts["fingerprint"], self.facts["plan"]
+        known, order = self.facts["fingerprint"], {**self.facts["plan"], **others}
         ordering = ordering_of(known)
         assert ordering is not None
         plan = ShardPlan(
@@ -116,7 +118,7 @@ class Leg:
         """What it left out."""
         return self.history.skips
 
-    @property
+    @cached_property
     def plan(self) -> ShardPlan:
         """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
         return self.job.batches(self.history).plan_of(self.start)
@@ -194,6 +196,11 @@ class Timeline:
     """The positions on the way, in order."""
     began_at: LoaderState | None
     """The position from which the oldest job was resumed, if no line tells how it was reached; None: it began anew."""
+
+    @property
+    def checkpoints(self) -> list[Saved]:
+        """Those of the positions at which the state was saved."""
+        return [saved for saved in self.saved if saved.line["line"] == "checkpoint"]
 
     @property
     def epochs(self) -> list[int]:
