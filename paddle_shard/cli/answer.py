@@ -1,26 +1,44 @@
-"""What does a command answer, for people and for programs?"""
+"""What does a command take, and what does it answer, for people and for programs?"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.record.lines import read
 from paddle_shard.record.timeline import Leg, Timeline, timeline
 
+Rows = Sequence[Mapping[str, Any]]
+"""A table: in each row, the same names, each with its value."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What a command has found."""
 
-    text: str
-    found: dict[str, Any] = field(default_factory=dict)
-    """The same as JSON values."""
+    found: Mapping[str, Any]
+    """JSON values, for programs."""
+    said: Sequence[str | Rows]
+    """The same for people: lines and tables."""
     failed: bool = False
     """True if the command exits with 1: a hazard, or a verification that has failed."""
+
+    def __str__(self) -> str:
+        return "\n".join(one if isinstance(one, str) else table(one) for one in self.said)
+
+
+Hazard = tuple[str, str]
+"""What is wrong, and its remedy."""
+
+
+def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: Sequence[Hazard]) -> Answer:
+    """Return an answer that ends with what is wrong."""
+    shown = [f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}." for what, remedy in hazards]
+    told = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
+    return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,46 +48,47 @@ class Command:
     does: str
     """In a sentence."""
     example: str
-    arguments: Callable[[argparse.ArgumentParser], object]
+    arguments: Sequence[tuple[str, Mapping[str, Any]]]
+    """Each with what `argparse` wants to know of it."""
     answer: Callable[[argparse.Namespace], Answer]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+RECORD = ("record", {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"})
+EPOCH = ("--epoch", {"type": int, "help": "the epoch; may be left out if the run has one only"})
+
+
+def table(rows: Rows) -> str:
     """Return rows in columns.
 
     Examples:
-        >>> print(table(["rank", "rows"], [[0, "a"], [10, "b"]]))
-        rank  rows
-        0     a
-        10    b
+        >>> print(table([{"rank": 0, "row_of_rank": 1}, {"rank": 10, "row_of_rank": None}]))
+        rank  row of rank
+        0     1
+        10    -
     """
-    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    cells = [[name.replace("_", " ") for name in rows[0]], *([cell(one) for one in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines)
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def numbers(values: Sequence[int]) -> str:
-    """Return ints, stretches of consecutive ones shortened.
+def cell(value: Any) -> str:
+    """Return a value for people: of a list, consecutive ints are shortened.
 
     Examples:
-        >>> numbers([0, 1, 2, 7, 9, 10])
-        '0-2 7 9 10'
+        >>> cell([0, 1, 2, 7, None, ["web", 3]]), cell(None), cell("dp=2")
+        ('0-2 7 - web:3', '-', 'dp=2')
     """
-    found: list[list[int]] = []
-    for value in values:
-        if found and value == found[-1][-1] + 1:
-            found[-1] = [found[-1][0], value]
+    if value is None or not isinstance(value, list | tuple):
+        return "-" if value is None else str(value)
+    found: list[list[Any]] = []
+    for one in value:
+        name = ":".join(map(str, one)) if isinstance(one, list | tuple) else one
+        if found and isinstance(name, int) and name - 1 == found[-1][-1]:
+            found[-1].append(name)
         else:
-            found.append([value])
-    shown = (f"{one[0]}-{one[-1]}" if one[-1] - one[0] > 1 else " ".join(map(str, one)) for one in found)
-    return " ".join(shown)
-
-
-def samples_shown(samples: Sequence[Any]) -> str:
-    """Return samples in their order; None stands for a row of padding, or one that was left out."""
-    names = ("-" if one is None else ":".join(map(str, one)) if isinstance(one, list) else str(one) for one in samples)
-    return " ".join(names)
+            found.append([name])
+    return " ".join(f"{one[0]}-{one[-1]}" if len(one) > 2 else " ".join(map(cell, one)) for one in found)
 
 
 def run_of(path: str) -> Timeline:
@@ -85,11 +104,18 @@ def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]
     """
     epoch = run.epochs[0] if epoch is None and len(run.epochs) == 1 else epoch
     if epoch is None:
-        raise ArgumentError(f"--epoch is missing: the run has the epochs {numbers(run.epochs)}. Give one of them.")
+        raise ArgumentError(f"--epoch is missing: the run has the epochs {cell(run.epochs)}. Give one of them.")
     found = run.legs_of(epoch, step)
     if not found:
         known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
-        raise ArgumentError(
-            f"step {step} of epoch {epoch} was not delivered, says the record; of this epoch it has {known}."
-        )
+        what = f"step {step} of epoch {epoch} was not delivered, says the record"
+        raise ArgumentError(f"{what}; of this epoch it has {known}.")
     return epoch, found
+
+
+def sample_of(text: str) -> Any:
+    """Return the sample that a user names: 17, or web:17 of a mixture."""
+    source, colon, index = text.rpartition(":")
+    if not index.isdigit():
+        raise argparse.ArgumentTypeError(f"must be an index such as 17, or source:index of a mixture, got {text!r}")
+    return (source, int(index)) if colon else int(index)

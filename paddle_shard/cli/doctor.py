@@ -8,7 +8,7 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from paddle_shard.cli.answer import Answer, Command, table
+from paddle_shard.cli.answer import Answer, Command, Hazard, with_hazards
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.version import VERSION
 
@@ -32,7 +32,7 @@ def _doctor(options: argparse.Namespace) -> Answer:
         "system": f"{platform.system()} {platform.release()}",
         "cores": str(os.cpu_count()),
     }
-    hazards: list[tuple[str, str]] = []
+    hazards: list[Hazard] = []
     if found["paddle"] == "not installed":
         hazards.append(
             ("Paddle is not installed: loaders need it", "pip install 'paddle_shard[cpu]', or paddlepaddle-gpu 3.x")
@@ -63,18 +63,11 @@ def _doctor(options: argparse.Namespace) -> Answer:
     if "PADDLE_TRAINER_ID" in os.environ:
         ranks = os.environ.get("PADDLE_TRAINERS_NUM", "?")
         found["launcher"] = f"rank {os.environ['PADDLE_TRAINER_ID']} of {ranks}"
-    said = [table(["what", ""], found.items()), ""]
-    said += [f"HAZARD: {what}. {remedy}." for what, remedy in hazards] or ["no hazard was found"]
-    shown = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
-    return Answer(text="\n".join(said), found={**found, **shown}, failed=bool(hazards))
+    rows = [{"what": name, "here": value} for name, value in found.items()]
+    return with_hazards({"machine": found}, [rows], hazards)
 
 
 COMMANDS = {
-    "doctor": Command(
-        does="Has this machine what loaders need?",
-        example="--json",
-        arguments=lambda parser: None,
-        answer=_doctor,
-    )
+    "doctor": Command(does="Has this machine what loaders need?", example="--json", arguments=[], answer=_doctor)
 }
 """The command, by name."""

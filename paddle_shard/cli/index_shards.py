@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from paddle_shard.cli.answer import Answer, Command
 from paddle_shard.errors import PaddleShardError
@@ -16,15 +17,10 @@ from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts
 _DOES = "Count the samples of WebDataset tars, each read once to its end, and write the index file."
 
 
-def index_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument(
-        "urls",
-        nargs="+",
-        metavar="URL",
-        help="paths or URLs; braces and patterns expand: {00..99}.tar, '*.tar'",
-    )
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the index file, such as index.json")
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    ("urls", {"nargs": "+", "metavar": "URL", "help": "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'"}),
+    ("-o --output", {"required": True, "metavar": "FILE", "help": "the index file, such as index.json"}),
+]
 
 
 def index(options: argparse.Namespace) -> Answer:
@@ -33,7 +29,7 @@ def index(options: argparse.Namespace) -> Answer:
         names = expand(options.urls)
         check_base_names(names)
     except PaddleShardError as error:
-        return Answer(text=str(error), found={"error": str(error)}, failed=True)
+        return Answer(found={"error": str(error)}, said=[str(error)], failed=True)
     entries = {}
     for number, name in enumerate(names, 1):
         try:
@@ -41,7 +37,7 @@ def index(options: argparse.Namespace) -> Answer:
         except Exception as error:  # whatever a tar, a server or a store has to say
             raise_if_a_handlers(error)
             text = f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written."
-            return Answer(text=text, found={"error": text}, failed=True)
+            return Answer(found={"error": text}, said=[text], failed=True)
         print(
             f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes",
             file=sys.stderr,
@@ -50,12 +46,10 @@ def index(options: argparse.Namespace) -> Answer:
     write_index(options.output, entries)
     total = sum(entry.samples for entry in entries.values())
     text = f"{options.output}: {total} samples in {len(entries)} shards"
-    return Answer(text=text, found={"samples": {name: entry.samples for name, entry in entries.items()}})
+    return Answer(found={name: entry.samples for name, entry in entries.items()}, said=[text])
 
 
-COMMANDS = {
-    "index": Command(does=_DOES, example="'train-*.tar' -o index.json", arguments=index_arguments, answer=index)
-}
+COMMANDS = {"index": Command(does=_DOES, example="'train-*.tar' -o index.json", arguments=_ARGUMENTS, answer=index)}
 """The command, by name."""
 
 
@@ -69,9 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; 1 if a shard cannot be read whole: then nothing is written.
     """
     parser = argparse.ArgumentParser(prog="python -m paddle_shard.cli.index_shards", description=_DOES)
-    index_arguments(parser)
+    for argument, how in _ARGUMENTS:
+        parser.add_argument(*argument.split(), **how)
     answer = index(parser.parse_args(arguments))
-    print(answer.text, file=sys.stderr)
+    print(answer, file=sys.stderr)
     return int(answer.failed)
 
 

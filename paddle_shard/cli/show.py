@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, leg_of, run_of
-from paddle_shard.cli.ask import of_record, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.record.places import samples_at
@@ -68,36 +67,35 @@ def _show(options: argparse.Namespace) -> Answer:
     if callable(dataset) and not hasattr(dataset, "__getitem__"):
         dataset = dataset()
     decode = None if options.decode is None else named(options.decode, "--decode")
-    found, said = [], []
+    found = []
     for sample in samples:
-        name = ":".join(map(str, sample)) if isinstance(sample, list) else str(sample)
         try:
             # A mixture's samples are those of its sources, which a dict of them serves as well.
-            value = getattr(dataset, "sources", dataset)[sample[0]][sample[1]] if ":" in name else dataset[sample]
+            given = isinstance(sample, int)
+            value = dataset[sample] if given else getattr(dataset, "sources", dataset)[sample[0]][sample[1]]
             text = shown(value if decode is None else decode(value))
         except Exception as error:  # whatever the user's data set raises
             raise_if_a_handlers(error)
-            raise ArgumentError(f"sample {name} of {options.open} cannot be read: {described(error)}") from error
+            name = f"sample {cell([sample])} of {options.open}"
+            raise ArgumentError(f"{name} cannot be read: {described(error)}") from error
         found.append({"sample": sample, "text": text})
-        said.append(f"{name}: {text}")
-    return Answer(text="\n".join(said), found={"samples": found})
+    return Answer(found={"samples": found}, said=[f"{cell([one['sample']])}: {one['text']}" for one in found])
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    of_record(parser)
-    parser.add_argument("--step", type=int, help="step of the epoch, from 0")
-    parser.add_argument("--epoch", type=int, help="the epoch; may be left out if the run has one only")
-    parser.add_argument("--sample", type=sample_of, help="one sample instead: its index; of a mixture, source:index")
-    how = "the data set, or a function that returns it; of a mixture, also a dict of its sources"
-    parser.add_argument("--open", required=True, metavar="MODULE:NAME", help=how)
-    parser.add_argument("--decode", metavar="MODULE:FUNCTION", help="makes of a sample what is shown, such as its text")
-
-
+_OPEN = "the data set, or a function that returns it; of a mixture, also a dict of its sources"
+_DECODE = "makes of a sample what is shown, such as its text"
 COMMANDS = {
     "show": Command(
         does="What do the samples of a step hold?",
         example="run.jsonl --epoch 0 --step 3 --open my_module:dataset",
-        arguments=_arguments,
+        arguments=[
+            RECORD,
+            ("--step", {"type": int, "help": "step of the epoch, from 0"}),
+            EPOCH,
+            ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
+            ("--open", {"required": True, "metavar": "MODULE:NAME", "help": _OPEN}),
+            ("--decode", {"metavar": "MODULE:FUNCTION", "help": _DECODE}),
+        ],
         answer=_show,
     )
 }

@@ -43,7 +43,6 @@ def facts_of_run(
             "batch_size": source.batch_size,
             "num_data_ranks": own.num_data_ranks if plan is None else plan.num_data_ranks,
             "accumulation": times,
-            "sizes": None if sizes is None else [(int(first), int(rows) * times) for first, rows in sizes],
         }
     data: dict[str, Any] = {"class": type(given.dataset).__name__}
     if stream is None:
@@ -61,6 +60,7 @@ def facts_of_run(
         },
         "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
         "plan": order,
+        "sizes": sizes and [(int(first), int(rows) * times) for first, rows in sizes],
         "order_of": run.no_order(),
         "dealt": source.costs is not None,
         "meshes": [one for number, one in enumerate(meshes) if one not in meshes[:number]],

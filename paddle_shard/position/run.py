@@ -190,7 +190,7 @@ class Run:
         self.recorder: Recorder | None = None
         """Writes the record of the run, if the user wants one and this rank is the one that writes it."""
         self._told: Any = None
-        """The position at which the state was saved last, as the record tells."""
+        """The position at which the state was saved, if the newest line of the record tells that."""
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -349,8 +349,8 @@ class Run:
         """Return the position of the run as the user saves it."""
         state = self.state()
         if self._told != (told := (state.epoch, state.samples, state.steps, state.ended, state.history)):
-            self._told = told
             self._note("checkpoint", state)
+            self._told = told
         return state.to_dict()
 
     def _note(self, kind: str, state: LoaderState | None = None, **facts: Any) -> None:
@@ -363,7 +363,7 @@ class Run:
         """
         if self.recorder is None:
             return
-        history = self.history
+        history, self._told = self.history, None
         if state is not None:
             facts["state"] = position(state)
         self.recorder.note(kind, history.to_json(), **{"passes": self._reached(), **facts})

@@ -7,12 +7,12 @@ these after the position at which the next one began, is not in the model that c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.errors import ArgumentError, StateError, described
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
@@ -21,7 +21,7 @@ from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.samplers import PlanBatches
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
     """One start of the ranks, as its first line describes it."""
 
@@ -60,20 +60,11 @@ class Job:
         """
         if (why := self.unknown) is not None:
             raise ArgumentError(f"job {self.number}: {why}, so the record has positions and no samples.")
-        known, order = self.facts["fingerprint"], {**self.facts["plan"], **others}
-        ordering = ordering_of(known)
-        assert ordering is not None
-        plan = ShardPlan(
-            num_samples=known["num_samples"],
-            batch_size=order["batch_size"],
-            num_data_ranks=order["num_data_ranks"],
-            shuffle=ordering,
-            seed=known["seed"],
-            tail=known["tail"],
-            accumulation=order["accumulation"],
-        )
-        sizes = order["sizes"] and BatchSizes(tuple((first, rows) for first, rows in order["sizes"]))
-        found = PlanBatches(plan, {name: known[name] for name in ("packed",) if name in known}, sizes or None)
+        known, sizes = self.facts["fingerprint"], self.facts["sizes"]
+        same = {name: known[name] for name in ("num_samples", "seed", "tail")}
+        plan = ShardPlan(shuffle=ordering_of(known) or False, **same, **{**self.facts["plan"], **others})
+        data = {name: known[name] for name in ("packed",) if name in known}
+        found = PlanBatches(plan, data, sizes and BatchSizes(tuple(map(tuple, sizes))))
         found.resume(LoaderState(history=history, fingerprint=found.fingerprint()))
         return found
 
@@ -91,7 +82,7 @@ class Job:
             raise StateError(f"line {line['number']}: {error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Leg:
     """What a pass delivered, from one position to another, as far as it counts."""
 
@@ -103,10 +94,14 @@ class Leg:
     """Step of the epoch after the last one that was delivered."""
     samples: int
     """Position of the epoch after the last one that was delivered."""
+    history: History
+    """What was changed in the run: the weights as of its end, and what is left out as of its beginning."""
     ended: bool = False
     """True if the pass came to the end of the epoch."""
-    history: History = field(default_factory=History)
-    """What was changed in the run: the weights as of its end, and what is left out as of its beginning."""
+
+    def moved(self) -> bool:
+        """Return whether it has delivered anything."""
+        return self.steps > self.start.steps
 
     @property
     def epoch(self) -> int:
@@ -124,12 +119,11 @@ class Leg:
         return self.job.batches(self.history).plan_of(self.start)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Saved:
-    """A position that a line tells, and at which the state was saved or an epoch has ended."""
+    """A position that a line tells."""
 
     line: dict[str, Any]
-    job: Job
     state: LoaderState
     legs: tuple[Leg, ...]
     """What the run had delivered by then."""
@@ -151,56 +145,38 @@ class _Stretch:
         line, history = self.lines[at]
         return self.job.state(line, line["was"] if line["line"] == "resume" else history)
 
-    def legs(self, end: int | None = None) -> dict[int, Leg]:
-        """Return the passes that have delivered something, as of one of its lines; None: as of the last one."""
+    def legs(self) -> Iterator[dict[int, Leg]]:
+        """Yield the passes as of each line, one dict that is changed."""
         found: dict[int, Leg] = {}
-        for at, (line, history) in enumerate(self.lines[:end]):
+        for at, (line, history) in enumerate(self.lines):
             if line["line"] == "pass":
-                start = self.state(at)
-                found[line["begins"]] = Leg(
-                    job=self.job,
-                    number=line["begins"],
-                    start=start,
-                    steps=start.steps,
-                    samples=start.samples,
-                    history=start.history,
-                )
-            for number, steps, samples in line.get("passes", ()):
-                if number in found:
+                start, number = self.state(at), line["begins"]
+                found[number] = Leg(self.job, number, start, start.steps, start.samples, start.history)
+            for number, steps, samples in line["passes"]:
+                if number in found and steps > found[number].steps:
                     now = replace(History.from_json(history), skips=found[number].skips)
                     found[number] = replace(found[number], steps=steps, samples=samples, history=now)
             if line["line"] == "end" and line["ends"] in found:
                 found[line["ends"]] = replace(found[line["ends"]], ended=True)
-        return {number: leg for number, leg in found.items() if leg.steps > leg.start.steps}
-
-    def line_of(self) -> list[tuple[_Stretch, int]]:
-        """Return what leads to this stretch, itself included, each with the number of its lines that count."""
-        found: list[tuple[_Stretch, int]] = [(self, len(self.lines))]
-        while (parent := found[0][0].parent) is not None:
-            found.insert(0, parent)
-        return found
+            yield found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Timeline:
     """What a record tells of a run."""
 
-    jobs: tuple[Job, ...]
     last: Job
     """The newest of those that belong to the run."""
-    legs: tuple[Leg, ...]
-    """What counts, in the order in which it was delivered."""
-    lost: tuple[Leg, ...]
-    """What was delivered and does not count, since no saved position holds it that the run was resumed from."""
-    saved: tuple[Saved, ...]
-    """The positions on the way, in order."""
     began_at: LoaderState | None
     """The position from which the oldest job was resumed, if no line tells how it was reached; None: it began anew."""
-
-    @property
-    def checkpoints(self) -> list[Saved]:
-        """Those of the positions at which the state was saved."""
-        return [saved for saved in self.saved if saved.line["line"] == "checkpoint"]
+    legs: list[Leg] = field(default_factory=list)
+    """What counts, in the order in which it was delivered."""
+    lost: list[Leg] = field(default_factory=list)
+    """What was delivered and does not count, since no saved position holds it that the run was resumed from."""
+    saved: list[Saved] = field(default_factory=list)
+    """The positions on the way at which the state was saved, in order."""
+    newest: dict[int, Saved] = field(default_factory=dict)
+    """The newest position of each epoch that a line tells, with what its job knows to be delivered."""
 
     @property
     def epochs(self) -> list[int]:
@@ -209,9 +185,8 @@ class Timeline:
 
     def legs_of(self, epoch: int, step: int | None = None) -> list[Leg]:
         """Return what was delivered of an epoch, or what has delivered one of its steps."""
-        return [
-            leg for leg in self.legs if leg.epoch == epoch and (step is None or leg.start.steps <= step < leg.steps)
-        ]
+        found = [leg for leg in self.legs if leg.epoch == epoch]
+        return found if step is None else [leg for leg in found if leg.start.steps <= step < leg.steps]
 
 
 def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
@@ -222,56 +197,47 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
         StateError: A state in them is of another version.
     """
     try:
-        stretches, jobs = _stretches(lines)
+        stretches = _stretches(lines)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, StateError):
             raise
-        raise ArgumentError(
-            f"the record is damaged: {type(error).__name__}: {error}. See paddle-shard verify."
-        ) from error
-    begun = [one for one in stretches if one.resumed is not None or one.legs()]
-    if not begun:
-        raise ArgumentError("the record tells of no batch yet: no pass has come to its end, and no state was saved.")
-    # A line of a load ends one stretch and begins the next.
-    way = max(begun, key=lambda one: (one.lines[-1][0]["number"], one.lines[0][0]["number"])).line_of()
-    legs: list[Leg] = []
-    saved: list[Saved] = []
-    lost = [leg for one in stretches if one not in [stretch for stretch, _ in way] for leg in one.legs().values()]
-    for stretch, end in way:
-        for at, (line, _) in enumerate(stretch.lines[:end]):
+        raise ArgumentError(f"the record is damaged: {described(error)}.") from error
+    if not stretches or not (begun := [one for one in stretches if one.lines]):
+        raise ArgumentError("the record tells of no pass yet.")
+    # What counts is the newest stretch, and what leads to it. A line of a load ends one stretch and begins the next.
+    newest = max(begun, key=lambda one: (one.lines[-1][0]["number"], one.lines[0][0]["number"]))
+    way, at = {id(newest): len(newest.lines)}, newest
+    while at.parent is not None:
+        way[id(at.parent[0])] = at.parent[1]
+        at = at.parent[0]
+    found = Timeline(last=newest.job, began_at=at.resumed)
+    for stretch in begun:
+        counted: dict[int, Leg] = {}
+        legs: dict[int, Leg] = {}
+        for number, legs in enumerate(stretch.legs(), 1):
+            if number > way.get(id(stretch), 0):
+                continue
+            line, counted = stretch.lines[number - 1][0], dict(legs)
             if line["line"] in ("checkpoint", "end"):
-                by_then = (*legs, *stretch.legs(at + 1).values())
-                saved.append(Saved(line=line, job=stretch.job, state=stretch.state(at), legs=by_then))
-        counted = stretch.legs(end)
-        legs += counted.values()
-        for number, leg in stretch.legs().items():
-            begins = counted.get(number)
-            if begins is None:
-                lost.append(leg)
-            elif begins.steps < leg.steps:
-                start = replace(leg.start, steps=begins.steps, samples=begins.samples)
-                lost.append(replace(leg, start=start))
-    lost.sort(key=lambda leg: (leg.job.number, leg.number))
-    return Timeline(
-        jobs=tuple(jobs),
-        last=way[-1][0].job,
-        legs=tuple(legs),
-        lost=tuple(lost),
-        saved=tuple(saved),
-        began_at=way[0][0].resumed,
-    )
+                by_then = (*found.legs, *filter(Leg.moved, counted.values()))
+                told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(number - 1), by_then)
+                found.saved += [told] if line["line"] == "checkpoint" else []
+        found.legs += filter(Leg.moved, counted.values())
+        for leg in filter(Leg.moved, legs.values()):
+            upto = counted.get(leg.number)
+            start = leg.start if upto is None else replace(leg.start, steps=upto.steps, samples=upto.samples)
+            found.lost += filter(Leg.moved, [replace(leg, start=start)])
+    return found
 
 
-def _stretches(lines: Sequence[dict[str, Any]]) -> tuple[list[_Stretch], list[Job]]:
-    """Return the stretches, each with what it has continued, and the jobs."""
+def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
+    """Return the stretches, each with what it has continued."""
     found: list[_Stretch] = []
-    jobs: list[Job] = []
     now: dict[str, _Stretch] = {}
     histories: dict[str, Any] = {}
     for line in lines:
         if line["line"] == "begin":
-            jobs.append(Job(number=len(jobs) + 1, facts=line))
-            now[line["digest"]] = _Stretch(job=jobs[-1])
+            now[line["digest"]] = _Stretch(job=Job(len(now) + 1, line))
             found.append(now[line["digest"]])
             continue
         job = line["job"]
@@ -284,7 +250,7 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> tuple[list[_Stretch], list[Jo
             now[job].resumed = resumed = now[job].state(0)
             now[job].parent = _reached_by(found, resumed)
             found.append(now[job])
-    return found, jobs
+    return found
 
 
 def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretch, int] | None:

@@ -48,15 +48,15 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
 @pytest.mark.parametrize(("text", "axes", "ids", "names"), MESHES, ids=[mesh[0] for mesh in MESHES])
 @pytest.mark.parametrize(
     ("samples", "batch_size", "accumulation", "tail", "shuffle"),
-    [(43, 8, 1, "pad", "yes"), (43, 4, 2, "fill", "no"), (43, 8, 1, "drop", "paddle"), (41, 8, 1, "pad", "paddle")],
+    [(43, 8, 1, "pad", "True"), (43, 4, 2, "fill", "False"), (43, 8, 1, "drop", "paddle"), (41, 8, 1, "pad", "paddle")],
 )
 def test_the_plan_is_what_loaders_deliver(
     text, axes, ids, names, samples, batch_size, accumulation, tail, shuffle, capsys
 ):
-    dims, how = axes.split(","), {"yes": {}, "no": {}, "paddle": {"shuffle": "paddle"}}[shuffle]
+    dims, how = axes.split(","), {"True": {}, "False": {}, "paddle": {"shuffle": "paddle"}}[shuffle]
     data = Made(lambda i: np.array([i]), samples)
     per_rank = given_to_ranks(
-        data, batch_size, accumulation, ids, names, dims, tail=tail, shuffles=shuffle == "yes", **how
+        data, batch_size, accumulation, ids, names, dims, tail=tail, shuffles=shuffle == "True", **how
     )
     flags = "--samples", samples, "--batch-size", batch_size, "--accumulation", accumulation, "--mesh", text
     flags = *flags, "--data-axes", axes, "--tail", tail, "--shuffle", shuffle
@@ -64,7 +64,7 @@ def test_the_plan_is_what_loaders_deliver(
     found = planned(capsys, *flags)
 
     steps, real = len(per_rank[0]), found["plan"]
-    groups = found["meshes"][0]["data_ranks"]
+    groups = [group["ranks"] for group in found["meshes"]]
     assert real["steps of an epoch"] == steps
     for ranks in groups:
         assert all(per_rank[rank] == per_rank[ranks[0]] for rank in ranks)
@@ -120,10 +120,10 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
         (
             ["--source", "web=100:0.5", "--source", "chat=2:0.5", *FINE],
             "source 'chat' has 2 samples, and an epoch draws 32: each 16 times",
-            "would draw each 4 times",
+            "is 4 times",
         ),
         ([*FINE, "--tail", "error", "--samples", "70"], "70 samples do not fill the last batch of 8", "tail='pad'"),
-        ([*FINE, "--shuffle", "blocks"], "1 parts, which 4 data ranks cannot share evenly", ""),
+        ([*FINE, "--shuffle", "blocks"], "1 parts, which 4 data ranks cannot share evenly", "choose a batch size"),
     ],
 )
 def test_each_hazard_is_told_with_its_remedy(flags, what, remedy, capsys):

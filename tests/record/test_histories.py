@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from paddle_shard import Mixture, ShardPlan
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import places_in, samples_at, shares_of
+from paddle_shard.record.places import places_in, samples_of
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import timeline
 from paddle_shard.testing.simulated import simulated_rank
@@ -146,19 +146,12 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
     if not told:
         return
     run = timeline(lines)
-    ours = [(leg.job.number, leg.epoch, step) for leg in run.legs for step in range(leg.start.steps, leg.steps)]
-    theirs = [(job, epoch, step) for job, epoch, step, _ in delivered]
-    assert [one for one in ours if one in theirs] == theirs, "in this order"
-
-    found, wanted = defaultdict(list), Counter()
-    for leg in run.legs:
-        plan = leg.plan
-        for step in range(leg.start.steps, leg.steps):
-            if any(one is not None for one in samples_at(plan, leg.epoch, step, leg.skips)):
-                found[leg.job.number, leg.epoch, step].append(_rows(leg, plan, step))
-    for job, epoch, step, rows in delivered:
-        assert rows in found[job, epoch, step]
-        wanted.update((epoch, one) for of_rank in rows for one in of_rank if one is not None)
+    # Jobs that have come from the same position to the same one have saved equal states: which of them was loaded
+    # nobody knows, and it makes no difference.
+    ours = [(leg.epoch, step, _rows(leg, step)) for leg in run.legs for step in range(leg.start.steps, leg.steps)]
+    ours = [one for one in ours if any(row is not None for of_rank in one[2] for row in of_rank)]  # else left out
+    assert ours == [tuple(one) for _, *one in delivered]
+    wanted = Counter((epoch, one) for epoch, _, rows in ours for of in rows for one in of if one is not None)
 
     for epoch in run.epochs:
         proof = proof_of(run, epoch)
@@ -166,23 +159,20 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
         assert proof.delivered == sum(of_epoch.values())
         if kind != "mixture":  # which draws a sample as often as it likes
             assert bool(proof.again) == any(count > 1 for count in of_epoch.values())
-            if proof.complete and not proof.problems:
+            if "so far" not in proof.text and not proof.problems:
                 assert len(of_epoch) == proof.num_samples
     for sample in {one for _, one in wanted}:
         name = sample if kind != "mixture" else ("ab"[sample // 1000], sample % 1000)
-        places = [(leg.job.number, leg.epoch, step) for leg, step, _, _ in places_in(run, name)]
-        hits = [
-            (job, epoch, step) for job, epoch, step, rows in delivered for of in rows for one in of if one == sample
-        ]
+        places = [(leg.epoch, step) for leg, step, _ in places_in(run, name)]
+        hits = [(epoch, step) for _, epoch, step, rows in delivered for of in rows for one in of if one == sample]
         assert places == hits
 
 
-def _rows(leg, plan, step):
+def _rows(leg, step):
     """What the record says each rank has had."""
-    names = samples_at(plan, leg.epoch, step, leg.skips)
-    ids = [1000 * "ab".index(one[0]) + one[1] if isinstance(one, list) else one for one in names]
-    shares = shares_of(leg.job.meshes, plan.num_rows(step=step), plan.micro_size(step=step))
-    return [[ids[row] for row in share.rows] for share in shares]
+    shares = samples_of(leg.plan, leg.job.meshes, leg.epoch, step, leg.skips)
+    number = {"a": 0, "b": 1000}
+    return [[number[one[0]] + one[1] if isinstance(one, list) else one for one in of["samples"]] for of in shares]
 
 
 def _play(path, jobs, accumulation, kind, tail):

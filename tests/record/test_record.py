@@ -49,10 +49,9 @@ def test_each_sample_is_where_the_record_says(run):
     for sample in [0, 7, 39, 1000, 1003, 2000, 2001, 2002, 5]:
         places = asked("where", run.record, "--sample", name_of(sample), "--json")["places"]
         shown = [
-            (one["job"], one["epoch"], one["step"], rank, on["row"])
+            (one["job"], one["epoch"], one["step"], rank, one["row_of_rank"])
             for one in places
-            for on in one["on"]
-            for rank in on["ranks"]
+            for rank in one["ranks"]
             if rank in RANKS[one["job"]]
         ]
         assert sorted(shown) == sorted(found[sample])
@@ -61,9 +60,8 @@ def test_each_sample_is_where_the_record_says(run):
 
 def test_each_step_has_the_samples_of_each_rank(run):
     for job, (epoch, step), of_ranks in counted(run):
-        (delivered,) = asked("batch", run.record, "--epoch", epoch, "--step", step, "--json")["delivered"]
-        assert delivered["job"] == job
-        for on in delivered["on"]:
+        for on in asked("batch", run.record, "--epoch", epoch, "--step", step, "--json")["delivered"]:
+            assert on["job"] == job
             names = [one and ":".join(map(str, one)) for one in on["samples"]]
             for rank in on["ranks"]:
                 ids, valid = of_ranks[rank]
@@ -74,7 +72,8 @@ def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
     found = asked("verify", run.record, "--json")
     rows = counted(run)
     assert found["damage"] == []
-    spans = {(one["job"], one["epoch"]): one["steps"] for one in found["delivered"]}
+    counts = [one for one in found["delivered"] if one["counts"] == "yes"]
+    spans = {(one["job"], one["epoch"]): (one["first_step"], one["end_step"]) for one in counts}
     for (job, epoch), (first, end) in spans.items():
         steps = [step for number, (of, step), _ in rows if (number, of) == (job, epoch)]
         assert min(steps) >= first
@@ -85,9 +84,9 @@ def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
     assert whole["num_samples"] == whole["delivered"] == sum(real.values())
     text = asked("verify", run.record)
     assert "are skipped by the user) exactly once" in text
-    assert "exactly once so far" in text
-    (lost,) = [one for one in found["lost"] if one["job"] == 2]
-    assert lost["steps"] == [11, 12]
+    assert "exactly once, so far" in text
+    (lost,) = [one for one in found["delivered"] if one["counts"] == "no"]
+    assert (lost["job"], lost["first_step"], lost["end_step"]) == (2, 11, 12)
 
 
 @pytest.mark.parametrize("data", ["46", "stream"])
@@ -113,7 +112,7 @@ def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_sample
     given.job([0], ["dp"], "dp", 8, ["take", 99], data="46", own_sampler=True)
 
     text = asked("verify", given.record)
-    assert "epoch 0: positions [0, 46) in 6 steps, each exactly once, to its end" in text
+    assert "epoch 0: each of the positions [0, 46) exactly once, in 6 steps" in text
     assert "the order is that of the loader's own BatchSampler" in text
     assert "the order is that of the loader's own BatchSampler" in asked("where", given.record, "--sample", 3, code=2)
 
@@ -122,9 +121,9 @@ def test_of_a_stream_the_parts_of_each_rank_are_known(tmp_path):
     given = Given(tmp_path)
     given.job([[0, 1]], ["mp", "dp"], "dp", 8, ["take", 3], ["save", "a"], data="stream")
 
-    (found,) = asked("batch", given.record, "--step", 1, "--json")["delivered"]
-    assert [(on["ranks"], on["parts"]) for on in found["on"]] == [([0], [0, 1]), ([1], [2, 3])]
-    assert found["positions"] == [2, 4]
+    found = asked("batch", given.record, "--step", 1, "--json")["delivered"]
+    assert [(on["ranks"], on["parts"]) for on in found] == [([0], [0, 1]), ([1], [2, 3])]
+    assert {(on["first_in_each"], on["end_in_each"]) for on in found} == {(2, 4)}
     for ranks, parts in [([0], [0, 1]), ([1], [2, 3])]:  # sample i of a common stream is of part i // 2 mod 4
         ids = given.rows[0][1][1][ranks[0]][0]
         assert {i // 2 % 4 for i in ids} == set(parts)
