@@ -52,12 +52,17 @@ def _facts(leg: Leg, counts: str) -> dict[str, Any]:
     }
 
 
+def told(leg: Leg, step: int) -> str:
+    """Return whether a line tells that a step was delivered; if not, the pass delivers it there if it goes on."""
+    return "yes" if step < leg.steps else "not yet"
+
+
 def _where(options: argparse.Namespace) -> Answer:
     places: list[dict[str, Any]] = []
     for leg, step, row in places_in(run_of(options.record), options.sample):
         if options.epoch not in (None, leg.epoch):
             continue
-        place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number}
+        place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
         if leg.job.facts["dealt"]:  # by costs, which the record does not have
             places.append({**place, **dict.fromkeys(("mesh", "data_rank", "ranks", "row_of_rank"))})
             continue
@@ -79,7 +84,7 @@ def _batch(options: argparse.Namespace) -> Answer:
             rows = [{"mesh": None, "data_rank": None, "ranks": None, "samples": samples}]
         else:
             rows = samples_of(leg.plan, leg.job.meshes, epoch, options.step, leg.skips)
-        found += [{"job": leg.job.number, **row} for row in rows]
+        found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
     return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])
 
 

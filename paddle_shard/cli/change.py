@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
+from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.partition import check_batch_size
@@ -51,8 +52,8 @@ def _forget(options: argparse.Namespace) -> Answer:
         what = f"--samples {options.samples}: {error}"
         raise ArgumentError(f"{what}. It has a sample in each line: 17, or web:17 of a mixture.") from error
     hits = [(leg, step) for sample in samples for leg, step, _ in places_in(run, sample)]
-    for job, epoch, step in sorted({(leg.job.number, leg.epoch, step) for leg, step in hits}):
-        steps.append({"job": job, "epoch": epoch, "step": step})
+    for job, epoch, step, line in sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits}):
+        steps.append({"job": job, "epoch": epoch, "step": step, "told": line})
     lines, found = _without(run, hits, f"loader.skip(samples={samples!r})")
     what = f"{len(samples)} samples were delivered {len(hits)} times, in {len(steps)} steps"
     return Answer(found={"steps": steps, **found}, said=[what, *([steps] if steps else []), *lines])

@@ -61,12 +61,16 @@ def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Sk
 
 
 def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
-    """Yield (what has delivered it, step, row of the global batch) for each delivery of a sample."""
-    for leg in run.legs:
-        plan = leg.plan
+    """Yield (what has delivered it, step, row of the global batch) for each delivery of a sample.
+
+    The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
+    """
+    perhaps = [leg for leg in [run.open] if leg is not None and leg not in run.legs]
+    for leg in [*run.legs, *perhaps]:
+        plan, end_step = leg.plan, run.end_of(leg)
         found = places_of(plan, leg.epoch, sample, leg.skips)
         for one in [found] if isinstance(found, Where) else found or []:
             # A short last batch that cannot be split has no data ranks: it was never delivered.
-            if leg.start.steps <= one.step < leg.steps and one.data_rank is not None:
+            if leg.start.steps <= one.step < end_step and one.data_rank is not None:
                 num_rows, micro_size = plan.num_rows(step=one.step), plan.micro_size(step=one.step)
                 yield leg, one.step, int(slice_rows(num_rows, plan.num_data_ranks, one.data_rank, micro_size)[one.row])

@@ -7,6 +7,7 @@ these after the position at which the next one began, is not in the model that c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -171,6 +172,8 @@ class Timeline:
     """The position from which the oldest job was resumed, if no line tells how it was reached; None: it began anew."""
     legs: list[Leg] = field(default_factory=list)
     """What counts, in the order in which it was delivered."""
+    open: Leg | None = None
+    """The newest pass, if it has not come to its end: it may have delivered more than any line tells."""
     lost: list[Leg] = field(default_factory=list)
     """What was delivered and does not count, since no saved position holds it that the run was resumed from."""
     saved: list[Saved] = field(default_factory=list)
@@ -184,9 +187,18 @@ class Timeline:
         return sorted({leg.epoch for leg in self.legs})
 
     def legs_of(self, epoch: int, step: int | None = None) -> list[Leg]:
-        """Return what was delivered of an epoch, or what has delivered one of its steps."""
+        """Return what was delivered of an epoch; or what has delivered one of its steps, perhaps after any line."""
         found = [leg for leg in self.legs if leg.epoch == epoch]
-        return found if step is None else [leg for leg in found if leg.start.steps <= step < leg.steps]
+        if step is None:
+            return found
+        perhaps = [leg for leg in [self.open] if leg is not None and leg not in found and leg.epoch == epoch]
+        return [leg for leg in [*found, *perhaps] if leg.start.steps <= step < self.end_of(leg)]
+
+    def end_of(self, leg: Leg) -> float:
+        """Return the step before which a pass may have delivered all steps, told by a line or not."""
+        if leg is not self.open:
+            return leg.steps
+        return math.inf if leg.job.unknown is not None else leg.plan.num_steps
 
 
 def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
@@ -227,6 +239,8 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
             upto = counted.get(leg.number)
             start = leg.start if upto is None else replace(leg.start, steps=upto.steps, samples=upto.samples)
             found.lost += filter(Leg.moved, [replace(leg, start=start)])
+        if stretch is newest and counted and not (last := counted[max(counted)]).ended:
+            found.open = last
     return found
 
 

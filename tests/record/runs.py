@@ -1,5 +1,7 @@
 """Runs with a record, made by real ranks, and what each of these was given."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paddle_shard.cli.main import main
 from paddle_shard.testing import RanksFailed
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
@@ -45,11 +48,35 @@ class Given:
 
 
 def asked(*arguments, code=0):
-    """What `python -m paddle_shard` prints; as JSON if that is asked for."""
-    command = [sys.executable, "-m", "paddle_shard", *map(str, arguments)]
+    """What `paddle-shard` prints; as JSON if that is asked for."""
+    printed, found = io.StringIO(), None
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            found = main([*map(str, arguments)])
+        except SystemExit as left:  # argparse's
+            found = left.code
+    assert found == code, (found, printed.getvalue())
+    return json.loads(printed.getvalue()) if "--json" in arguments else printed.getvalue()
+
+
+WITHOUT_PADDLE = """
+import runpy, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "paddle":
+            raise ImportError("no paddle")
+sys.meta_path.insert(0, Missing())
+sys.argv = ["paddle-shard", *sys.argv[1:]]
+runpy.run_module("paddle_shard", run_name="__main__")
+"""
+
+
+def asked_elsewhere(*arguments, code=0):
+    """What `python -m paddle_shard` prints, as JSON, in a process of its own that has no Paddle."""
+    command = [sys.executable, "-c", WITHOUT_PADDLE, *map(str, arguments), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-    return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 def deliveries(rows, data_ranks):

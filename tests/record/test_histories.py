@@ -128,7 +128,7 @@ JOBS = st.lists(
 )
 
 
-@settings(max_examples=trials(60))
+@settings(max_examples=trials(40))
 @given(
     jobs=JOBS,
     accumulation=st.sampled_from([1, 2]),
@@ -163,7 +163,7 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
                 assert len(of_epoch) == proof.num_samples
     for sample in {one for _, one in wanted}:
         name = sample if kind != "mixture" else ("ab"[sample // 1000], sample % 1000)
-        places = [(leg.epoch, step) for leg, step, _ in places_in(run, name)]
+        places = [(leg.epoch, step) for leg, step, _ in places_in(run, name) if step < leg.steps]
         hits = [(epoch, step) for _, epoch, step, rows in delivered for of in rows for one in of if one == sample]
         assert places == hits
 

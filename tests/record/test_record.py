@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.record.record_worker import SOURCES
-from tests.record.runs import Given, asked, deliveries
+from tests.record.runs import Given, asked, asked_elsewhere, deliveries
 
 pytestmark = pytest.mark.multiprocess
 GRID, LINE = [[0, 1], [2, 3]], [1, 0]
@@ -52,10 +52,10 @@ def test_each_sample_is_where_the_record_says(run):
             (one["job"], one["epoch"], one["step"], rank, one["row_of_rank"])
             for one in places
             for rank in one["ranks"]
-            if rank in RANKS[one["job"]]
+            if rank in RANKS[one["job"]] and one["told"] == "yes"
         ]
         assert sorted(shown) == sorted(found[sample])
-        assert len(shown) == len(places)
+        assert len(shown) == sum(one["told"] == "yes" for one in places)
 
 
 def test_each_step_has_the_samples_of_each_rank(run):
@@ -145,3 +145,13 @@ def test_no_line_is_written_for_a_step(run):
     lines = [json.loads(line) for line in run.record.read_text().splitlines()]
     counts = Counter(line["line"] for line in lines)
     assert counts == {"begin": 3, "pass": 4, "checkpoint": 4, "resume": 2, "skip": 1, "weights": 1, "end": 1}
+
+
+def test_the_command_answers_on_a_machine_without_paddle(run):
+    found = asked_elsewhere("verify", run.record)
+    assert [proof["problems"] for proof in found["epochs"]] == [[], []]
+    assert asked_elsewhere("where", run.record, "--sample", "chat:2")["places"]
+    assert asked_elsewhere("batch", run.record, "--epoch", 0, "--step", 3)["delivered"]
+    assert asked_elsewhere("plan", run.record, "--step", 0, code=1)["step"]
+    assert asked_elsewhere("diff", run.record, "--mesh", "dp=4")["ranks"]
+    assert asked_elsewhere("skip", run.record, "--step", 3, "--epoch", 0)["python"]
