@@ -12,6 +12,7 @@ from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, with_data_axes
 from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
@@ -49,6 +50,7 @@ def _forget(options: argparse.Namespace) -> Answer:
         with open(options.samples) as file:
             samples = [sample_of(line.strip()) for line in file if line.strip()]
     except (OSError, UnicodeError, argparse.ArgumentTypeError) as error:
+        raise_if_a_handlers(error)
         what = f"--samples {options.samples}: {error}"
         raise ArgumentError(f"{what}. It has a sample in each line: 17, or web:17 of a mixture.") from error
     hits = [(leg, step) for sample in samples for leg, step, _ in places_in(run, sample)]

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, BinaryIO
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 
 FORMAT = 1
 """Version of the lines; no other is read."""
@@ -95,6 +96,7 @@ def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
         with open(path, "rb") as file:
             *whole, half = file.read().split(b"\n")
     except OSError as error:
+        raise_if_a_handlers(error)
         raise ArgumentError(f"{path} cannot be read ({error}). Give the file of shard_dataloader(record=).") from error
     found, problems, before = [], [], ""
     for number, line in enumerate(whole, 1):

@@ -2,14 +2,17 @@
 
 import json
 import platform
+import re
 import resource
+import shlex
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard.cli.main import main
+from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
@@ -240,3 +243,27 @@ def test_what_the_machine_has_is_told():
     assert found["machine"]["paddle"].startswith("paddlepaddle")
     assert found["machine"]["python"] == platform.python_version()
     assert found["machine"]["open files"] == f"at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+
+
+def commands_of_the_page():
+    page = (Path(__file__).parents[2] / "docs/record.md").read_text()
+    return [shlex.split(line, comments=True)[1:] for line in re.findall(r"^paddle-shard .*", page, re.MULTILINE)]
+
+
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loader = sharded(DataLoader(Made(length=50_000), batch_size=16, shuffle=True), ONE, record="run.jsonl")
+    batches = iter(loader)
+    for _ in range(1300):
+        next(batches)
+    loader.state_dict()
+    (tmp_path / "ids.txt").write_text("17\n4711\n")
+    (tmp_path / "my_module.py").write_text("dataset = range(50_000)\n")
+    for number in range(4):
+        (tmp_path / f"train-{number}.tar").write_bytes(b"x" * 1000)
+
+    asked_for = set()
+    for command in commands_of_the_page():
+        asked_for.add(command[0])
+        assert main(command) in (0, 1), command
+    assert asked_for == set(COMMANDS) - {"doctor", "index"}
