@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -19,7 +18,7 @@ from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.position.run import Run
 from paddle_shard.version import VERSION
 
-_TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "record"}
+_TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "balance", "record"}
 _MOST_TEXT = 200
 
 
@@ -37,53 +36,37 @@ def facts_of_run(
     """
     given, stream, sizes, times = options.dataloader, source.stream, options.batch_size, source.accumulation
     plan = run.plan if stream is None else stream.plan
-    order = None  # of items that are whole batches
-    if not source.item_is_batch:
-        order = {
-            "batch_size": source.batch_size,
-            "num_data_ranks": own.num_data_ranks if plan is None else plan.num_data_ranks,
-            "accumulation": times,
-        }
+    order: dict[str, Any] = {"batch_size": source.batch_size, "accumulation": times}
+    order["num_data_ranks"] = own.num_data_ranks if plan is None else plan.num_data_ranks
     data: dict[str, Any] = {"class": type(given.dataset).__name__}
     if stream is None:
         data["length"] = length_or_none(given.dataset)
     else:
-        data |= {"class": repr(given.dataset)[:_MOST_TEXT], "files": list(stream.stage.source.files)}
+        data["files"] = list(stream.stage.source.files)
         data |= {} if source.item_is_batch else {"num_parts": stream.plan.num_parts}
     meshes = [_mesh(layout) for layout in layouts]
+    given_options = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _TOLD_OTHERWISE}
     return {
-        "versions": {
-            "paddle_shard": VERSION,
-            "paddle": paddle.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"paddle_shard": VERSION, "paddle": paddle.__version__, "numpy": np.__version__},
         "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
-        "plan": order,
+        "plan": None if source.item_is_batch else order,
         "sizes": sizes and [(int(first), int(rows) * times) for first, rows in sizes],
         "order_of": run.no_order(),
         "dealt": source.costs is not None,
         "meshes": [one for number, one in enumerate(meshes) if one not in meshes[:number]],
         "rank": dist.get_rank(),
         "data_rank": (own.data_rank, own.num_data_ranks) if own.on_mesh else None,
-        "options": {
-            one.name: _shown(value)
-            for one in fields(options)
-            if one.name not in _TOLD_OTHERWISE and (value := getattr(options, one.name)) not in (None, False)
-        },
+        "options": {name: _shown(value) for name, value in given_options.items() if value is not None},
         "workers": given.num_workers,
         "data": data,
     }
 
 
 def _mesh(layout: FieldLayout) -> dict[str, Any]:
-    mesh = layout.layout
-    return {
-        "axes": dict(zip(mesh.axes, mesh.shape, strict=True)),
-        "process_ids": list(mesh.process_ids),
-        "data_axes": [mesh.axes[axis] for axis in layout.data_axes],
-        "other_dims": {mesh.axes[axis]: dim for axis, dim in layout.dims if dim},
-    }
+    axes = dict(zip(layout.layout.axes, layout.layout.shape, strict=True))
+    split = [layout.layout.axes[axis] for axis in layout.data_axes]
+    others = {layout.layout.axes[axis]: dim for axis, dim in layout.dims if dim}
+    return {"axes": axes, "process_ids": layout.layout.process_ids, "data_axes": split, "other_dims": others}
 
 
 def _shown(value: Any) -> Any:

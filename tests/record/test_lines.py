@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,6 +195,21 @@ def test_a_record_follows_no_change_of_the_folder(tmp_path, monkeypatch):
     list(loader)
     assert kinds(tmp_path / "run.jsonl") == ["begin", "pass", "end"]
     assert not os.listdir(".")
+
+
+def test_options_of_any_type_are_in_the_record(tmp_path):
+    options = {"balance": np.arange(46), "pad_to": {0: ([128, 256], -1)}, "seed": 0, "batch_size": [(0, 4), (16, 8)]}
+    loader = sharded(DataLoader(Made(length=46), batch_size=4), ONE, record=tmp_path / "run.jsonl", **options)
+    assert len(list(loader)) == 8
+    (line,) = (json.loads(one) for one in (tmp_path / "run.jsonl").read_text().splitlines()[:1])
+    assert line["options"]["seed"] == 0
+    assert line["options"]["pad_to"] == "{0: ([128, 256], -1)}"
+    assert (line["sizes"], line["dealt"]) == ([[0, 4], [16, 8]], True)
+    (found,) = asked("batch", tmp_path / "run.jsonl", "--step", 5, "--json")["delivered"]
+    assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
+    text = asked("verify", tmp_path / "run.jsonl")
+    assert "exactly once" in text
+    assert "is not compared: rows are dealt by cost" in text
 
 
 def test_a_step_writes_nothing(tmp_path):
