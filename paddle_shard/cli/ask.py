@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import groups_of, places_in, samples_at, samples_of, shares_of
+from paddle_shard.record.places import groups_of, places_in, samples_of, shares_of
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import Leg, timeline
 
@@ -32,9 +31,9 @@ def _verify(options: argparse.Namespace) -> Answer:
         said.append(f"the run was resumed from step {at.steps} of epoch {at.epoch}, which no line tells of")
     said += ["", legs, *([_LOST] if run.lost else [])]
     for proof in proofs:
-        said += [proof.text, *(f"  {problem}" for problem in proof.problems), *(f"  ({note})" for note in proof.notes)]
-    found = {"lines": len(lines), "damage": damage, "epochs": list(map(asdict, proofs)), "delivered": legs}
-    return Answer(found=found, said=said, failed=bool(damage) or any(proof.problems for proof in proofs))
+        said += [proof["text"], *(f"  ({note})" for note in proof["notes"])]
+    found = {"lines": len(lines), "damage": damage, "epochs": proofs, "delivered": legs}
+    return Answer(found=found, said=said, failed=bool(damage) or any(proof["problems"] for proof in proofs))
 
 
 def _facts(leg: Leg, counts: str) -> dict[str, Any]:
@@ -63,12 +62,8 @@ def _where(options: argparse.Namespace) -> Answer:
         if options.epoch not in (None, leg.epoch):
             continue
         place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
-        if leg.job.facts["dealt"]:  # by costs, which the record does not have
-            places.append({**place, **dict.fromkeys(("mesh", "data_rank", "ranks", "row_of_rank"))})
-            continue
-        for group, rows in shares_of(leg.job.meshes, leg.plan.num_rows(step=step), leg.plan.micro_size(step=step)):
-            if row in rows:
-                places.append({**place, **group, "row_of_rank": rows.index(row)})
+        shares = shares_of(leg.job.holders, leg.plan.num_rows(step=step), leg.plan.micro_size(step=step))
+        places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
     said = [places] if places else [f"sample {options.sample} was not delivered, says the record"]
     return Answer(found={"sample": options.sample, "places": places}, said=said)
 
@@ -79,11 +74,8 @@ def _batch(options: argparse.Namespace) -> Answer:
     for leg in legs:
         if "num_parts" in leg.job.facts["data"]:
             rows = _parts(leg, options.step)
-        elif leg.job.facts["dealt"]:  # by costs, which the record does not have
-            samples = samples_at(leg.plan, epoch, options.step, leg.skips)
-            rows = [{"mesh": None, "data_rank": None, "ranks": None, "samples": samples}]
         else:
-            rows = samples_of(leg.plan, leg.job.meshes, epoch, options.step, leg.skips)
+            rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.skips)
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
     return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])
 

@@ -17,31 +17,24 @@ from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.places import Meshes, groups_of, places_in
-from paddle_shard.record.timeline import Job, Leg, Saved, Timeline
+from paddle_shard.record.timeline import Job, Leg, Timeline
 
 # forget, skip
 
 
-def _newest_before(run: Timeline, hits: Sequence[tuple[Leg, int]]) -> Saved | None:
-    """Return the newest position at which the state was saved, and none of some steps had been delivered."""
-    for saved in reversed(run.saved):
-        reached = {(leg.job.number, leg.number): leg.steps for leg in saved.legs}
-        if not any(step < reached.get((leg.job.number, leg.number), 0) for leg, step in hits):
-            return saved
-    return None
-
-
 def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple[list[str], dict[str, Any]]:
     """Return the Python that resumes a run from before some steps, and what programs want to know of it."""
-    saved = _newest_before(run, hits)
-    if saved is None:
-        lines, place = ["# No state was saved before that: begin the run again, with a new loader.", skip], None
-    else:
+    for saved in reversed(run.saved):
+        reached = {(leg.job.number, leg.number): leg.steps for leg in saved.legs}
+        if any(step < reached.get((leg.job.number, leg.number), 0) for leg, step in hits):
+            continue
         state, line = saved.state, saved.line
         place = {"epoch": state.epoch, "step": state.steps, "line": line["number"], "time": line["time"]}
         where = f"at step {state.steps} of epoch {state.epoch} (line {line['number']}, {line['time']})"
         lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)", skip]
-    return lines, {"resume": place, "python": "\n".join(lines)}
+        return lines, {"resume": place, "python": "\n".join(lines)}
+    lines = ["# No state was saved before that: begin the run again, with a new loader.", skip]
+    return lines, {"resume": None, "python": "\n".join(lines)}
 
 
 def _forget(options: argparse.Namespace) -> Answer:

@@ -190,10 +190,8 @@ def _hazards(asked: _Planned) -> Iterator[Hazard]:
         if drawn.drawn > _MOST_EPOCHS * lengths[name] > 0:
             what = f"source {name!r} has {lengths[name]} samples, and an epoch draws {drawn.drawn}"
             share = _MOST_EPOCHS * lengths[name] / few
-            yield (
-                f"{what}: each {drawn.epochs} times",
-                f"A share of {share:.2g} instead of {drawn.weight:.2g} is 4 times",
-            )
+            remedy = f"A share of {share:.2g} instead of {drawn.weight:.2g} is {_MOST_EPOCHS} times"
+            yield f"{what}: each {drawn.epochs} times", remedy
 
 
 # How it is shown
@@ -233,6 +231,7 @@ def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:
 def _facts(plan: ShardPlan, asked: _Planned) -> dict[str, int]:
     """Return numbers of an epoch, by what they count."""
     last, padding = plan.num_steps - 1, plan.num_positions - plan.num_samples
+    readers = [len(group["ranks"]) for group in groups_of(asked.meshes)]
     if plan.num_steps and not plan.ordering.pads_first:
         padding = plan.padding(step=last)
     return {
@@ -243,9 +242,7 @@ def _facts(plan: ShardPlan, asked: _Planned) -> dict[str, int]:
         "rows of the last step": plan.num_rows(step=last) if plan.num_steps else 0,
         "rows of padding in an epoch": padding,
         "samples dropped in an epoch": plan.num_positions - plan.num_served,
-        "reads of each sample": max(
-            len(group["ranks"]) if asked.replicas == "each" else 1 for group in groups_of(asked.meshes)
-        ),
+        "reads of each sample": max(readers) if asked.replicas == "each" else 1,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,16 +22,21 @@ Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
     """Yield the replica groups: {"mesh": its number, "data_rank": .., "ranks": global ranks in mesh order}."""
     for number, (mesh, axes) in enumerate(meshes):
-        sizes = [mesh.shape[axis] for axis in mesh.axis_indices(axes)]
-        at = np.indices(mesh.shape).reshape(len(mesh.shape), -1)[list(mesh.axis_indices(axes))]
-        data_ranks = np.ravel_multi_index(tuple(at), sizes) if sizes else np.zeros(len(mesh.process_ids), np.int64)
-        for data_rank in range(mesh.num_data_ranks(axes)):
-            ranks = np.array(mesh.process_ids)[data_ranks == data_rank].tolist()
-            yield {"mesh": number, "data_rank": data_rank, "ranks": ranks}
+        of_axes, at = list(mesh.axis_indices(axes)), np.indices(mesh.shape).reshape(len(mesh.shape), -1)
+        sizes = [1, *(mesh.shape[axis] for axis in of_axes)]
+        data_ranks = np.ravel_multi_index((0 * at[0], *at[of_axes]), sizes)
+        ranks = np.array(mesh.process_ids)[np.argsort(data_ranks, kind="stable")].reshape(math.prod(sizes), -1)
+        for data_rank, group in enumerate(ranks.tolist()):
+            yield {"mesh": number, "data_rank": data_rank, "ranks": group}
 
 
 def shares_of(meshes: Meshes, num_rows: int, micro_size: int) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yield each replica group with its rows of a global batch, in the order in which it has them."""
+    """Yield each replica group with its rows of a global batch, in the order in which it has them.
+
+    Without meshes, nobody knows who has them: rows were dealt by costs, which a record does not have.
+    """
+    if not meshes:
+        yield {"mesh": None, "data_rank": None, "ranks": None}, list(range(num_rows))
     for group in groups_of(meshes):
         mesh, axes = meshes[group["mesh"]]
         yield group, slice_rows(num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size).tolist()

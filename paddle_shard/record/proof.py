@@ -7,7 +7,8 @@ read: of its own rows, or of all rows where the run called `certificate()`. They
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,62 +22,36 @@ from paddle_shard.record.timeline import Leg, Timeline
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
 
 
-@dataclass(kw_only=True)
-class Proof:
-    """What a record proves of an epoch."""
+def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
+    """Return what the record proves of an epoch: the fields of a `Certificate`, of what all jobs have delivered.
 
-    epoch: int
-    text: str
-    """The whole of it, in a sentence."""
-    problems: list[str]
-    """What speaks against "exactly once"; empty if it is proved."""
-    notes: list[str] = field(default_factory=list)
-    """What cannot be known, and why."""
-    num_samples: int
-    """Samples that the epoch delivers in the end; of an order that only the loader knows: has delivered so far."""
-    delivered: int
-    """Samples that were delivered, as often as they were."""
-    again: tuple[tuple[int, int], ...]
-    """Stretches [first, end) of positions that were delivered more than once."""
-
-
-def proof_of(run: Timeline, epoch: int) -> Proof:
-    """Return what the record proves of an epoch."""
+    Also its "text", "notes" with what cannot be known and why, and "again": the stretches [first, end) of positions
+    that were delivered more than once.
+    """
     legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
-    newest = legs[-1]
-    stretches, unknown = [(leg.start.samples, leg.samples) for leg in legs], newest.job.unknown
+    newest, stretches = legs[-1], [(leg.start.samples, leg.samples) for leg in legs]
     if before is not None and before.epoch == epoch and before.samples:
         stretches.insert(0, (0, before.samples))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
-    is_open, plan = run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs), None
+    is_open = run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
     belongs: Callable[[int, int], Total] = lambda first, end: Total(end - first, end - first)  # noqa: E731
-    if unknown is None:
+    plan, end = None, 0
+    if newest.job.unknown is None:
         plan = newest.plan
-        belongs = accounts.total_of_plan(plan, epoch, newest.skips)
-    delivered = _of_all(stretches, belongs)
-    at = delivered[ALL].once[-1][1]
+        belongs, end = accounts.total_of_plan(plan, epoch, newest.skips), plan.num_served
+    delivered = _of_all(stretches, belongs)[ALL]
+    at = delivered.once[-1][1]
     # What the epoch that the run is in has still to deliver is not missing.
-    to_come = [(at, plan.num_served)] if plan is not None and is_open and at < plan.num_served else []
-    all_of_it, end = _of_all([*stretches, *to_come], belongs), at if is_open or newest.ended else None
-    found = accounts.certify([(all_of_it, {})], epoch, plan, newest.skips, end, "the order")
-    problems = list(found.problems)
-    if unknown is None:
-        problems += _other_samples(run, epoch, notes)
+    account = _of_all([*stretches, *([(at, end)] if is_open and at < end else [])], belongs)
+    seen_to = at if is_open or newest.ended else None
+    found = accounts.certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
+    if plan is None:
+        notes.append(f"which samples these are is not known: {newest.job.unknown}")
     else:
-        notes.append(f"which samples these are is not known: {unknown}")
-    what = f"each of {found.num_samples} samples" if unknown is None else f"each of the positions [0, {at})"
-    text = f"epoch {epoch}: {'NOT ' if problems else ''}{what} exactly once"
-    if not problems and (to_come or unknown is not None):
-        text += f", so far: {at} positions in {newest.steps} steps" if is_open else f", in {newest.steps} steps"
-    return Proof(
-        epoch=epoch,
-        text=text if problems or to_come or unknown is not None else str(found),
-        problems=problems,
-        notes=notes,
-        num_samples=found.num_samples,
-        delivered=delivered[ALL].total.num,
-        again=delivered[ALL].again,
-    )
+        found = replace(found, problems=(*found.problems, *_other_samples(run, epoch, notes)))
+    text = f"{found}, so far: at positions [0, {at}), in {newest.steps} steps" if is_open else str(found)
+    found = replace(found, delivered=delivered.total.num)
+    return {**asdict(found), "text": text, "notes": notes, "again": delivered.again}
 
 
 def _of_all(stretches: list[tuple[int, int]], belongs: Callable[[int, int], Total]) -> Account:

@@ -33,12 +33,13 @@ class Job:
     @property
     def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
         """Each mesh with its data axes."""
-        found = []
-        for mesh in self.facts["meshes"]:
-            axes = mesh["axes"]
-            layout = MeshLayout(shape=tuple(axes.values()), axes=tuple(axes), process_ids=tuple(mesh["process_ids"]))
-            found.append((layout, mesh["data_axes"]))
-        return found
+        found = [(one["axes"], one["process_ids"], one["data_axes"]) for one in self.facts["meshes"]]
+        return [(MeshLayout(shape=axes.values(), axes=axes, process_ids=ids), data) for axes, ids, data in found]
+
+    @property
+    def holders(self) -> list[tuple[MeshLayout, list[str]]]:
+        """The meshes whose ranks have the rows of a step; none if rows were dealt by cost (`balance=`)."""
+        return [] if self.facts["dealt"] else self.meshes
 
     @property
     def unknown(self) -> str | None:
@@ -77,10 +78,7 @@ class Job:
         """
         known = {"fingerprint": self.facts["fingerprint"], "history": history, "sampler": None, "contents": []}
         fingerprint = {name: value for name, value in self.facts["fingerprint"].items() if name != "order_version"}
-        try:
-            return LoaderState.from_dict({**line["state"], **known}, fingerprint)
-        except StateError as error:
-            raise StateError(f"line {line['number']}: {error}") from None
+        return LoaderState.from_dict({**line["state"], **known}, fingerprint)
 
 
 @dataclass(frozen=True)

@@ -156,11 +156,11 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
     for epoch in run.epochs:
         proof = proof_of(run, epoch)
         of_epoch = {one: count for (of, one), count in wanted.items() if of == epoch}
-        assert proof.delivered == sum(of_epoch.values())
+        assert proof["delivered"] == sum(of_epoch.values())
         if kind != "mixture":  # which draws a sample as often as it likes
-            assert bool(proof.again) == any(count > 1 for count in of_epoch.values())
-            if "so far" not in proof.text and not proof.problems:
-                assert len(of_epoch) == proof.num_samples
+            assert bool(proof["again"]) == any(count > 1 for count in of_epoch.values())
+            if "so far" not in proof["text"] and not proof["problems"]:
+                assert len(of_epoch) == proof["num_samples"]
     for sample in {one for _, one in wanted}:
         name = sample if kind != "mixture" else ("ab"[sample // 1000], sample % 1000)
         places = [(leg.epoch, step) for leg, step, _ in places_in(run, name) if step < leg.steps]

@@ -84,7 +84,7 @@ def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
     assert whole["num_samples"] == whole["delivered"] == sum(real.values())
     text = asked("verify", run.record)
     assert "are skipped by the user) exactly once" in text
-    assert "exactly once, so far" in text
+    assert "exactly once, so far: at positions [0, 32), in 2 steps" in text
     (lost,) = [one for one in found["delivered"] if one["counts"] == "no"]
     assert (lost["job"], lost["first_step"], lost["end_step"]) == (2, 11, 12)
 
@@ -112,7 +112,7 @@ def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_sample
     given.job([0], ["dp"], "dp", 8, ["take", 99], data="46", own_sampler=True)
 
     text = asked("verify", given.record)
-    assert "epoch 0: each of the positions [0, 46) exactly once, in 6 steps" in text
+    assert "epoch 0: each of 46 samples that the loader's order drew exactly once" in text
     assert "the order is that of the loader's own BatchSampler" in text
     assert "the order is that of the loader's own BatchSampler" in asked("where", given.record, "--sample", 3, code=2)
 
