@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.record.lines import read
@@ -27,7 +27,7 @@ class Answer:
     """True if the command exits with 1: a hazard, or a verification that has failed."""
 
     def __str__(self) -> str:
-        return "\n".join(one if isinstance(one, str) else table(one) for one in self.said)
+        return "\n".join(one if isinstance(one, str) else table(one) for one in self.said if one != [])
 
 
 Hazard = tuple[str, str]
@@ -41,8 +41,7 @@ def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: 
     return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
     does: str

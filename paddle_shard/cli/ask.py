@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import groups_of, places_in, samples_of, shares_of
+from paddle_shard.record.places import parts_of, places_in, samples_of, shares_of
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import Leg, timeline
 
@@ -37,18 +38,12 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 
 def _facts(leg: Leg, counts: str) -> dict[str, Any]:
-    facts = leg.job.facts
-    return {
-        "job": leg.job.number,
-        "mesh": " and ".join(",".join(f"{axis}={n}" for axis, n in mesh["axes"].items()) for mesh in facts["meshes"]),
-        "batch_size": facts["plan"] and facts["plan"]["batch_size"],
-        "epoch": leg.epoch,
-        "first_step": leg.start.steps,
-        "end_step": leg.steps,
-        "first_position": leg.start.samples,
-        "end_position": leg.samples,
-        "counts": counts,
-    }
+    facts, start = leg.job.facts, leg.start
+    mesh = " and ".join(",".join(f"{axis}={n}" for axis, n in one["axes"].items()) for one in facts["meshes"])
+    size = facts["plan"] and facts["plan"]["batch_size"]
+    found = {"job": leg.job.number, "mesh": mesh, "batch_size": size, "epoch": leg.epoch, "counts": counts}
+    found |= {"first_step": start.steps, "end_step": leg.steps}
+    return {**found, "first_position": start.samples, "end_position": leg.samples}
 
 
 def told(leg: Leg, step: int) -> str:
@@ -73,48 +68,30 @@ def _batch(options: argparse.Namespace) -> Answer:
     found: list[dict[str, Any]] = []
     for leg in legs:
         if "num_parts" in leg.job.facts["data"]:
-            rows = _parts(leg, options.step)
+            rows = list(_parts(leg, options.step))
         else:
             rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.skips)
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
     return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])
 
 
-def _parts(leg: Leg, step: int) -> list[dict[str, Any]]:
-    """Return the parts of a stream that each rank reads, and the positions in each of them."""
-    meshes, plan = leg.job.meshes, PartsPlan(num_parts=leg.job.facts["data"]["num_parts"], **leg.job.facts["plan"])
+def _parts(leg: Leg, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a stream that each rank reads, and the positions in each of them."""
+    plan = PartsPlan(num_parts=leg.job.facts["data"]["num_parts"], **leg.job.facts["plan"])
     first = leg.start.samples // plan.num_parts + (step - leg.start.steps) * plan.samples_per_part
-    in_each = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}
-    found = []
-    for group in groups_of(meshes):
-        mesh, axes = meshes[group["mesh"]]
-        parts = list(plan.parts_of(group["data_rank"], mesh.num_data_ranks(axes)))
-        found.append({**group, "parts": parts, **in_each})
-    return found
+    for group, parts in parts_of(leg.job.meshes, plan):
+        yield {**group, "parts": parts, "first_in_each": first, "end_in_each": first + plan.samples_per_part}
 
 
+_SAMPLE = ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"})
+_STEP = ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"})
+_VERIFY = "Was each sample delivered exactly once, over all jobs, and was no line of the record changed?"
+_WHERE = "At which steps, on which ranks and in which rows was a sample delivered?"
 COMMANDS = {
-    "verify": Command(
-        does="Was each sample delivered exactly once, over all jobs, and was no line of the record changed?",
-        example="run.jsonl",
-        arguments=[RECORD],
-        answer=_verify,
-    ),
-    "where": Command(
-        does="At which steps, on which ranks and in which rows was a sample delivered?",
-        example="run.jsonl --sample 12345",
-        arguments=[
-            RECORD,
-            ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"}),
-            ("--epoch", {"type": int, "help": "only this epoch"}),
-        ],
-        answer=_where,
-    ),
+    "verify": Command(_VERIFY, "run.jsonl", [RECORD], _verify),
+    "where": Command(_WHERE, "run.jsonl --sample 12345", [RECORD, _SAMPLE, EPOCH], _where),
     "batch": Command(
-        does="Which samples did each rank get at a step?",
-        example="run.jsonl --epoch 0 --step 3",
-        arguments=[RECORD, ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}), EPOCH],
-        answer=_batch,
+        "Which samples did each rank get at a step?", "run.jsonl --step 3", [RECORD, _STEP, EPOCH], _batch
     ),
 }
 """The commands, by name."""

@@ -16,7 +16,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.record.places import Meshes, groups_of, places_in
+from paddle_shard.record.places import Meshes, groups_of, parts_of, places_in
 from paddle_shard.record.timeline import Job, Leg, Timeline
 
 # forget, skip
@@ -110,18 +110,20 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
     found: dict[Any, Any] = {"data ranks": count, "rows of a step": size}
     if size is not None:
         check_batch_size(size, count, times)
-    now, parts = {"batch_size": size, "num_data_ranks": count, "accumulation": times}, None
+    now, parts = {"batch_size": size, "num_data_ranks": count, "accumulation": times}, list[list[int]]()
     if "num_parts" in job.facts["data"]:
-        parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **now)
+        plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **now)
+        parts = [of for _, of in parts_of(meshes, plan_of_parts)]
     elif job.unknown is None:
         plan = job.batches(state.history, **now).plan_of(state)
         found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
-    for group in groups_of(meshes):
+    for at, group in enumerate(groups_of(meshes)):
         mesh, axes = meshes[group["mesh"]]
-        ranks, what = mesh.num_data_ranks(axes), f"data rank {group['data_rank']}"
-        what += "" if size is None else f", {size // ranks} rows"
-        what += "" if parts is None else f", parts {cell(parts.parts_of(group['data_rank'], ranks))}"
+        what = f"data rank {group['data_rank']}" + (
+            "" if size is None else f", {size // mesh.num_data_ranks(axes)} rows"
+        )
+        what += f", parts {cell(parts[at])}" if parts else ""
         for rank in group["ranks"]:
             found[rank] = what if found.get(rank, what) == what else f"{found[rank]}; mesh {group['mesh']}: {what}"
     return found
@@ -130,24 +132,12 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
 _STEPS = {"type": _steps_of, "required": True, "help": "a step of the epoch, or a stretch: 3 or 3-6"}
 _SAMPLES = {"required": True, "metavar": "FILE", "help": "a sample in each line: 17, or web:17 of a mixture"}
 _SIZE = {"type": int, "help": "rows of a global batch, before accumulation; else as it was"}
+_SKIP = "Which lines of Python resume the run without some of its steps?"
+_FORGET = "In which steps were some samples, and which lines of Python resume the run without them?"
+_DIFF = "What changes for each rank if the run resumes from its last saved state on another mesh?"
 COMMANDS = {
-    "skip": Command(
-        does="Which lines of Python resume the run without some of its steps?",
-        example="run.jsonl --epoch 0 --step 1200-1229",
-        arguments=[RECORD, ("--step", _STEPS), EPOCH],
-        answer=_skip,
-    ),
-    "forget": Command(
-        does="In which steps were some samples, and which lines of Python resume the run without them?",
-        example="run.jsonl --samples ids.txt",
-        arguments=[RECORD, ("--samples", _SAMPLES)],
-        answer=_forget,
-    ),
-    "diff": Command(
-        does="What changes for each rank if the run resumes from its last saved state on another mesh?",
-        example="run.jsonl --mesh dp=2,mp=4 --data-axes dp",
-        arguments=[RECORD, *MESH, ("--batch-size", _SIZE)],
-        answer=_diff,
-    ),
+    "skip": Command(_SKIP, "run.jsonl --epoch 0 --step 1200-1229", [RECORD, ("--step", _STEPS), EPOCH], _skip),
+    "forget": Command(_FORGET, "run.jsonl --samples ids.txt", [RECORD, ("--samples", _SAMPLES)], _forget),
+    "diff": Command(_DIFF, "run.jsonl --mesh dp=2,mp=4", [RECORD, *MESH, ("--batch-size", _SIZE)], _diff),
 }
 """The commands, by name."""

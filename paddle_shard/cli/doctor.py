@@ -50,7 +50,5 @@ def _doctor(options: argparse.Namespace) -> Answer:
     return with_hazards({"machine": found}, [[{"what": name, "here": one} for name, one in found.items()]], hazards)
 
 
-COMMANDS = {
-    "doctor": Command(does="Has this machine what loaders need?", example="--json", arguments=[], answer=_doctor)
-}
+COMMANDS = {"doctor": Command("Has this machine what loaders need?", "--json", [], _doctor)}
 """The command, by name."""

@@ -49,7 +49,7 @@ def index(options: argparse.Namespace) -> Answer:
     return Answer(found={name: entry.samples for name, entry in entries.items()}, said=[text])
 
 
-COMMANDS = {"index": Command(does=_DOES, example="'train-*.tar' -o index.json", arguments=_ARGUMENTS, answer=index)}
+COMMANDS = {"index": Command(_DOES, "'train-*.tar' -o index.json", _ARGUMENTS, index)}
 """The command, by name."""
 
 

@@ -252,29 +252,23 @@ MESH: Sequence[tuple[str, dict[str, Any]]] = [
     ("--data-axes", {"metavar": "AXES", "help": "axes that split the rows: dp or dp,sharding; '' for none"}),
 ]
 """The arguments that name meshes."""
-_RECORD = {"nargs": "?", "metavar": "RECORD", "help": "the file of shard_dataloader(record=); or flags:"}
 _SOURCE = {"type": _source_of, "action": "append", "help": "a source of a mixture, as samples and weight: web=1000:0.7"}
-_FILES = {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}
-COMMANDS = {
-    "plan": Command(
-        does="Who would read what, and what is wrong with it? Exits with 1 if there is a hazard.",
-        example="--samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3",
-        arguments=[
-            ("record", _RECORD),
-            *MESH,
-            ("--batch-size", {"type": int, "help": "rows of a global batch, before accumulation"}),
-            ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
-            ("--source", _SOURCE),
-            ("--files", _FILES),
-            ("--tail", {"choices": list(TAILS), "default": "pad"}),
-            ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
-            ("--seed", {"type": int, "default": 0}),
-            ("--accumulation", {"type": int, "default": 1, "help": "micro-batches of a step"}),
-            ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
-            ("--epoch", {"type": int, "help": "the epoch that is shown"}),
-            ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
-        ],
-        answer=_plan,
-    )
-}
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    ("record", {"nargs": "?", "metavar": "RECORD", "help": "the file of shard_dataloader(record=); or flags:"}),
+    *MESH,
+    ("--batch-size", {"type": int, "help": "rows of a global batch, before accumulation"}),
+    ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
+    ("--source", _SOURCE),
+    ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
+    ("--tail", {"choices": list(TAILS), "default": "pad"}),
+    ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
+    ("--seed", {"type": int, "default": 0}),
+    ("--accumulation", {"type": int, "default": 1, "help": "micro-batches of a step"}),
+    ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
+    ("--epoch", {"type": int, "help": "the epoch that is shown"}),
+    ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
+]
+_DOES = "Who would read what, and what is wrong with it? Exits with 1 if there is a hazard."
+_EXAMPLE = "--samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3"
+COMMANDS = {"plan": Command(_DOES, _EXAMPLE, _ARGUMENTS, _plan)}
 """The command, by name."""

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -68,20 +69,12 @@ def _show(options: argparse.Namespace) -> Answer:
 
 
 _OPEN = "the data set, or a function that returns it; of a mixture, also a dict of its sources"
-_DECODE = "makes of a sample what is shown, such as its text"
-COMMANDS = {
-    "show": Command(
-        does="What do the samples of a step hold?",
-        example="run.jsonl --epoch 0 --step 3 --open my_module:dataset",
-        arguments=[
-            RECORD,
-            ("--step", {"type": int, "help": "step of the epoch, from 0"}),
-            EPOCH,
-            ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
-            ("--open", {"required": True, "metavar": "MODULE:NAME", "help": _OPEN}),
-            ("--decode", {"metavar": "MODULE:FUNCTION", "help": _DECODE}),
-        ],
-        answer=_show,
-    )
-}
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    ("--step", {"type": int, "help": "step of the epoch, from 0"}),
+    ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
+    ("--open", {"required": True, "metavar": "MODULE:NAME", "help": _OPEN}),
+    ("--decode", {"metavar": "MODULE:FUNCTION", "help": "makes of a sample what is shown, such as its text"}),
+]
+_EXAMPLE = "run.jsonl --epoch 0 --step 3 --open my_module:dataset"
+COMMANDS = {"show": Command("What do the samples of a step hold?", _EXAMPLE, [RECORD, *_ARGUMENTS, EPOCH], _show)}
 """The command, by name."""

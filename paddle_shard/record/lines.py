@@ -56,7 +56,7 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Lock a file until it is closed.
+    """Lock a file until it is closed, if its file system has locks.
 
     Raises:
         OSError: Another process holds it for longer than it takes to append a line.
@@ -71,6 +71,9 @@ def _lock(file: BinaryIO) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+        except OSError as error:
+            raise_if_a_handlers(error)
+            return None  # this file system has no locks
 
 
 def _last_line(file: BinaryIO) -> tuple[bytes, int]:

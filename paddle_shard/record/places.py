@@ -11,6 +11,7 @@ import numpy as np
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, source_and_index
 from paddle_shard.plan.partition import slice_rows
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of, step_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.record.timeline import Leg, Timeline
@@ -40,6 +41,13 @@ def shares_of(meshes: Meshes, num_rows: int, micro_size: int) -> Iterator[tuple[
     for group in groups_of(meshes):
         mesh, axes = meshes[group["mesh"]]
         yield group, slice_rows(num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size).tolist()
+
+
+def parts_of(meshes: Meshes, plan: PartsPlan) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Yield each replica group with the parts of a stream that it holds."""
+    for group in groups_of(meshes):
+        mesh, axes = meshes[group["mesh"]]
+        yield group, list(plan.parts_of(group["data_rank"], mesh.num_data_ranks(axes)))
 
 
 def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any]:
