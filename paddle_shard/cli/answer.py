@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, described
 from paddle_shard.record.lines import read
 from paddle_shard.record.timeline import Leg, Timeline, timeline
 
@@ -91,8 +92,18 @@ def cell(value: Any) -> str:
 
 
 def run_of(path: str) -> Timeline:
-    """Return what the record in a file tells of its run."""
-    return timeline(read(path)[0])
+    """Return what the record in a file tells of its run; what is wrong with the file is printed.
+
+    Raises:
+        ArgumentError: It is damaged, or tells nothing.
+    """
+    lines, problems = read(path)
+    for problem in problems:
+        print(f"{path}: {problem}", file=sys.stderr)
+    try:
+        return timeline(lines)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"{path} is damaged ({described(error)}); paddle-shard verify tells where.") from error
 
 
 def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]:
@@ -104,7 +115,7 @@ def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]
     epoch = run.epochs[0] if epoch is None and len(run.epochs) == 1 else epoch
     if epoch is None:
         raise ArgumentError(f"--epoch is missing: the run has the epochs {cell(run.epochs)}. Give one of them.")
-    found = run.legs_of(epoch, step)
+    found = [leg for leg, end in run.passes if leg.epoch == epoch and leg.start.steps <= step < end]
     if not found:
         known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
         what = f"step {step} of epoch {epoch} was not delivered, says the record"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
 from paddle_shard.record.places import parts_of, places_in, samples_of, shares_of
@@ -21,8 +22,14 @@ _LOST = (
 
 def _verify(options: argparse.Namespace) -> Answer:
     lines, damage = read(options.record)
-    run = timeline(lines)
-    proofs = [proof_of(run, epoch) for epoch in run.epochs]
+    try:
+        run = timeline(lines)
+        proofs = [proof_of(run, epoch) for epoch in run.epochs]
+    except Exception as error:  # whatever lines that were changed lead to
+        raise_if_a_handlers(error)
+        if not damage:
+            raise
+        return Answer(found={"damage": damage}, said=damage, failed=True)
     legs = [_facts(leg, "yes") for leg in run.legs] + [_facts(leg, "no") for leg in run.lost]
     said: list[Any] = damage or [f"{len(lines)} lines, of which none was changed or taken out"]
     for line in lines:

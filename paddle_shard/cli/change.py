@@ -66,12 +66,11 @@ def _skip(options: argparse.Namespace) -> Answer:
     for step in options.step:
         epoch, legs = leg_of(run, epoch, step)
         hits += [(leg, step) for leg in legs]
-    if (job := hits[0][0].job).facts["plan"] is None or "num_parts" in job.facts["data"]:
-        raise ArgumentError(f"loader.skip() cannot be asked: {job.unknown}.")
-    steps = f"range({options.step.start}, {options.step.stop})"
+    job, steps = hits[0][0].job, f"range({options.step.start}, {options.step.stop})"
+    if "files" in job.facts["data"]:
+        raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
     lines, found = _without(run, hits, f"loader.skip(steps={steps}, epoch={epoch})")
-    sizes = " or ".join(map(str, sorted({leg.job.facts["plan"]["batch_size"] for leg, _ in hits})))
-    return Answer(found=found, said=[f"# Steps are counted in batches of {sizes} rows.", *lines])
+    return Answer(found=found, said=["# Steps are counted in batches of the size that the run had there.", *lines])
 
 
 # diff
@@ -120,9 +119,8 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
     for at, group in enumerate(groups_of(meshes)):
         mesh, axes = meshes[group["mesh"]]
-        what = f"data rank {group['data_rank']}" + (
-            "" if size is None else f", {size // mesh.num_data_ranks(axes)} rows"
-        )
+        rows = "" if size is None else f", {size // mesh.num_data_ranks(axes)} rows"
+        what = f"data rank {group['data_rank']}{rows}"
         what += f", parts {cell(parts[at])}" if parts else ""
         for rank in group["ranks"]:
             found[rank] = what if found.get(rank, what) == what else f"{found[rank]}; mesh {group['mesh']}: {what}"

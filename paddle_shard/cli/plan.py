@@ -49,11 +49,6 @@ class _Planned:
     hazards: list[Hazard] = field(default_factory=list)
     said: list[str | Rows] = field(default_factory=list)
 
-    def refused(self, error: ArgumentError) -> None:
-        """Take an error of the loader's as a hazard."""
-        what, _, way_out = str(error).partition(". ")
-        self.hazards.append((what, way_out))
-
 
 # What is asked about
 
@@ -118,13 +113,14 @@ def _planned(options: argparse.Namespace) -> _Planned:
         else:
             found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed, tail=options.tail, **cut)
     except ArgumentError as error:
-        found.refused(error)
+        what, _, remedy = str(error).partition(". ")
+        found.hazards.append((what, remedy))
     return found
 
 
 def _of_record(options: argparse.Namespace) -> _Planned:
     run = run_of(options.record)
-    job, newest = run.last, run.legs[-1] if run.legs else None
+    job, newest = run.last, run.passes[-1][0] if run.passes else None
     found = _Planned(meshes=job.meshes, replicas=job.facts["options"]["replicas"])
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")

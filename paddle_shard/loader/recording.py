@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
@@ -54,10 +53,8 @@ def facts_of_run(
         "order_of": run.no_order(),
         "dealt": source.costs is not None,
         "meshes": [one for number, one in enumerate(meshes) if one not in meshes[:number]],
-        "rank": dist.get_rank(),
         "data_rank": (own.data_rank, own.num_data_ranks) if own.on_mesh else None,
         "options": {name: _shown(value) for name, value in given_options.items() if value is not None},
-        "workers": given.num_workers,
         "data": data,
     }
 

@@ -119,9 +119,6 @@ def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
         problems.append(f"line {len(whole) + 1} is cut after {len(half)} bytes, as by a crash while it was written")
     if not any(one.get("line") == "begin" for one in found):
         raise ArgumentError(f"{path} is no record of a run. Give the file of shard_dataloader(record=).")
-    versions = {one["format"] for one in found if one.get("line") == "begin"}
-    if versions - {FORMAT}:
-        raise ArgumentError(
-            f"{path} has lines of the formats {sorted(versions)}; this paddle_shard reads {FORMAT} only."
-        )
+    if any(one.get("format", FORMAT) != FORMAT for one in found):
+        raise ArgumentError(f"{path} has lines of another format than {FORMAT}, which this paddle_shard reads.")
     return found, problems

@@ -79,9 +79,8 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
 
     The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
     """
-    perhaps = [leg for leg in [run.open] if leg is not None and leg not in run.legs]
-    for leg in [*run.legs, *perhaps]:
-        plan, end_step = leg.plan, run.end_of(leg)
+    for leg, end_step in run.passes:
+        plan = leg.plan
         found = places_of(plan, leg.epoch, sample, leg.skips)
         for one in [found] if isinstance(found, Where) else found or []:
             # A short last batch that cannot be split has no data ranks: it was never delivered.

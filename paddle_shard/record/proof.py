@@ -6,16 +6,17 @@ read: of its own rows, or of all rows where the run called `certificate()`. They
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.plan import certificate as accounts
-from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus
+from paddle_shard.plan import certificate as certificates
+from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus, total_of_plan
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import global_batch
+from paddle_shard.plan.shard_plan import ShardPlan, global_batch
+from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.step import rank_steps
 from paddle_shard.record.timeline import Leg, Timeline
 
@@ -29,22 +30,21 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     that were delivered more than once.
     """
     legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
-    newest, stretches = legs[-1], [(leg.start.samples, leg.samples) for leg in legs]
+    newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
+    # What was left out when it was delivered may be less than what is left out now.
+    stretches = [(leg.start.samples, leg.samples, leg.skips) for leg in legs]
     if before is not None and before.epoch == epoch and before.samples:
-        stretches.insert(0, (0, before.samples))
+        stretches.insert(0, (0, before.samples, before.history.skips))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
-    is_open = run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
-    belongs: Callable[[int, int], Total] = lambda first, end: Total(end - first, end - first)  # noqa: E731
-    plan, end = None, 0
-    if newest.job.unknown is None:
-        plan = newest.plan
-        belongs, end = accounts.total_of_plan(plan, epoch, newest.skips), plan.num_served
-    delivered = _of_all(stretches, belongs)[ALL]
+    plan = None if newest.job.unknown is not None else newest.plan
+    end = 0 if plan is None else plan.num_served
+    delivered = _of_all(plan, epoch, stretches)[ALL]
     at = delivered.once[-1][1]
     # What the epoch that the run is in has still to deliver is not missing.
-    account = _of_all([*stretches, *([(at, end)] if is_open and at < end else [])], belongs)
+    to_come = [(at, end, newest.skips)] if is_open and at < end else []
+    account = _of_all(plan, epoch, [*stretches, *to_come])
     seen_to = at if is_open or newest.ended else None
-    found = accounts.certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
+    found = certificates.certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
     else:
@@ -54,10 +54,13 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     return {**asdict(found), "text": text, "notes": notes, "again": delivered.again}
 
 
-def _of_all(stretches: list[tuple[int, int]], belongs: Callable[[int, int], Total]) -> Account:
+def _of_all(plan: ShardPlan | None, epoch: int, stretches: list[tuple[int, int, Skips]]) -> Account:
     """Return the account of stretches that all data ranks have delivered, as they were drawn."""
-    each = [Delivered(((first, end),), (), belongs(first, end)) for first, end in stretches]
-    return accounts.added(*({ALL: one, DRAWN: one} for one in each))
+    found: list[Account] = []
+    for first, end, skips in stretches:
+        total = Total(end - first, end - first) if plan is None else total_of_plan(plan, epoch, skips)(first, end)
+        found.append(dict.fromkeys((ALL, DRAWN), Delivered(((first, end),), (), total)))
+    return certificates.added(*found)
 
 
 def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]:
@@ -93,11 +96,11 @@ def _total(leg: Leg, owner: Owner, first: int, end: int) -> Total:
     """Return the total of the rows of a data rank, or of all, at positions [first, end) of what was delivered."""
     plan, skips, epoch = leg.plan, leg.skips, leg.epoch
     if owner == ALL or owner[1] == 1:
-        return accounts.total_of_plan(plan, epoch, skips)(first, end)
+        return total_of_plan(plan, epoch, skips)(first, end)
     steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
     batches = (global_batch(plan, epoch, step) for step in steps)
     mine = rank_steps(
         batches, epoch, first, lambda num_rows, micro: slice_rows(num_rows, owner[1], owner[0], micro), skips=skips
     )
     ids = (np.asarray(step.ids)[slice(None) if step.real is None else step.real] for step in mine)
-    return plus(*map(accounts.total_of, ids))
+    return plus(*map(certificates.total_of, ids))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from paddle_shard.errors import ArgumentError, StateError, described
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
@@ -69,16 +69,6 @@ class Job:
         found = PlanBatches(plan, data, sizes and BatchSizes(tuple(map(tuple, sizes))))
         found.resume(LoaderState(history=history, fingerprint=found.fingerprint()))
         return found
-
-    def state(self, line: dict[str, Any], history: Any) -> LoaderState:
-        """Return the state that a line holds, without what the loader alone needs.
-
-        Raises:
-            StateError: The line is damaged, or of another version.
-        """
-        known = {"fingerprint": self.facts["fingerprint"], "history": history, "sampler": None, "contents": []}
-        fingerprint = {name: value for name, value in self.facts["fingerprint"].items() if name != "order_version"}
-        return LoaderState.from_dict({**line["state"], **known}, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -140,9 +130,11 @@ class _Stretch:
     """What it has continued, and how many lines of that there were by then; None: nothing that is known."""
 
     def state(self, at: int) -> LoaderState:
-        """Return the state that a line holds."""
-        line, history = self.lines[at]
-        return self.job.state(line, line["was"] if line["line"] == "resume" else history)
+        """Return the state that a line holds, without what the loader alone needs."""
+        (line, history), fingerprint = self.lines[at], dict(self.job.facts["fingerprint"])
+        then = {"history": line["was"] if line["line"] == "resume" else history, "fingerprint": fingerprint}
+        now = {name: value for name, value in fingerprint.items() if name != "order_version"}
+        return LoaderState.from_dict({**line["state"], **then, "sampler": None, "contents": []}, now)
 
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the passes as of each line, one dict that is changed."""
@@ -184,35 +176,28 @@ class Timeline:
         """The epochs of which something was delivered."""
         return sorted({leg.epoch for leg in self.legs})
 
-    def legs_of(self, epoch: int, step: int | None = None) -> list[Leg]:
-        """Return what was delivered of an epoch; or what has delivered one of its steps, perhaps after any line."""
-        found = [leg for leg in self.legs if leg.epoch == epoch]
-        if step is None:
-            return found
-        perhaps = [leg for leg in [self.open] if leg is not None and leg not in found and leg.epoch == epoch]
-        return [leg for leg in [*found, *perhaps] if leg.start.steps <= step < self.end_of(leg)]
+    def legs_of(self, epoch: int) -> list[Leg]:
+        """Return what was delivered of an epoch."""
+        return [leg for leg in self.legs if leg.epoch == epoch]
 
-    def end_of(self, leg: Leg) -> float:
-        """Return the step before which a pass may have delivered all steps, told by a line or not."""
-        if leg is not self.open:
-            return leg.steps
-        return math.inf if leg.job.unknown is not None else leg.plan.num_steps
+    @property
+    def passes(self) -> list[tuple[Leg, float]]:
+        """What was delivered, with the step before which it ends, told by a line or not."""
+        found: list[tuple[Leg, float]] = [(leg, leg.steps) for leg in self.legs if leg is not self.open]
+        if self.open is not None:
+            found.append((self.open, math.inf if self.open.job.unknown is not None else self.open.plan.num_steps))
+        return found
 
 
 def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     """Return what the lines of a record tell.
 
     Raises:
-        ArgumentError: They tell nothing, or are damaged.
-        StateError: A state in them is of another version.
+        ArgumentError: They tell nothing.
+        StateError: A state in them is damaged, or of another version.
     """
-    try:
-        stretches = _stretches(lines)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise ArgumentError(f"the record is damaged: {described(error)}.") from error
-    if not stretches or not (begun := [one for one in stretches if one.lines]):
+    begun = [one for one in _stretches(lines) if one.lines]
+    if not begun:
         raise ArgumentError("the record tells of no pass yet.")
     # What counts is the newest stretch, and what leads to it. A line of a load ends one stretch and begins the next.
     newest = max(begun, key=lambda one: (one.lines[-1][0]["number"], one.lines[0][0]["number"]))

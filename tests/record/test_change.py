@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
+from paddle_shard import Stream
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
@@ -138,7 +139,7 @@ def test_the_lines_of_skip_leave_out_the_steps_and_nothing_else(tmp_path):
     gone = {i for _, step, of in run.steps for i in of if step in (4, 5)}
     seen = Counter(i for _, _, of in [*run.steps[:3], *again.steps] for i in of)
     assert seen == Counter(set(range(LENGTH)) - gone)
-    assert "# Steps are counted in batches of 4 rows." in asked("skip", run.path, "--step", 7)
+    assert "# Steps are counted in batches of the size that the run had there." in asked("skip", run.path, "--step", 7)
     assert "step 4 of epoch 0 was not delivered" not in asked("verify", run.path)
 
 
@@ -154,6 +155,20 @@ def test_the_lines_of_skip_leave_out_the_steps_and_nothing_else(tmp_path):
 def test_steps_that_were_not_delivered_cannot_be_skipped(flags, text, tmp_path):
     run = Run(tmp_path / "run.jsonl").go(9)
     assert text in asked("skip", run.path, *flags, code=2)
+
+
+def test_steps_of_whole_batches_can_be_skipped_and_those_of_a_stream_not(tmp_path):
+    whole = sharded(DataLoader(Made(lambda i: np.full(4, i), 6), batch_size=None), ONE, record=tmp_path / "a.jsonl")
+    batches = iter(whole)
+    next(batches), next(batches)
+    whole.state_dict()
+    assert "loader.skip(steps=range(1, 2), epoch=0)" in asked("skip", tmp_path / "a.jsonl", "--step", 1)
+    stream = Stream.of(range(64)).sharding_filter().in_parts(2)
+    batches = iter(sharded(DataLoader(stream, batch_size=4), ONE, record=tmp_path / "b.jsonl"))
+    next(batches)
+    assert "the steps of a stream cannot be left out" in asked(
+        "skip", tmp_path / "b.jsonl", "--epoch", 0, "--step", 0, code=2
+    )
 
 
 # diff

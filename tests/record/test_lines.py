@@ -1,5 +1,7 @@
 """The file of a record: what is written, what a crash leaves, and what is seen of lines that are gone or changed."""
 
+import contextlib
+import io
 import json
 import logging
 import multiprocessing
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paddle.io import DataLoader
 
+from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.record.lines import append, read
 from tests.helpers import ONE, Made, sharded
@@ -234,3 +237,41 @@ def test_damage_fails_the_verification(tmp_path):
     path.write_text("hello\n")
     assert "is no record of a run" in asked("verify", path, code=2)
     assert "cannot be read" in asked("verify", tmp_path / "none", code=2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The bytes of a record with two jobs, a skip and two epochs."""
+    path = tmp_path_factory.mktemp("whole") / "run.jsonl"
+    loader = loader_of(path)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    loader = loader_of(path)
+    loader.load_state_dict(state)
+    loader.skip(samples=[7])
+    list(loader), list(loader)
+    return path.read_bytes()
+
+
+@given(st.data())
+def test_any_byte_that_is_changed_before_the_last_line_is_found(whole, tmp_path_factory, data):
+    last = whole.rindex(b"\n", 0, -1)
+    at, path = data.draw(st.integers(0, last - 1)), tmp_path_factory.getbasetemp() / "changed.jsonl"
+    new = data.draw(st.integers(0, 255).filter(lambda byte: byte != whole[at]))
+    path.write_bytes(whole[:at] + bytes([new]) + whole[at + 1 :])
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert main(["verify", str(path)]) in (1, 2)
+
+
+def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
+    path = tmp_path / "run.jsonl"
+    loader = loader_of(path)
+    assert "the record tells of no pass yet" in asked("verify", path, code=2)
+    batches = iter(loader)
+    next(batches)
+    assert "1 lines" not in asked("verify", path)
+    (found,) = asked("batch", path, "--step", 0, "--epoch", 0, "--json")["delivered"]
+    assert (found["told"], found["samples"]) == ("not yet", [0, 1, 2, 3])
+    assert "samples of an epoch" in asked("plan", path)
