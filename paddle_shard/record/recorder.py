@@ -17,6 +17,8 @@ from paddle_shard.record.lines import FORMAT, append
 _ELSEWHERE = ("fingerprint", "history", "sampler", "contents")
 """Of a state, what other lines have, or what is not needed to tell what was delivered."""
 _BEGINNING = b'{"after": ""'
+_WAY_OUT = "Give a file in a folder that exists, on a disk with space, or leave record out."
+_LOG = logging.getLogger("paddle_shard")
 
 
 def position(state: LoaderState) -> dict[str, Any]:
@@ -50,10 +52,8 @@ class Recorder:
             self._job = self._append("begin", {"format": FORMAT, **facts})
         except OSError as error:
             raise_if_a_handlers(error)
-            raise ArgumentError(
-                f"record={self._path!r} cannot be written ({error}). Give a file in a folder that exists, on a disk "
-                "with space, or leave record out."
-            ) from error
+            what = f"record={self._path!r} cannot be written ({error})"
+            raise ArgumentError(f"{what}. {_WAY_OUT}") from error
 
     def note(self, kind: str, history: Any, **facts: Any) -> None:
         """Write a line; if that is impossible, say so once and write no more.
@@ -76,10 +76,7 @@ class Recorder:
         except OSError as error:
             raise_if_a_handlers(error)
             self._over = True
-            logging.getLogger("paddle_shard").warning(
-                f"record={self._path!r} cannot be written any more ({error}). The run continues; what happens from "
-                "here on is not recorded."
-            )
+            _LOG.warning("record=%r cannot be written any more (%s). The run continues without it.", self._path, error)
         finally:
             self._busy = False
 
@@ -87,8 +84,5 @@ class Recorder:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         digest, half = append(self._path, {"line": kind, "time": now, **facts})
         if half:
-            logging.getLogger("paddle_shard").warning(
-                f"record={self._path!r}: the last line was cut, as by a crash while it was written. Its {half} bytes "
-                "were taken off."
-            )
+            _LOG.warning("record=%r: a crash had cut its last line. The %d bytes were taken off.", self._path, half)
         return digest

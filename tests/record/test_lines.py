@@ -141,7 +141,7 @@ def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(tmp_path, ca
     monkeypatch.undo()
     caplog.clear()
     loader_of(tmp_path / "run.jsonl")
-    assert "15 bytes were taken off" in caplog.text
+    assert "The 15 bytes were taken off" in caplog.text
     assert (tmp_path / "run.jsonl").read_bytes().startswith(whole)
     assert kinds(tmp_path / "run.jsonl") == ["begin", "begin"]
 
