@@ -28,7 +28,7 @@ class Answer:
     """True if the command exits with 1: a hazard, or a verification that has failed."""
 
     def __str__(self) -> str:
-        return "\n".join(one if isinstance(one, str) else table(one) for one in self.said if one != [])
+        return "\n".join(one if isinstance(one, str) else f"{table(one)}\n" for one in self.said if one != [])
 
 
 Hazard = tuple[str, str]
@@ -69,7 +69,7 @@ def table(rows: Rows) -> str:
     cells = [[name.replace("_", " ") for name in rows[0]], *([cell(one) for one in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def cell(value: Any) -> str:

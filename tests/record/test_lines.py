@@ -9,11 +9,13 @@ import os
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paddle.io import DataLoader
 
+import paddle_shard
 from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.record.lines import append, read
@@ -275,3 +277,11 @@ def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
     (found,) = asked("batch", path, "--step", 0, "--epoch", 0, "--json")["delivered"]
     assert (found["told"], found["samples"]) == ("not yet", [0, 1, 2, 3])
     assert "samples of an epoch" in asked("plan", path)
+
+
+def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
+    with paddle_shard.patch_paddle(record=tmp_path / "run.jsonl"):
+        loader = paddle.distributed.shard_dataloader(DataLoader(Made(length=8), batch_size=4), ONE, shard_dims="dp")
+        list(loader), list(loader)
+    assert kinds(tmp_path / "run.jsonl") == ["begin", "pass", "end", "pass", "end"]
+    assert "epoch 1: each of 8 samples exactly once" in asked("verify", tmp_path / "run.jsonl")
