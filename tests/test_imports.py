@@ -25,6 +25,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
         PURE | {"stages", "say_once"},
         {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "ray", "torch"},
     ),
+    "record": (PURE | {"samplers"}, {"numpy"}),
     "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle", "ray"}),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),
     "ranks": (PURE | {"say_once", "reading"}, {"numpy", "paddle"}),
@@ -32,7 +33,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
         PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},
         {"numpy", "paddle", "torch", "typing_extensions"},
     ),
-    "position": (PURE | {"say_once", "samplers", "sources", "place", "ranks", "inputs"}, {"numpy", "paddle"}),
+    "position": (PURE | {"say_once", "samplers", "sources", "place", "ranks", "inputs", "record"}, {"numpy", "paddle"}),
     "delivery": (
         PURE | {"tree", "say_once", "samplers", "reading", "place", "ranks", "inputs", "position"},
         {"numpy", "paddle"},
@@ -40,11 +41,12 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "loader": (
         PURE
         | {"version", "tree", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
-        | {"inputs", "position", "delivery"},
+        | {"inputs", "position", "delivery", "record"},
         {"numpy", "paddle"},
     ),
     "testing": (PURE | {"ranks", "loader"}, {"numpy", "paddle"}),
-    "cli": (PURE | {"sources"}, {"numpy"}),
+    "cli": (PURE | {"version", "stages", "sources", "record"}, {"numpy"}),
+    "__main__": ({"cli"}, set()),
     "__init__": (PURE | {"version"}, set()),
 }
 

@@ -5,49 +5,39 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from paddle_shard.cli.answer import Answer, Command
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
 
+_DOES = "Count the samples of WebDataset tars, each read once to its end, and write the index file."
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
 
-    Args:
-        arguments: Of the command line; None: those of this process.
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    ("urls", {"nargs": "+", "metavar": "URL", "help": "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'"}),
+    ("-o --output", {"required": True, "metavar": "FILE", "help": "the index file, such as index.json"}),
+]
 
-    Returns:
-        0; 1 if a shard cannot be read whole: then nothing is written.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m paddle_shard.cli.index_shards",
-        description="Count the samples of WebDataset tars, each read once to its end.",
-    )
-    parser.add_argument(
-        "urls",
-        nargs="+",
-        metavar="URL",
-        help="paths or URLs; braces and patterns expand: {00..99}.tar, '*.tar'",
-    )
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the index file, such as index.json")
-    options = parser.parse_args(arguments)
+
+def index(options: argparse.Namespace) -> Answer:
+    """Count, and write the index; nothing is written if a shard cannot be read whole."""
     try:
         names = expand(options.urls)
         check_base_names(names)
     except PaddleShardError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return Answer(found={"error": str(error)}, said=[str(error)], failed=True)
     entries = {}
     for number, name in enumerate(names, 1):
         try:
             entry = entries[base_name(name)] = count_file(name, tar_starts)
         except Exception as error:  # whatever a tar, a server or a store has to say
             raise_if_a_handlers(error)
-            print(f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written.", file=sys.stderr)
-            return 1
+            text = f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written."
+            return Answer(found={"error": text}, said=[text], failed=True)
         print(
             f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes",
             file=sys.stderr,
@@ -55,8 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     write_index(options.output, entries)
     total = sum(entry.samples for entry in entries.values())
-    print(f"{options.output}: {total} samples in {len(entries)} shards", file=sys.stderr)
-    return 0
+    text = f"{options.output}: {total} samples in {len(entries)} shards"
+    return Answer(found={name: entry.samples for name, entry in entries.items()}, said=[text])
+
+
+COMMANDS = {"index": Command(_DOES, "'train-*.tar' -o index.json", _ARGUMENTS, index)}
+"""The command, by name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command by its older name, `python -m paddle_shard.cli.index_shards`.
+
+    Args:
+        arguments: Of the command line; None: those of this process.
+
+    Returns:
+        0; 1 if a shard cannot be read whole: then nothing is written.
+    """
+    parser = argparse.ArgumentParser(prog="python -m paddle_shard.cli.index_shards", description=_DOES)
+    for argument, how in _ARGUMENTS:
+        parser.add_argument(*argument.split(), **how)
+    answer = index(parser.parse_args(arguments))
+    print(answer, file=sys.stderr)
+    return int(answer.failed)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replica
 """Options that are one of a few words."""
 COMPARED = ("seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas")
 """Options that must be the same on all ranks, as they are. Of most others, `loader/assembly.py` compares what is made
-of them. `prefetch` and `on_lost` may differ."""
+of them. `prefetch`, `on_lost` and `record` may differ."""
 
 # Why some data refuses an option, behind what the data is.
 DEALS = "balance= deals the rows of global batches to data ranks by the costs of their samples."
@@ -61,6 +61,7 @@ class LoaderOptions:
     readers: RayReaders | None
     on_error: str
     on_lost: str
+    record: Any
 
     def __post_init__(self) -> None:
         if self.is_dataset_splitted and self.shard_dims is None:

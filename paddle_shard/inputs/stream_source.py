@@ -20,14 +20,14 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.parts import PartsPlan, choose_num_parts
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalLoader, ExternalSource
 from paddle_shard.stages import Batch, Repeat, Stripe
-from paddle_shard.stages.cut import cut
-from paddle_shard.stages.stage import Opening, Stage
+from paddle_shard.stages.cut import chosen_num_parts, cut
+from paddle_shard.stages.stage import Stage
 
 
 def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
@@ -126,7 +126,7 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         ranks = 1 if split else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = PartsPlan(
             batch_size=size * accumulation,
-            num_parts=_chosen_num_parts(stage.source, size, ranks) if num_parts is None else num_parts,
+            num_parts=chosen_num_parts(stage.source, size, ranks) if num_parts is None else num_parts,
             num_data_ranks=ranks,
             accumulation=accumulation,
             tail=tail,
@@ -211,37 +211,6 @@ def _say_how_often_it_is_read(own: FieldLayout, ranks: int, workers: int) -> Non
             "(Stream.csv, .lines, .webdataset), or a data set that splits itself "
             "(Stream.of(..., splits_itself=True)) read it less often."
         )
-
-
-def _chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:
-    """Return the number of parts of a stream for which the user has chosen none."""
-    counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
-    shards = None if counted else source.num_shards
-    if shards is None:  # nothing limits the parts
-        return choose_num_parts(micro_rows)
-    if num_data_ranks > shards:
-        raise ArgumentError(
-            f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
-            "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
-            "middle; more and smaller shards (Hugging Face: to_iterable_dataset(num_shards=)); resampling with "
-            "replacement; or a stream that every rank reads whole (Stream.of(...), which is cut by turns)."
-        )
-    chosen, most = choose_num_parts(micro_rows, source.most_even_parts), choose_num_parts(micro_rows, shards)
-    if chosen % num_data_ranks and most % num_data_ranks == 0:
-        raise ArgumentError(
-            f"in_parts() is missing: the stream's {shards} files are not counted and differ so much in size that "
-            f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
-            "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
-            f"cut in the middle; or in_parts({most}), where the tail pads or drops what the parts differ by."
-        )
-    fits = [parts for parts in range(num_data_ranks, shards + 1, num_data_ranks) if micro_rows % parts == 0]
-    if chosen % num_data_ranks and fits:
-        raise ArgumentError(
-            f"in_parts() is missing: {shards} shards and {micro_rows} rows of a micro-batch make {chosen} parts, which "
-            f"{num_data_ranks} data ranks do not divide. Ways that work: in_parts({fits[-1]}); or a batch size that is "
-            f"a multiple of {num_data_ranks} x the number of shards."
-        )
-    return chosen
 
 
 def _check_arguments(options: LoaderOptions, stage: Stage) -> None:

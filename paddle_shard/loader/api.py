@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
+from os import PathLike
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import paddle.distributed as dist
@@ -82,6 +83,7 @@ def shard_dataloader(
     readers: RayReaders | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     on_lost: Literal["raise", "exit"] = "raise",
+    record: str | PathLike[str] | None = None,
 ) -> ShardDataloader:
     """Split the batches of a DataLoader along axes of the mesh and yield them as distributed tensors.
 
@@ -173,6 +175,10 @@ def shard_dataloader(
         on_lost: What to do when another rank is lost. "raise": the loop raises `PeerLostError`. A training thread that
             is stuck in a collective cannot be woken, so the log says it, too. "exit": the process also ends after
             10 s if its training thread has not raised the error by then.
+        record: A file to which the first rank of the meshes appends what happens to the run: a line when it begins, at
+            each pass, checkpoint, resume, skip, switch of weights and error, and none a step. Give every job of the run
+            the same file. The command `paddle-shard` answers from it which rank read which sample at which step, and
+            whether each was read once. A file that cannot be written is an error here; later it is a warning.
 
     Returns:
         A `ShardDataloader`, which `dist.to_static` accepts, too.
@@ -208,6 +214,7 @@ def shard_dataloader(
         readers=readers,
         on_error=on_error,
         on_lost=on_lost,
+        record=record,
     )
     return ShardDataloader(options)
 

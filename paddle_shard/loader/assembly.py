@@ -21,6 +21,7 @@ from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetc
 from paddle_shard.inputs.source import Source, read_source
 from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
+from paddle_shard.loader.recording import facts_of_run
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
 from paddle_shard.place.local_tensor import TensorMaker
@@ -33,6 +34,7 @@ from paddle_shard.ranks.verdict import IF_SPLIT
 from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
+from paddle_shard.record.recorder import Recorder
 from paddle_shard.say_once import say_once
 from paddle_shard.version import VERSION
 
@@ -92,6 +94,9 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         batch_check = BatchCheck(None, getattr(options.dataloader.dataset, "sample_name", None))
     elif compares and own.on_mesh and own.num_data_ranks > 1:
         batch_check = BatchCheck((own.layout, own.data_axes))
+    run = Run(source, own, members, options.timeout)
+    if options.record is not None and me == members[0]:
+        run.recorder = Recorder(options.record, facts_of_run(options, source, run, layouts, own))
     return PassSetup(
         options=options,
         source=source,
@@ -99,7 +104,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         own_layout=own,
         rows=LoaderRows(source, layouts, own),
         reading=_reading(options, source, own, on_device, pads=pad_to, compared=len(agreeing) > 1),
-        run=Run(source, own, members, options.timeout),
+        run=run,
         stats=LoaderStats(replicas.__str__),
         agreeing_ranks=agreeing,
         facts={"data set": name, **_facts(options, source, placer)},

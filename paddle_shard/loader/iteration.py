@@ -123,6 +123,7 @@ class ShardIterator:
             raise
         except BaseException as error:
             self.close()
+            setup.run.failed(self._progress, error)
             if isinstance(error, UnequalEndsError):
                 raise unequal_ends(setup, error) from None
             if isinstance(error, BatchStructureError):

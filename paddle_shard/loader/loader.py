@@ -222,7 +222,7 @@ class ShardDataloader(PaddleShardDataloader):
         `StopIteration` it is the beginning of the next. Save it beside the model, and give it to `load_state_dict` of
         a loader on any mesh, with any number of workers and any batch size.
         """
-        return self._run.state().to_dict()
+        return self._run.save()
 
     def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
         """Resume from a saved position: iterators of its epoch begin with the next sample.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias
@@ -10,8 +11,10 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.order import Identity, Indices, Order, Ordering
 from paddle_shard.plan.shuffle import permutation
+from paddle_shard.plan.weights import Segment
 
 Shuffle: TypeAlias = bool | str | Ordering
 """A name in `ORDERINGS`, or an ordering."""
@@ -134,3 +137,21 @@ def find_ordering(shuffle: Any, dataset: Any = None) -> Ordering:
         names = ", ".join(map(repr, ORDERINGS))
         raise ArgumentError(f"shuffle must be one of {names}, or a paddle_shard.Blocks, got {shuffle!r}.")
     return ORDERINGS[shuffle].for_dataset(dataset)
+
+
+def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
+    """Return the ordering whose fingerprint a saved state or a record has; None if it is of another class.
+
+    Examples:
+        >>> ordering_of({"shuffle": "blocks", "block_size": 16, "window": 4, "accumulation": 1})
+        Blocks(size=16, window=4)
+    """
+    name = fingerprint["shuffle"]
+    if name == Mixing.name:
+        mixture = fingerprint["mixture"]
+        entries = ((entry["from"], entry["weights"], entry["lengths"]) for entry in mixture["segments"])
+        segments = tuple(Segment(first, tuple(parts), tuple(lengths)) for first, parts, lengths in entries)
+        return Mixing(tuple(mixture["sources"]), segments, mixture["shuffled"])
+    if name == Blocks.name:
+        return Blocks(size=fingerprint["block_size"], window=fingerprint["window"])
+    return PaddleSequential() if name == PaddleSequential.name else ORDERINGS.get(name)

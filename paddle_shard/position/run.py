@@ -13,7 +13,7 @@ import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError, described
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -42,9 +42,12 @@ from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.batch_check import NEVER_THE_SAME
+from paddle_shard.record.recorder import Recorder, position
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
 
+_MOST_TEXT = 2000
+"""Characters of an error that the record has."""
 MOST_FILES = MAX_PARTS + 2
 """Files of a stream that a state names: one of each part and two more, or those that were opened last."""
 
@@ -184,6 +187,10 @@ class Run:
         """Samples that this run has read, or files that it has opened: they are part of its state."""
         self._resumed_with: tuple[Content, ...] = ()
         """The contents of a loaded state, until this rank has read the same samples; files: for one epoch."""
+        self.recorder: Recorder | None = None
+        """Writes the record of the run, if the user wants one and this rank is the one that writes it."""
+        self._told: Any = None
+        """The position at which the state was saved, if the newest line of the record tells that."""
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -246,6 +253,7 @@ class Run:
         elif progress.at.steps > progress.start.steps:
             self._resumed_with = ()
         progress.at = replace(progress.at, ended=True)
+        self._note("end", self._counted(progress.state()), ends=progress.number)
         self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
             self._resumed = None
@@ -286,6 +294,7 @@ class Run:
         elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
             segments = start.continued(source.batch_size)
         progress = PassProgress(start, segments, self._place, source.batches.known_steps(start))
+        self._note("pass", start, begins=progress.number)
         # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
         for epoch, found in list(self._epochs.items()):
             self._epochs[epoch] = found.settled()
@@ -334,15 +343,51 @@ class Run:
         state = self.start() if newest is None else newest.state()
         if newest is None and state.sampler is None:
             state = replace(state, sampler=batches.snapshot())
-        found = self._of_epoch(state.epoch)
-        account = added(found.known, found.own)
-        state = replace(state, fingerprint=batches.fingerprint(), certificate=account, history=self.history)
+        state = replace(self._counted(state), fingerprint=batches.fingerprint(), history=self.history)
         return replace(state, contents=self._contents)
+
+    def _counted(self, state: LoaderState) -> LoaderState:
+        """Return a position with all that this process knows of the deliveries of its epoch."""
+        found = self._of_epoch(state.epoch)
+        return replace(state, certificate=added(found.known, found.own))
+
+    def save(self) -> dict[str, Any]:
+        """Return the position of the run as the user saves it."""
+        state = self.state()
+        if self._told != (told := (state.epoch, state.samples, state.steps, state.ended, state.history)):
+            self._note("checkpoint", state)
+            self._told = told
+        return state.to_dict()
+
+    def _note(self, kind: str, state: LoaderState | None = None, **facts: Any) -> None:
+        """Write a line of the record.
+
+        Args:
+            kind: What has happened.
+            state: The position that it is about.
+            facts: What else is to be told: JSON-able.
+        """
+        if self.recorder is None:
+            return
+        history, self._told = self.history, None
+        if state is not None:
+            facts["state"] = position(state)
+        self.recorder.note(kind, history.to_json(), **{"passes": self._reached(), **facts})
+
+    def _reached(self) -> list[tuple[int, int, int]]:
+        """Return (number, steps, samples) of the passes that are not settled."""
+        passes = [progress for found in list(self._epochs.values()) for progress, _ in found.passes]
+        return [(one.number, one.at.steps, one.at.samples) for one in passes]
+
+    def failed(self, progress: PassProgress, error: BaseException) -> None:
+        """Note that a pass has failed."""
+        self._note("error", of=progress.number, error=described(error)[:_MOST_TEXT])
 
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
         batches = self._source.batches
         resumed = LoaderState.from_dict(state, batches.fingerprint(), override, batches.explained)
+        reached = self._reached()
         batches.resume(resumed)
         saved = resumed.fingerprint.get("stream")
         if resumed.samples and not resumed.ended and saved != batches.fingerprint().get("stream"):
@@ -361,6 +406,7 @@ class Run:
         self._newest = self._latest = None
         self.first_pass = next(numbers)
         self.set_epoch(resumed.epoch, {})
+        self._note("resume", resumed, was=resumed.history.to_json(), override=sorted(override), passes=reached)
 
     # What the data holds
 
@@ -465,6 +511,7 @@ class Run:
                 )
         at = max(int(one["drawn"]) for one in found)
         batches.set_weights(at, tuple(found[0]["parts"]))
+        self._note("weights", at=at, weights=dict(zip(mixing.names, found[0]["parts"], strict=True)))
         return at
 
     def sources(self) -> Mapping[str, Drawn]:
@@ -487,6 +534,12 @@ class Run:
             return "data that is split already, of which each rank numbers its own"
         return None
 
+    def no_order(self) -> str | None:
+        """Return whose order it is, if no plan knows it; None if one does."""
+        if self._plan_from(LoaderState()) is not None:
+            return None
+        return self._no_index() or f"the loader's own {type(self._sampler).__name__}"
+
     def where(self, sample: Any, epoch: int | None) -> Where | list[Where] | None:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
@@ -494,8 +547,7 @@ class Run:
         # As the epoch was, is, or would be served.
         plan = self._plan_from(done.start if done is not None and done.epoch == epoch else self.start(epoch))
         if plan is None:
-            own = self._no_index() or f"the loader's own {type(self._sampler).__name__}"
-            raise ArgumentError(f"where() cannot be asked: the order is that of {own}.")
+            raise ArgumentError(f"where() cannot be asked: the order is that of {self.no_order()}.")
         return places_of(plan, epoch, sample, self.skips, self._source.batches.deal)
 
     def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
@@ -520,6 +572,7 @@ class Run:
         now, length = self.start(), 0 if plan is None else self._source.batches.plan.num_samples
         found = [(one, now.epoch, now.samples) for one in numbers_of(samples, plan, length)]
         self.skips = self.skips.joined(stretches, found)
+        self._note("skip", stretches=stretches, num_samples=len(found))
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""

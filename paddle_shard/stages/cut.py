@@ -1,4 +1,4 @@
-"""How is a stream cut into parts if it is not made of files or other pieces?"""
+"""How is a stream cut into parts if it is not made of files or other pieces, and into how many?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import islice
 from typing import Any
 from weakref import ref
 
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import ignoring
+from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.stages.stage import Opening, Stage, Transform
 
 FAILED_AT = "_paddle_shard_failed_at"
@@ -108,3 +110,34 @@ class _Turns:
         held = self._waiting.get(owner)
         if held is not None and (queue := held()) is not None:
             queue.append((0 if self._rounds is None else self._rounds[0], item))
+
+
+def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:
+    """Return the number of parts of a stream for which the user has chosen none."""
+    counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+    shards = None if counted else source.num_shards
+    if shards is None:  # nothing limits the parts
+        return choose_num_parts(micro_rows)
+    if num_data_ranks > shards:
+        raise ArgumentError(
+            f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
+            "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
+            "middle; more and smaller shards (Hugging Face: to_iterable_dataset(num_shards=)); resampling with "
+            "replacement; or a stream that every rank reads whole (Stream.of(...), which is cut by turns)."
+        )
+    chosen, most = choose_num_parts(micro_rows, source.most_even_parts), choose_num_parts(micro_rows, shards)
+    if chosen % num_data_ranks and most % num_data_ranks == 0:
+        raise ArgumentError(
+            f"in_parts() is missing: the stream's {shards} files are not counted and differ so much in size that "
+            f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
+            "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
+            f"cut in the middle; or in_parts({most}), where the tail pads or drops what the parts differ by."
+        )
+    fits = [parts for parts in range(num_data_ranks, shards + 1, num_data_ranks) if micro_rows % parts == 0]
+    if chosen % num_data_ranks and fits:
+        raise ArgumentError(
+            f"in_parts() is missing: {shards} shards and {micro_rows} rows of a micro-batch make {chosen} parts, which "
+            f"{num_data_ranks} data ranks do not divide. Ways that work: in_parts({fits[-1]}); or a batch size that is "
+            f"a multiple of {num_data_ranks} x the number of shards."
+        )
+    return chosen

@@ -312,6 +312,7 @@ OPTIONS = {
         "readers": "tests/adapters/ray",
         "on_error": (index, "on_error"),
         "on_lost": (index, "on_lost"),
+        "record": "a file that is written beside the run",
     },
     "Blocks": {"size": (blocks, "size"), "window": (blocks, "window")},
     "BucketBatchSampler": {

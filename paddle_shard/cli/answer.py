@@ -1,0 +1,131 @@
+"""What does a command take, and what does it answer, for people and for programs?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from paddle_shard.errors import ArgumentError, described
+from paddle_shard.record.lines import read
+from paddle_shard.record.timeline import Leg, Timeline, timeline
+
+Rows = Sequence[Mapping[str, Any]]
+"""A table: in each row, the same names, each with its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a command has found."""
+
+    found: Mapping[str, Any]
+    """JSON values, for programs."""
+    said: Sequence[str | Rows]
+    """The same for people: lines and tables."""
+    failed: bool = False
+    """True if the command exits with 1: a hazard, or a verification that has failed."""
+
+    def __str__(self) -> str:
+        return "\n".join(one if isinstance(one, str) else f"{table(one)}\n" for one in self.said if one != [])
+
+
+Hazard = tuple[str, str]
+"""What is wrong, and its remedy."""
+
+
+def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: Sequence[Hazard]) -> Answer:
+    """Return an answer that ends with what is wrong."""
+    shown = [f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}." for what, remedy in hazards]
+    told = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
+    return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
+
+
+class Command(NamedTuple):
+    """A command of `paddle-shard`."""
+
+    does: str
+    """In a sentence."""
+    example: str
+    arguments: Sequence[tuple[str, Mapping[str, Any]]]
+    """Each with what `argparse` wants to know of it."""
+    answer: Callable[[argparse.Namespace], Answer]
+
+
+RECORD = ("record", {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"})
+EPOCH = ("--epoch", {"type": int, "help": "the epoch; may be left out if the run has one only"})
+
+
+def table(rows: Rows) -> str:
+    """Return rows in columns.
+
+    Examples:
+        >>> print(table([{"rank": 0, "row_of_rank": 1}, {"rank": 10, "row_of_rank": None}]))
+        rank  row of rank
+        0     1
+        10    -
+    """
+    cells = [[name.replace("_", " ") for name in rows[0]], *([cell(one) for one in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def cell(value: Any) -> str:
+    """Return a value for people: of a list, consecutive ints are shortened.
+
+    Examples:
+        >>> cell([0, 1, 2, 7, None, ["web", 3]]), cell(None), cell("dp=2")
+        ('0-2 7 - web:3', '-', 'dp=2')
+    """
+    if value is None or not isinstance(value, list | tuple):
+        return "-" if value is None else str(value)
+    found: list[list[Any]] = []
+    for one in value:
+        name = ":".join(map(str, one)) if isinstance(one, list | tuple) else one
+        if found and isinstance(name, int) and name - 1 == found[-1][-1]:
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return " ".join(f"{one[0]}-{one[-1]}" if len(one) > 2 else " ".join(map(cell, one)) for one in found)
+
+
+def run_of(path: str) -> Timeline:
+    """Return what the record in a file tells of its run; what is wrong with the file is printed.
+
+    Raises:
+        ArgumentError: It is damaged, or tells nothing.
+    """
+    lines, problems = read(path)
+    for problem in problems:
+        print(f"{path}: {problem}", file=sys.stderr)
+    try:
+        return timeline(lines)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"{path} is damaged ({described(error)}); paddle-shard verify tells where.") from error
+
+
+def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]:
+    """Return the epoch that is meant, and what has delivered a step of it.
+
+    Raises:
+        ArgumentError: The step was not delivered; or several epochs have it, and none was named.
+    """
+    epoch = run.epochs[0] if epoch is None and len(run.epochs) == 1 else epoch
+    if epoch is None:
+        raise ArgumentError(f"--epoch is missing: the run has the epochs {cell(run.epochs)}. Give one of them.")
+    found = [leg for leg, end in run.passes if leg.epoch == epoch and leg.start.steps <= step < end]
+    if not found:
+        known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
+        what = f"step {step} of epoch {epoch} was not delivered, says the record"
+        raise ArgumentError(f"{what}; of this epoch it has {known}.")
+    return epoch, found
+
+
+def sample_of(text: str) -> Any:
+    """Return the sample that a user names: 17, or web:17 of a mixture."""
+    source, colon, index = text.rpartition(":")
+    if not index.isdigit():
+        raise argparse.ArgumentTypeError(f"must be an index such as 17, or source:index of a mixture, got {text!r}")
+    return (source, int(index)) if colon else int(index)

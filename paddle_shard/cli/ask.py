@@ -1,0 +1,104 @@
+"""Commands that answer from the record of a run: was all delivered once, where was a sample, what was in a step?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.record.lines import read
+from paddle_shard.record.places import parts_of, places_in, samples_of, shares_of
+from paddle_shard.record.proof import proof_of
+from paddle_shard.record.timeline import Leg, timeline
+
+_LOST = (
+    "What does not count was delivered after the position from which the run was resumed. A job that was killed may "
+    "have delivered more after its last line; the model does not know it either.\n"
+)
+
+
+def _verify(options: argparse.Namespace) -> Answer:
+    lines, damage = read(options.record)
+    try:
+        run = timeline(lines)
+        proofs = [proof_of(run, epoch) for epoch in run.epochs]
+    except Exception as error:  # whatever lines that were changed lead to
+        raise_if_a_handlers(error)
+        if not damage:
+            raise
+        return Answer(found={"damage": damage}, said=damage, failed=True)
+    legs = [_facts(leg, "yes") for leg in run.legs] + [_facts(leg, "no") for leg in run.lost]
+    said: list[Any] = damage or [f"{len(lines)} lines, of which none was changed or taken out"]
+    for line in lines:
+        if "mended" in line:
+            said.append(f"before line {line['number']}, {line['mended']} bytes of a line that a crash had cut are gone")
+    if (at := run.began_at) is not None:
+        said.append(f"the run was resumed from step {at.steps} of epoch {at.epoch}, which no line tells of")
+    said += ["", legs, *([_LOST] if run.lost else [])]
+    for proof in proofs:
+        said += [proof["text"], *(f"  ({note})" for note in proof["notes"])]
+    found = {"lines": len(lines), "damage": damage, "epochs": proofs, "delivered": legs}
+    return Answer(found=found, said=said, failed=bool(damage) or any(proof["problems"] for proof in proofs))
+
+
+def _facts(leg: Leg, counts: str) -> dict[str, Any]:
+    facts, start = leg.job.facts, leg.start
+    mesh = " and ".join(",".join(f"{axis}={n}" for axis, n in one["axes"].items()) for one in facts["meshes"])
+    size = facts["plan"] and facts["plan"]["batch_size"]
+    found = {"job": leg.job.number, "mesh": mesh, "batch_size": size, "epoch": leg.epoch, "counts": counts}
+    found |= {"first_step": start.steps, "end_step": leg.steps}
+    return {**found, "first_position": start.samples, "end_position": leg.samples}
+
+
+def told(leg: Leg, step: int) -> str:
+    """Return whether a line tells that a step was delivered; if not, the pass delivers it there if it goes on."""
+    return "yes" if step < leg.steps else "not yet"
+
+
+def _where(options: argparse.Namespace) -> Answer:
+    places: list[dict[str, Any]] = []
+    for leg, step, row in places_in(run_of(options.record), options.sample):
+        if options.epoch not in (None, leg.epoch):
+            continue
+        place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
+        shares = shares_of(leg.job.holders, leg.plan.num_rows(step=step), leg.plan.micro_size(step=step))
+        places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
+    said = [places] if places else [f"sample {options.sample} was not delivered, says the record"]
+    return Answer(found={"sample": options.sample, "places": places}, said=said)
+
+
+def _batch(options: argparse.Namespace) -> Answer:
+    epoch, legs = leg_of(run_of(options.record), options.epoch, options.step)
+    found: list[dict[str, Any]] = []
+    for leg in legs:
+        if "num_parts" in leg.job.facts["data"]:
+            rows = list(_parts(leg, options.step))
+        else:
+            rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.skips)
+        found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
+    return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])
+
+
+def _parts(leg: Leg, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a stream that each rank reads, and the positions in each of them."""
+    plan = PartsPlan(num_parts=leg.job.facts["data"]["num_parts"], **leg.job.facts["plan"])
+    first = leg.start.samples // plan.num_parts + (step - leg.start.steps) * plan.samples_per_part
+    for group, parts in parts_of(leg.job.meshes, plan):
+        yield {**group, "parts": parts, "first_in_each": first, "end_in_each": first + plan.samples_per_part}
+
+
+_SAMPLE = ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"})
+_STEP = ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"})
+_VERIFY = "Was each sample delivered exactly once, over all jobs, and was no line of the record changed?"
+_WHERE = "At which steps, on which ranks and in which rows was a sample delivered?"
+COMMANDS = {
+    "verify": Command(_VERIFY, "run.jsonl", [RECORD], _verify),
+    "where": Command(_WHERE, "run.jsonl --sample 12345", [RECORD, _SAMPLE, EPOCH], _where),
+    "batch": Command(
+        "Which samples did each rank get at a step?", "run.jsonl --step 3", [RECORD, _STEP, EPOCH], _batch
+    ),
+}
+"""The commands, by name."""

@@ -1,0 +1,141 @@
+"""Commands that say how a run can be resumed otherwise: without some samples or steps, or on another mesh."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
+from paddle_shard.cli.ask import told
+from paddle_shard.cli.plan import MESH, with_data_axes
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.partition import check_batch_size
+from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.record.places import Meshes, groups_of, parts_of, places_in
+from paddle_shard.record.timeline import Job, Leg, Timeline
+
+# forget, skip
+
+
+def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the Python that resumes a run from before some steps, and what programs want to know of it."""
+    for saved in reversed(run.saved):
+        reached = {(leg.job.number, leg.number): leg.steps for leg in saved.legs}
+        if any(step < reached.get((leg.job.number, leg.number), 0) for leg, step in hits):
+            continue
+        state, line = saved.state, saved.line
+        place = {"epoch": state.epoch, "step": state.steps, "line": line["number"], "time": line["time"]}
+        where = f"at step {state.steps} of epoch {state.epoch} (line {line['number']}, {line['time']})"
+        lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)", skip]
+        return lines, {"resume": place, "python": "\n".join(lines)}
+    lines = ["# No state was saved before that: begin the run again, with a new loader.", skip]
+    return lines, {"resume": None, "python": "\n".join(lines)}
+
+
+def _forget(options: argparse.Namespace) -> Answer:
+    run, samples, steps = run_of(options.record), [], list[dict[str, Any]]()
+    try:
+        with open(options.samples) as file:
+            samples = [sample_of(line.strip()) for line in file if line.strip()]
+    except (OSError, UnicodeError, argparse.ArgumentTypeError) as error:
+        raise_if_a_handlers(error)
+        what = f"--samples {options.samples}: {error}"
+        raise ArgumentError(f"{what}. It has a sample in each line: 17, or web:17 of a mixture.") from error
+    hits = [(leg, step) for sample in samples for leg, step, _ in places_in(run, sample)]
+    for job, epoch, step, line in sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits}):
+        steps.append({"job": job, "epoch": epoch, "step": step, "told": line})
+    lines, found = _without(run, hits, f"loader.skip(samples={samples!r})")
+    what = f"{len(samples)} samples were delivered {len(hits)} times, in {len(steps)} steps"
+    return Answer(found={"steps": steps, **found}, said=[what, *([steps] if steps else []), *lines])
+
+
+def _steps_of(text: str) -> range:
+    first, dash, last = text.partition("-")
+    if not (first.isdigit() and (last.isdigit() or not dash)):
+        raise argparse.ArgumentTypeError(f"must be a step or a stretch of them such as 3 or 3-6, got {text!r}")
+    return range(int(first), int(last or first) + 1)
+
+
+def _skip(options: argparse.Namespace) -> Answer:
+    run, hits, epoch = run_of(options.record), list[tuple[Leg, int]](), options.epoch
+    for step in options.step:
+        epoch, legs = leg_of(run, epoch, step)
+        hits += [(leg, step) for leg in legs]
+    job, steps = hits[0][0].job, f"range({options.step.start}, {options.step.stop})"
+    if "files" in job.facts["data"]:
+        raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
+    lines, found = _without(run, hits, f"loader.skip(steps={steps}, epoch={epoch})")
+    return Answer(found=found, said=["# Steps are counted in batches of the size that the run had there.", *lines])
+
+
+# diff
+
+
+def _diff(options: argparse.Namespace) -> Answer:
+    run = run_of(options.record)
+    state = run.saved[-1].state if run.saved else LoaderState()
+    before = _described(run.last, run.last.meshes, state, None)
+    after = _described(run.last, with_data_axes(options.mesh, options.data_axes), state, options.batch_size)
+    both = {**before, **after}
+    whole = [{"what": one, "before": before.get(one), "after": after.get(one)} for one in both if isinstance(one, str)]
+    ranks = sorted(one for one in both if isinstance(one, int))
+    of_ranks = [{"rank": rank, "before": before.get(rank), "after": after.get(rank)} for rank in ranks]
+    where = f"The run resumes at step {state.steps} of epoch {state.epoch}, position {state.samples}. Its order stays."
+    found = {"epoch": state.epoch, "step": state.steps, "position": state.samples, "run": whole, "ranks": of_ranks}
+    return Answer(found=found, said=[where, whole, of_ranks])
+
+
+def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | None) -> dict[Any, Any]:
+    """Return how the run would continue, and by its number what each rank would have.
+
+    Raises:
+        ArgumentError: The loader would refuse it.
+        StateError: The state could not be loaded there.
+    """
+    order, known = job.facts["plan"], dict(job.facts["fingerprint"])
+    if order is None:
+        raise ArgumentError("each item of the data set is a global batch: its rows are only known when it is read.")
+    count, times = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)), order["accumulation"]
+    size = order["batch_size"] if batch_size is None else batch_size * times
+    if "num_data_ranks" in known:  # an order that is bound to the number of its readers
+        known["num_data_ranks"] = count
+    del known["order_version"]
+    LoaderState.from_dict(replace(state, fingerprint=job.facts["fingerprint"]).to_dict(), known)
+    found: dict[Any, Any] = {"data ranks": count, "rows of a step": size}
+    if size is not None:
+        check_batch_size(size, count, times)
+    now, parts = {"batch_size": size, "num_data_ranks": count, "accumulation": times}, list[list[int]]()
+    if "num_parts" in job.facts["data"]:
+        plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **now)
+        parts = [of for _, of in parts_of(meshes, plan_of_parts)]
+    elif job.unknown is None:
+        plan = job.batches(state.history, **now).plan_of(state)
+        found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
+        found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
+    for at, group in enumerate(groups_of(meshes)):
+        mesh, axes = meshes[group["mesh"]]
+        rows = "" if size is None else f", {size // mesh.num_data_ranks(axes)} rows"
+        what = f"data rank {group['data_rank']}{rows}"
+        what += f", parts {cell(parts[at])}" if parts else ""
+        for rank in group["ranks"]:
+            found[rank] = what if found.get(rank, what) == what else f"{found[rank]}; mesh {group['mesh']}: {what}"
+    return found
+
+
+_STEPS = {"type": _steps_of, "required": True, "help": "a step of the epoch, or a stretch: 3 or 3-6"}
+_SAMPLES = {"required": True, "metavar": "FILE", "help": "a sample in each line: 17, or web:17 of a mixture"}
+_SIZE = {"type": int, "help": "rows of a global batch, before accumulation; else as it was"}
+_SKIP = "Which lines of Python resume the run without some of its steps?"
+_FORGET = "In which steps were some samples, and which lines of Python resume the run without them?"
+_DIFF = "What changes for each rank if the run resumes from its last saved state on another mesh?"
+COMMANDS = {
+    "skip": Command(_SKIP, "run.jsonl --epoch 0 --step 1200-1229", [RECORD, ("--step", _STEPS), EPOCH], _skip),
+    "forget": Command(_FORGET, "run.jsonl --samples ids.txt", [RECORD, ("--samples", _SAMPLES)], _forget),
+    "diff": Command(_DIFF, "run.jsonl --mesh dp=2,mp=4", [RECORD, *MESH, ("--batch-size", _SIZE)], _diff),
+}
+"""The commands, by name."""

@@ -1,0 +1,50 @@
+"""`paddle-shard`: which commands are there, and how is their answer shown?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from paddle_shard.cli import ask, change, doctor, index_shards, plan, show
+from paddle_shard.errors import PaddleShardError
+
+COMMANDS = {
+    name: command
+    for of_file in (plan, ask, show, change, index_shards, doctor)
+    for name, command in of_file.COMMANDS.items()
+}
+"""All commands, by name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: Of the command line; None: those of this process.
+
+    Returns:
+        0; 1 if there is a hazard or a verification has failed; 2 if the arguments, or a file, are not right.
+    """
+    does = "Answers from the plan of a run, or from its record (shard_dataloader(record=))."
+    parser = argparse.ArgumentParser(prog="paddle-shard", description=does)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        example = f"example: paddle-shard {name} {command.example}"
+        of_command = commands.add_parser(name, help=command.does, description=command.does, epilog=example)
+        of_command.add_argument("--json", action="store_true", help="print JSON")
+        for argument, how in command.arguments:
+            of_command.add_argument(*argument.split(), **how)
+    options = parser.parse_args(arguments)
+    try:
+        answer = COMMANDS[options.command].answer(options)
+    except PaddleShardError as error:
+        print(f"paddle-shard {options.command}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(answer.found, indent=2) if options.json else answer)
+    return int(answer.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

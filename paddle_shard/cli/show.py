@@ -1,0 +1,80 @@
+"""`paddle-shard show`: what do the samples of a step, or a sample, hold? It opens the data set."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
+from paddle_shard.errors import ArgumentError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.record.places import samples_at
+
+_MOST_TEXT = 2000
+_MOST_VALUES = 16
+
+
+def named(path: str) -> Any:
+    """Return an object that a user names by module:name; modules in the current folder are found, too.
+
+    Raises:
+        ArgumentError: There is no such object, or its module cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return attrgetter(name)(importlib.import_module(module))
+    except Exception as error:  # whatever the user's module raises
+        raise_if_a_handlers(error)
+        raise ArgumentError(f"{path}: {described(error)}. Give module:name, such as my_module:dataset.") from error
+
+
+def shown(value: Any) -> str:
+    """Return a sample as text, long arrays and texts cut."""
+    with np.printoptions(threshold=_MOST_VALUES):
+        text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
+
+
+def _show(options: argparse.Namespace) -> Answer:
+    if (options.step is None) == (options.sample is None):
+        raise ArgumentError("give --step, or --sample.")
+    samples = [options.sample]
+    if options.step is not None:
+        _, legs = leg_of(run_of(options.record), options.epoch, options.step)
+        plan, skips = legs[-1].plan, legs[-1].skips
+        samples = [one for one in samples_at(plan, legs[-1].epoch, options.step, skips) if one is not None]
+    dataset, decode = named(options.open), shown if options.decode is None else named(options.decode)
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):
+        dataset = dataset()
+    found = []
+    for sample in samples:
+        try:
+            # A mixture's samples are those of its sources, which a dict of them serves as well.
+            source, index = (None, sample) if isinstance(sample, int) else sample
+            of = dataset if source is None else getattr(dataset, "sources", dataset)[source]
+            found.append({"sample": sample, "text": shown(decode(of[index]))})
+        except Exception as error:  # whatever the user's data set raises
+            raise_if_a_handlers(error)
+            what = f"sample {cell([sample])} of {options.open} cannot be read"
+            raise ArgumentError(f"{what}: {described(error)}") from error
+    return Answer(found={"samples": found}, said=[f"{cell([one['sample']])}: {one['text']}" for one in found])
+
+
+_OPEN = "the data set, or a function that returns it; of a mixture, also a dict of its sources"
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    ("--step", {"type": int, "help": "step of the epoch, from 0"}),
+    ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
+    ("--open", {"required": True, "metavar": "MODULE:NAME", "help": _OPEN}),
+    ("--decode", {"metavar": "MODULE:FUNCTION", "help": "makes of a sample what is shown, such as its text"}),
+]
+_EXAMPLE = "run.jsonl --epoch 0 --step 3 --open my_module:dataset"
+COMMANDS = {"show": Command("What do the samples of a step hold?", _EXAMPLE, [RECORD, *_ARGUMENTS, EPOCH], _show)}
+"""The command, by name."""

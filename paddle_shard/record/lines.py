@@ -1,0 +1,124 @@
+"""How is a line appended to a record, and was one taken out or changed?
+
+A record is a file of JSON lines. Each line has the digest of the one before it. A line is written in one call, so that
+a crash leaves half a line at most, and the next one that is appended takes its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, BinaryIO
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.handlers import raise_if_a_handlers
+
+FORMAT = 1
+"""Version of the lines; no other is read."""
+_LOCK_SECONDS = 1.0
+_BLOCK = 1 << 16
+
+
+def digest_of(line: bytes) -> str:
+    """Return the digest of a line without its end."""
+    return blake2b(line, digest_size=8).hexdigest()
+
+
+def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
+    """Append a line, behind the last whole line of the file; loaders may append to one file at the same time.
+
+    Args:
+        path: The file; it is made if there is none.
+        line: JSON-able. What is not is written as its `repr`.
+
+    Returns:
+        The digest of the line, and the number of bytes of a half line that was there and is gone.
+
+    Raises:
+        OSError: It cannot be written, or another process holds the file.
+    """
+    # Opened each time: a process that forks meanwhile, and a file system that was away, do no harm.
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+        _lock(file)
+        last, half = _last_line(file)
+        found: dict[str, Any] = {"after": digest_of(last) if last else "", **line}
+        if half:
+            file.truncate(file.seek(0, os.SEEK_END) - half)
+            found["mended"] = half
+        written = json.dumps(found, default=repr).encode()
+        file.seek(0, os.SEEK_END)
+        if file.write(written + b"\n") <= len(written):  # what is there of it is taken off by who appends next
+            raise OSError("no space is left for the whole line")
+        return digest_of(written), half
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file until it is closed, if its file system has locks.
+
+    Raises:
+        OSError: Another process holds it for longer than it takes to append a line.
+    """
+    import fcntl
+
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        except OSError as error:
+            raise_if_a_handlers(error)
+            return None  # this file system has no locks
+
+
+def _last_line(file: BinaryIO) -> tuple[bytes, int]:
+    """Return the last whole line of a file, and the number of bytes behind it."""
+    size, tail = file.seek(0, os.SEEK_END), b""
+    while len(tail) < size and tail.count(b"\n") < 2:
+        begin = max(0, size - len(tail) - _BLOCK)
+        file.seek(begin)
+        tail = file.read(size - len(tail) - begin) + tail
+    whole, _, half = tail.rpartition(b"\n")
+    return whole.rpartition(b"\n")[2], len(half)
+
+
+def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the lines of a record, each with its `number` from 1 and its `digest`, and what is wrong with the file.
+
+    Lines at the end that were taken off as a whole leave no trace.
+
+    Raises:
+        ArgumentError: It cannot be read, or is no record of this version.
+    """
+    try:
+        with open(path, "rb") as file:
+            *whole, half = file.read().split(b"\n")
+    except OSError as error:
+        raise_if_a_handlers(error)
+        raise ArgumentError(f"{path} cannot be read ({error}). Give the file of shard_dataloader(record=).") from error
+    found, problems, before = [], [], ""
+    for number, line in enumerate(whole, 1):
+        try:
+            one = json.loads(line)
+            after = one["after"]
+        except (ValueError, TypeError, KeyError):
+            problems.append(f"line {number} is not a line of a record: it was changed")
+            after, one = before, None
+        if after != before:
+            what = "lines before it were taken out" if number == 1 else f"line {number - 1} was changed or taken out"
+            problems.append(f"line {number} does not follow on the one before it: {what}")
+        if one is not None:
+            found.append({**one, "number": number, "digest": digest_of(line)})
+        before = digest_of(line)
+    if half:
+        problems.append(f"line {len(whole) + 1} is cut after {len(half)} bytes, as by a crash while it was written")
+    if not any(one.get("line") == "begin" for one in found):
+        raise ArgumentError(f"{path} is no record of a run. Give the file of shard_dataloader(record=).")
+    if any(one.get("format", FORMAT) != FORMAT for one in found):
+        raise ArgumentError(f"{path} has lines of another format than {FORMAT}, which this paddle_shard reads.")
+    return found, problems

@@ -1,0 +1,267 @@
+"""Which job of a run delivered which positions of each epoch, as far as the run's record tells?
+
+A `Job` is one start of the ranks. What it did between two loads of a state is a `Stretch`: it begins at a position that
+another stretch has reached. The stretches from the last one back to the first are the run; what others delivered, or
+these after the position at which the next one began, is not in the model that came out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.plan.orders import ordering_of
+from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
+from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.state import History, LoaderState
+from paddle_shard.samplers import PlanBatches
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of the ranks, as its first line describes it."""
+
+    number: int
+    """From 1, in the order in which they began."""
+    facts: dict[str, Any]
+
+    @property
+    def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
+        """Each mesh with its data axes."""
+        found = [(one["axes"], one["process_ids"], one["data_axes"]) for one in self.facts["meshes"]]
+        return [(MeshLayout(shape=axes.values(), axes=axes, process_ids=ids), data) for axes, ids, data in found]
+
+    @property
+    def holders(self) -> list[tuple[MeshLayout, list[str]]]:
+        """The meshes whose ranks have the rows of a step; none if rows were dealt by cost (`balance=`)."""
+        return [] if self.facts["dealt"] else self.meshes
+
+    @property
+    def unknown(self) -> str | None:
+        """Why nobody but the loader knows its order; None if the record tells it."""
+        if self.facts["order_of"] is not None:
+            return f"the order is that of {self.facts['order_of']}"
+        if ordering_of(self.facts["fingerprint"]) is None:
+            return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
+        return None
+
+    def batches(self, history: History, **others: Any) -> PlanBatches:
+        """Return the order that this job served.
+
+        Args:
+            history: What was changed in the run.
+            others: Another `batch_size`, or another number of data ranks, than it had.
+
+        Raises:
+            ArgumentError: Nobody but the loader knows it.
+        """
+        if (why := self.unknown) is not None:
+            raise ArgumentError(f"job {self.number}: {why}, so the record has positions and no samples.")
+        known, sizes = self.facts["fingerprint"], self.facts["sizes"]
+        same = {name: known[name] for name in ("num_samples", "seed", "tail")}
+        plan = ShardPlan(shuffle=ordering_of(known) or False, **same, **{**self.facts["plan"], **others})
+        data = {name: known[name] for name in ("packed",) if name in known}
+        found = PlanBatches(plan, data, sizes and BatchSizes(tuple(map(tuple, sizes))))
+        found.resume(LoaderState(history=history, fingerprint=found.fingerprint()))
+        return found
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What a pass delivered, from one position to another, as far as it counts."""
+
+    job: Job
+    number: int
+    """Of the pass."""
+    start: LoaderState
+    steps: int
+    """Step of the epoch after the last one that was delivered."""
+    samples: int
+    """Position of the epoch after the last one that was delivered."""
+    history: History
+    """What was changed in the run: the weights as of its end, and what is left out as of its beginning."""
+    ended: bool = False
+    """True if the pass came to the end of the epoch."""
+
+    def moved(self) -> bool:
+        """Return whether it has delivered anything."""
+        return self.steps > self.start.steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch."""
+        return self.start.epoch
+
+    @property
+    def skips(self) -> Skips:
+        """What it left out."""
+        return self.history.skips
+
+    @cached_property
+    def plan(self) -> ShardPlan:
+        """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
+        return self.job.batches(self.history).plan_of(self.start)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A position that a line tells."""
+
+    line: dict[str, Any]
+    state: LoaderState
+    legs: tuple[Leg, ...]
+    """What the run had delivered by then."""
+
+
+@dataclass(kw_only=True)
+class _Stretch:
+    """Lines of a job, from a load on."""
+
+    job: Job
+    resumed: LoaderState | None = None
+    lines: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
+    """Each with the history of the run by then, as JSON."""
+    parent: tuple[_Stretch, int] | None = None
+    """What it has continued, and how many lines of that there were by then; None: nothing that is known."""
+
+    def state(self, at: int) -> LoaderState:
+        """Return the state that a line holds, without what the loader alone needs."""
+        (line, history), fingerprint = self.lines[at], dict(self.job.facts["fingerprint"])
+        then = {"history": line["was"] if line["line"] == "resume" else history, "fingerprint": fingerprint}
+        now = {name: value for name, value in fingerprint.items() if name != "order_version"}
+        return LoaderState.from_dict({**line["state"], **then, "sampler": None, "contents": []}, now)
+
+    def legs(self) -> Iterator[dict[int, Leg]]:
+        """Yield the passes as of each line, one dict that is changed."""
+        found: dict[int, Leg] = {}
+        for at, (line, history) in enumerate(self.lines):
+            if line["line"] == "pass":
+                start, number = self.state(at), line["begins"]
+                found[number] = Leg(self.job, number, start, start.steps, start.samples, start.history)
+            for number, steps, samples in line["passes"]:
+                if number in found and steps > found[number].steps:
+                    now = replace(History.from_json(history), skips=found[number].skips)
+                    found[number] = replace(found[number], steps=steps, samples=samples, history=now)
+            if line["line"] == "end" and line["ends"] in found:
+                found[line["ends"]] = replace(found[line["ends"]], ended=True)
+            yield found
+
+
+@dataclass(kw_only=True)
+class Timeline:
+    """What a record tells of a run."""
+
+    last: Job
+    """The newest of those that belong to the run."""
+    began_at: LoaderState | None
+    """The position from which the oldest job was resumed, if no line tells how it was reached; None: it began anew."""
+    legs: list[Leg] = field(default_factory=list)
+    """What counts, in the order in which it was delivered."""
+    open: Leg | None = None
+    """The newest pass, if it has not come to its end: it may have delivered more than any line tells."""
+    lost: list[Leg] = field(default_factory=list)
+    """What was delivered and does not count, since no saved position holds it that the run was resumed from."""
+    saved: list[Saved] = field(default_factory=list)
+    """The positions on the way at which the state was saved, in order."""
+    newest: dict[int, Saved] = field(default_factory=dict)
+    """The newest position of each epoch that a line tells, with what its job knows to be delivered."""
+
+    @property
+    def epochs(self) -> list[int]:
+        """The epochs of which something was delivered."""
+        return sorted({leg.epoch for leg in self.legs})
+
+    def legs_of(self, epoch: int) -> list[Leg]:
+        """Return what was delivered of an epoch."""
+        return [leg for leg in self.legs if leg.epoch == epoch]
+
+    @property
+    def passes(self) -> list[tuple[Leg, float]]:
+        """What was delivered, with the step before which it ends, told by a line or not."""
+        found: list[tuple[Leg, float]] = [(leg, leg.steps) for leg in self.legs if leg is not self.open]
+        if self.open is not None:
+            found.append((self.open, math.inf if self.open.job.unknown is not None else self.open.plan.num_steps))
+        return found
+
+
+def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
+    """Return what the lines of a record tell.
+
+    Raises:
+        ArgumentError: They tell nothing.
+        StateError: A state in them is damaged, or of another version.
+    """
+    begun = [one for one in _stretches(lines) if one.lines]
+    if not begun:
+        raise ArgumentError("the record tells of no pass yet.")
+    # What counts is the newest stretch, and what leads to it. A line of a load ends one stretch and begins the next.
+    newest = max(begun, key=lambda one: (one.lines[-1][0]["number"], one.lines[0][0]["number"]))
+    way, at = {id(newest): len(newest.lines)}, newest
+    while at.parent is not None:
+        way[id(at.parent[0])] = at.parent[1]
+        at = at.parent[0]
+    found = Timeline(last=newest.job, began_at=at.resumed)
+    for stretch in begun:
+        counted: dict[int, Leg] = {}
+        legs: dict[int, Leg] = {}
+        for number, legs in enumerate(stretch.legs(), 1):
+            if number > way.get(id(stretch), 0):
+                continue
+            line, counted = stretch.lines[number - 1][0], dict(legs)
+            if line["line"] in ("checkpoint", "end"):
+                by_then = (*found.legs, *filter(Leg.moved, counted.values()))
+                told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(number - 1), by_then)
+                found.saved += [told] if line["line"] == "checkpoint" else []
+        found.legs += filter(Leg.moved, counted.values())
+        for leg in filter(Leg.moved, legs.values()):
+            upto = counted.get(leg.number)
+            start = leg.start if upto is None else replace(leg.start, steps=upto.steps, samples=upto.samples)
+            found.lost += filter(Leg.moved, [replace(leg, start=start)])
+        if stretch is newest and counted and not (last := counted[max(counted)]).ended:
+            found.open = last
+    return found
+
+
+def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
+    """Return the stretches, each with what it has continued."""
+    found: list[_Stretch] = []
+    now: dict[str, _Stretch] = {}
+    histories: dict[str, Any] = {}
+    for line in lines:
+        if line["line"] == "begin":
+            now[line["digest"]] = _Stretch(job=Job(len(now) + 1, line))
+            found.append(now[line["digest"]])
+            continue
+        job = line["job"]
+        if job not in now:  # its first line is gone
+            continue
+        histories[job] = line.get("history", histories.get(job))
+        now[job].lines.append((line, histories[job]))
+        if line["line"] == "resume":  # it also says how far the passes before it have come
+            now[job] = _Stretch(job=now[job].job, lines=[(line, histories[job])])
+            now[job].resumed = resumed = now[job].state(0)
+            now[job].parent = _reached_by(found, resumed)
+            found.append(now[job])
+    return found
+
+
+def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretch, int] | None:
+    """Return the newest stretch in which a state was saved, and the number of its lines by then."""
+    found = None
+    for one in reversed(stretches):
+        for at, (line, _) in reversed(list(enumerate(one.lines))):
+            # The epoch first: it takes long to read a whole state.
+            if line["line"] != "checkpoint" or line["state"]["epoch"] != wanted.epoch:
+                continue
+            state = replace(one.state(at), fingerprint=wanted.fingerprint)
+            if state == wanted:
+                return one, at + 1
+            # Another rank's state has another account, and so has one that was saved again after `certificate()`.
+            if found is None and replace(state, certificate=wanted.certificate) == wanted:
+                found = one, at + 1
+    return found

@@ -1,0 +1,178 @@
+"""`paddle-shard plan`: what it shows is what loaders deliver, and each hazard is named with its remedy."""
+
+import json
+
+import numpy as np
+import paddle.distributed as dist
+import pytest
+from paddle.io import BatchSampler, DataLoader
+
+from paddle_shard import Mixture
+from paddle_shard.cli.main import COMMANDS, main
+from paddle_shard.testing.simulated import on_each_rank
+from tests.helpers import Made, sharded
+from tests.record.runs import asked
+
+MESHES = [
+    ("dp=2,mp=2", "dp", [[0, 1], [2, 3]], ["dp", "mp"]),
+    ("mp=2,dp=2", "dp", [[0, 1], [2, 3]], ["mp", "dp"]),
+    ("dp=2,sharding=2", "dp,sharding", [[0, 1], [2, 3]], ["dp", "sharding"]),
+    ("sep=2,dp=2@3,1,0,2", "dp", [[3, 1], [0, 2]], ["sep", "dp"]),
+]
+
+
+def planned(capsys, *arguments):
+    code = main(["plan", *map(str, arguments), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == bool(found["hazards"])
+    return found
+
+
+def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
+    """[(ids, None for what is not real) of each rank] of each step."""
+    mesh, shuffles = dist.ProcessMesh(ids, dim_names=names), options.pop("shuffles")
+
+    def rows():
+        sampler = BatchSampler(data, batch_size=batch_size, shuffle=shuffles)
+        sampler._acc_steps = accumulation
+        batches = iter(sharded(DataLoader(data, batch_sampler=sampler), mesh, dims, **options))
+        found = []
+        for batch in batches:
+            values, valid = (one._local_value().numpy().reshape(-1).tolist() for one in (batch, batches.valid))
+            found.append([one if real else None for one, real in zip(values, valid, strict=True)])
+        return found
+
+    return on_each_rank(range(4), rows)
+
+
+@pytest.mark.parametrize(("text", "axes", "ids", "names"), MESHES, ids=[mesh[0] for mesh in MESHES])
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "accumulation", "tail", "shuffle"),
+    [(43, 8, 1, "pad", "True"), (43, 4, 2, "fill", "False"), (43, 8, 1, "drop", "paddle"), (41, 8, 1, "pad", "paddle")],
+)
+def test_the_plan_is_what_loaders_deliver(
+    text, axes, ids, names, samples, batch_size, accumulation, tail, shuffle, capsys
+):
+    dims, how = axes.split(","), {"True": {}, "False": {}, "paddle": {"shuffle": "paddle"}}[shuffle]
+    data = Made(lambda i: np.array([i]), samples)
+    per_rank = given_to_ranks(
+        data, batch_size, accumulation, ids, names, dims, tail=tail, shuffles=shuffle == "True", **how
+    )
+    flags = "--samples", samples, "--batch-size", batch_size, "--accumulation", accumulation, "--mesh", text
+    flags = *flags, "--data-axes", axes, "--tail", tail, "--shuffle", shuffle
+
+    found = planned(capsys, *flags)
+
+    steps, real = len(per_rank[0]), found["plan"]
+    groups = [group["ranks"] for group in found["meshes"]]
+    assert real["steps of an epoch"] == steps
+    for ranks in groups:
+        assert all(per_rank[rank] == per_rank[ranks[0]] for rank in ranks)
+    rows = [[row for ranks in groups for row in per_rank[ranks[0]][step]] for step in range(steps)]
+    assert real["rows of the last step"] == len(rows[-1])
+    assert real["rows of a data rank"] == len(per_rank[0][0])
+    assert (
+        real["rows of padding in an epoch"] == sum(row is None for of_step in rows for row in of_step) or tail == "drop"
+    )
+    served = sum(row is not None for of_step in rows for row in of_step)
+    assert real["samples dropped in an epoch"] == (samples - served if shuffle != "paddle" else 4 * (tail == "drop"))
+    assert real["reads of each sample"] == len(groups[0])
+    for step in {0, steps // 2, steps - 1}:
+        for one in planned(capsys, *flags, "--step", step)["step"]:
+            assert [per_rank[rank][step] for rank in one["ranks"]] == [one["samples"]] * len(one["ranks"])
+
+
+def test_the_plan_of_a_mixture_is_what_a_loader_delivers(capsys):
+    sources = {"web": 40, "code": 11}
+    data = Mixture(
+        {name: Made(lambda i, at=at: np.array([1000 * at + i]), n) for at, (name, n) in enumerate(sources.items())},
+        {"web": 0.7, "code": 0.3},
+        num_samples=48,
+    )
+    per_rank = given_to_ranks(data, 8, 1, [[0, 1], [2, 3]], ["dp", "mp"], "dp", shuffles=True)
+    flags = "--source", "web=40:0.7", "--source", "code=11:0.3", "--samples", 48, "--batch-size", 8
+    found = planned(capsys, *flags, "--mesh", "dp=2,mp=2", "--shuffle", "--step", 4)["step"]
+
+    shown = [[1000 * list(sources).index(name) + at for name, at in one["samples"]] for one in found]
+    assert shown == [per_rank[0][4], per_rank[2][4]]
+
+
+FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "remedy"),
+    [
+        (["--samples", "64", "--batch-size", "6", "--mesh", "dp=4"], "6 cannot be split evenly over 4", "4 or 8"),
+        (["--samples", "3", "--batch-size", "8", "--mesh", "dp=4"], "1 of them get nothing but padding", "at most 3"),
+        (
+            [*FINE[:4], "--mesh", "dp=2,sharding=2", "--replicas", "leader"],
+            "'sharding' of 2 ranks carries no data",
+            "dims",
+        ),
+        (
+            [*FINE[:4], "--mesh", "mp=4,dp=2", "--data-axes", "mp", "--replicas", "leader"],
+            "axis 'dp' of 2 ranks carries no data",
+            "['mp', 'dp']",
+        ),
+        ([*FINE[:4], "--mesh", "dp=2,mp=2"], "2 ranks of each replica group all read", 'replicas="leader"'),
+        ([*FINE, "--tail", "drop", "--samples", "70"], "drops 6 of 70 samples", "tail='pad'"),
+        (
+            ["--source", "web=100:0.5", "--source", "chat=2:0.5", *FINE],
+            "source 'chat' has 2 samples, and an epoch draws 32: each 16 times",
+            "is 4 times",
+        ),
+        ([*FINE, "--tail", "error", "--samples", "70"], "70 samples do not fill the last batch of 8", "tail='pad'"),
+        ([*FINE, "--shuffle", "blocks"], "1 parts, which 4 data ranks cannot share evenly", "choose a batch size"),
+    ],
+)
+def test_each_hazard_is_told_with_its_remedy(flags, what, remedy, capsys):
+    (hazard,) = planned(capsys, *flags)["hazards"]
+    assert what in hazard["what"]
+    assert remedy in hazard["remedy"]
+    assert f"HAZARD: {hazard['what'].rstrip('.')}" in asked("plan", *flags, code=1)
+
+
+def test_a_plan_without_a_hazard_exits_with_0():
+    assert "no hazard was found" in asked("plan", *FINE)
+
+
+def test_files_of_very_different_sizes_are_a_hazard(capsys, tmp_path):
+    def hazards(*sizes, mesh="dp=2", tail="pad"):
+        for number, size in enumerate(sizes):
+            (tmp_path / f"{number}.txt").write_bytes(b"x" * size)
+        flags = "--files", tmp_path / "*.txt", "--batch-size", 8, "--mesh", mesh, "--tail", tail
+        return [hazard["what"] for hazard in planned(capsys, *flags)["hazards"]]
+
+    assert hazards(100, 100, 100, 100) == []
+    (uneven,) = hazards(100, 100, 100, 140)  # four parts: 440 of 560 bytes
+    assert "about 21% of all rows are padding" in uneven
+    (uneven,) = hazards(100, 100, 100, 140, tail="drop")  # 400 of 440 bytes
+    assert "about 9% of the data is dropped" in uneven
+    (uneven,) = hazards(100, 100, 100, 900)
+    assert "in_parts() is missing: the stream's 4 files are not counted and differ so much" in uneven
+    (few,) = hazards(100, 100, 100, 100, mesh="dp=8")
+    assert "made of 4 shards, but 8 data ranks are to read it" in few
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--mesh", "dp4"], "must be axes and sizes such as dp=4,mp=2, got 'dp4'"),
+        (["--mesh", "dp=2@0,0"], "process_ids must be different ranks"),
+        (["--mesh", "dp=2"], "give a record; or --mesh, --batch-size, and the data"),
+        ([*FINE[:4], "--mesh", "mp=2"], "--data-axes is missing: which of mp split the rows"),
+        ([*FINE, "--data-axes", "DP"], "the mesh has no axis 'DP'"),
+        ([*FINE, "--step", "99"], "step must be in range"),
+        (["none.jsonl"], "none.jsonl cannot be read"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_say_what_to_do(flags, text):
+    assert text in asked("plan", *flags, code=2)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help_with_an_example(name):
+    shown = asked(name, "--help")
+    assert f"example: paddle-shard {name} " in shown.replace("\n", " ")
+    assert "--json" in shown

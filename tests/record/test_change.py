@@ -1,0 +1,284 @@
+"""What `forget`, `skip`, `diff` and `show` answer: their lines of Python resume the run, and nothing else is lost."""
+
+import json
+import platform
+import re
+import resource
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paddle.io import BatchSampler, DataLoader
+
+from paddle_shard import Stream
+from paddle_shard.cli.main import COMMANDS, main
+from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.testing.simulated import on_each_rank
+from tests.helpers import ONE, Made, mesh, sharded
+from tests.record.runs import asked
+
+LENGTH = 46
+
+
+class Run:
+    """A run on one rank: its loader, the states that it has saved by their position, and the ids of each step."""
+
+    def __init__(self, path, batch_size=4, at=ONE, dims="dp", kind=True, **options):
+        self.path = path
+        data = Made(lambda i: np.array([i]), LENGTH)
+        given = DataLoader(data, batch_sampler=BatchSampler(data, batch_size=batch_size, shuffle=kind))
+        self.loader = sharded(given, at, dims, record=path, **options)
+        self.steps, self.states = [], {}
+
+    def go(self, most=None, save_every=3):
+        batches = iter(self.loader)
+        for batch in batches:
+            ids, valid = batch.numpy().reshape(-1), batches.valid.numpy()
+            self.steps.append((batches.epoch, batches.step - 1, ids[valid].tolist()))
+            if batches.step % save_every == 0:
+                state = json.loads(json.dumps(self.loader.state_dict()))
+                self.states[state["epoch"], state["steps"]] = state
+            if most is not None and batches.step >= most:
+                batches.close()
+                return self
+        return self
+
+    def resumed_by(self, answer, **how):
+        """Another job of the run, resumed by the lines that a command has printed."""
+        place, found = answer["resume"], Run(self.path, **how)
+        state = None if place is None else self.states[place["epoch"], place["step"]]
+        exec(answer["python"], {"loader": found.loader, "state": state})
+        return found
+
+
+@pytest.fixture
+def ids(tmp_path):
+    def write(*samples):
+        (tmp_path / "ids.txt").write_text("".join(f"{one}\n" for one in samples))
+        return tmp_path / "ids.txt"
+
+    return write
+
+
+def test_the_lines_of_forget_resume_from_before_the_first_of_the_samples(tmp_path, ids):
+    run = Run(tmp_path / "run.jsonl").go(8)
+    gone = [
+        run.steps[4][2][1],
+        run.steps[7][2][0],
+        next(i for i in range(LENGTH) if not any(i in s[2] for s in run.steps)),
+    ]
+
+    answer = asked("forget", run.path, "--samples", ids(*gone), "--json")
+
+    steps = [(one["step"], one["told"]) for one in answer["steps"]]
+    assert steps[:2] == [(4, "yes"), (7, "not yet")]
+    assert steps[2][0] >= 8
+    assert (answer["resume"]["epoch"], answer["resume"]["step"]) == (0, 3)
+    again = run.resumed_by(answer)
+    again.go()
+    seen = Counter(i for _, _, of in [*run.steps[:3], *again.steps] for i in of)
+    assert seen == Counter(set(range(LENGTH)) - set(gone))
+    assert "skipped by the user) exactly once" in asked("verify", run.path)
+    for one in gone:
+        assert asked("where", run.path, "--sample", one, "--json")["places"] == []
+
+
+def test_samples_from_before_every_checkpoint_need_a_run_from_the_beginning(tmp_path, ids):
+    run = Run(tmp_path / "run.jsonl").go(7)
+    answer = asked("forget", run.path, "--samples", ids(run.steps[1][2][0]), "--json")
+    assert answer["resume"] is None
+    assert "begin the run again" in answer["python"]
+    again = run.resumed_by(answer).go()
+    assert Counter(i for _, _, of in again.steps for i in of) == Counter(set(range(LENGTH)) - {run.steps[1][2][0]})
+
+
+def test_what_was_delivered_after_the_newest_line_is_told_as_such(tmp_path):
+    run = Run(tmp_path / "run.jsonl").go(8)  # a job that has died, perhaps, after a spike of its loss at step 7
+    (found,) = asked("batch", run.path, "--step", 7, "--json")["delivered"]
+    assert (found["told"], found["samples"]) == ("not yet", run.steps[7][2])
+    (place,) = asked("where", run.path, "--sample", run.steps[7][2][1], "--json")["places"]
+    assert (place["told"], place["step"], place["row"]) == ("not yet", 7, 1)
+
+
+def test_samples_that_were_never_delivered_are_left_out_from_the_newest_state_on(tmp_path, ids):
+    run = Run(tmp_path / "run.jsonl").go(6)
+    rest = next(i for i in range(LENGTH) if not any(i in of for _, _, of in run.steps))
+    answer = asked("forget", run.path, "--samples", ids(rest), "--json")
+    assert [one["told"] for one in answer["steps"]] == ["not yet"]
+    assert answer["resume"]["step"] == 6
+
+
+def test_forget_goes_back_over_epochs_and_a_branch_that_does_not_count(tmp_path, ids):
+    run = Run(tmp_path / "run.jsonl").go()
+    run.go(6)
+    first = run.steps[0][2][0]
+    assert asked("forget", run.path, "--samples", ids(first), "--json")["resume"] is None
+    run.loader.load_state_dict(run.states[0, 9])  # epoch 1 does not count any more
+    run.go(11)
+    late = run.steps[-1][2][0]
+    answer = asked("forget", run.path, "--samples", ids(late), "--json")
+    assert [(one["job"], one["epoch"], one["step"]) for one in answer["steps"]] == [(1, 0, 10)]
+    assert answer["resume"]["step"] == 9
+
+
+@pytest.mark.parametrize("text", ["x\n", "web:x\n", "1 2\n"])
+def test_a_file_of_something_else_is_refused(text, tmp_path):
+    run = Run(tmp_path / "run.jsonl").go(4)
+    (tmp_path / "ids.txt").write_text(text)
+    assert "It has a sample in each line" in asked("forget", run.path, "--samples", tmp_path / "ids.txt", code=2)
+    assert "It has a sample in each line" in asked("forget", run.path, "--samples", tmp_path / "none", code=2)
+
+
+def test_the_lines_of_skip_leave_out_the_steps_and_nothing_else(tmp_path):
+    run = Run(tmp_path / "run.jsonl").go(9)
+    answer = asked("skip", run.path, "--step", "4-5", "--json")
+    assert answer["resume"]["step"] == 3
+    again = run.resumed_by(answer).go()
+    gone = {i for _, step, of in run.steps for i in of if step in (4, 5)}
+    seen = Counter(i for _, _, of in [*run.steps[:3], *again.steps] for i in of)
+    assert seen == Counter(set(range(LENGTH)) - gone)
+    assert "# Steps are counted in batches of the size that the run had there." in asked("skip", run.path, "--step", 7)
+    assert "step 4 of epoch 0 was not delivered" not in asked("verify", run.path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--step", "99"], "step 99 of epoch 0 was not delivered, says the record; of this epoch it has [0, 9)"),
+        (["--step", "12"], "step 12 of epoch 0 was not delivered"),
+        (["--step", "3-"], "must be a step or a stretch of them"),
+        (["--step", "3", "--epoch", "4"], "of this epoch it has none"),
+    ],
+)
+def test_steps_that_were_not_delivered_cannot_be_skipped(flags, text, tmp_path):
+    run = Run(tmp_path / "run.jsonl").go(9)
+    assert text in asked("skip", run.path, *flags, code=2)
+
+
+def test_steps_of_whole_batches_can_be_skipped_and_those_of_a_stream_not(tmp_path):
+    whole = sharded(DataLoader(Made(lambda i: np.full(4, i), 6), batch_size=None), ONE, record=tmp_path / "a.jsonl")
+    batches = iter(whole)
+    next(batches), next(batches)
+    whole.state_dict()
+    assert "loader.skip(steps=range(1, 2), epoch=0)" in asked("skip", tmp_path / "a.jsonl", "--step", 1)
+    stream = Stream.of(range(64)).sharding_filter().in_parts(2)
+    batches = iter(sharded(DataLoader(stream, batch_size=4), ONE, record=tmp_path / "b.jsonl"))
+    next(batches)
+    assert "the steps of a stream cannot be left out" in asked(
+        "skip", tmp_path / "b.jsonl", "--epoch", 0, "--step", 0, code=2
+    )
+
+
+# diff
+
+
+def test_diff_tells_what_each_rank_has_after_the_change(tmp_path):
+    run = Run(tmp_path / "run.jsonl", batch_size=8).go(3)
+    answer = asked("diff", run.path, "--mesh", "mp=2,dp=2", "--batch-size", "4", "--json")
+
+    at = mesh([[0, 1], [2, 3]], "mp", "dp")
+
+    def rest():
+        data = Made(lambda i: np.array([i]), LENGTH)
+        loader = sharded(DataLoader(data, batch_sampler=BatchSampler(data, batch_size=4, shuffle=True)), at)
+        loader.load_state_dict(run.states[0, 3])
+        return [batch._local_value().shape[0] for batch in loader]
+
+    per_rank = on_each_rank(range(4), rest)
+    whole = {one["what"]: one["after"] for one in answer["run"]}
+    assert answer["position"] == 24
+    assert whole["steps left in the epoch"] == len(per_rank[0])
+    assert whole["rows of the last step"] == 2 * per_rank[0][-1]
+    assert [one["after"] for one in answer["ranks"]] == [
+        f"data rank {rank % 2}, {per_rank[rank][0]} rows" for rank in range(4)
+    ]
+    assert [one["before"] for one in answer["ranks"]] == ["data rank 0, 8 rows", None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("how", "flags", "ranks"),
+    [
+        ({}, ["--mesh", "dp=3"], [0, 1, 2]),
+        ({"shuffle": "paddle"}, ["--mesh", "dp=2"], [0, 1]),
+    ],
+)
+def test_diff_refuses_what_the_loader_would_refuse_in_the_same_words(how, flags, ranks, tmp_path):
+    run = Run(tmp_path / "run.jsonl", batch_size=8, **how).go(3)
+    said = asked("diff", run.path, *flags, code=2).removeprefix("paddle-shard diff: ").strip()
+
+    def refused():
+        try:
+            data = Made(lambda i: np.array([i]), LENGTH)
+            given = DataLoader(data, batch_sampler=BatchSampler(data, batch_size=8, shuffle=True))
+            sharded(given, mesh(ranks), **how).load_state_dict(run.states[0, 3])
+        except (ArgumentError, StateError) as error:
+            return str(error)
+        return None
+
+    assert set(on_each_rank(ranks, refused).values()) == {said}
+
+
+# show
+
+MODULE = """
+from paddle_shard import Mixture
+dataset = [{"text": f"text of {i}", "ids": [i] * 40} for i in range(46)]
+def made():
+    return dataset
+def text(sample):
+    return sample["text"]
+def broken(sample):
+    raise ValueError("cannot be decoded")
+"""
+
+
+def test_show_opens_the_samples_of_a_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data_of_show.py").write_text(MODULE)
+    run = Run(tmp_path / "run.jsonl").go(3)
+    wanted = run.steps[2][2]
+    for name in ("dataset", "made"):
+        answer = asked("show", run.path, "--step", 2, "--open", f"my_data_of_show:{name}", "--json")
+        assert [one["sample"] for one in answer["samples"]] == wanted
+        assert all(f"text of {i}" in one["text"] for i, one in zip(wanted, answer["samples"], strict=True))
+    flags = "--open", "my_data_of_show:dataset", "--decode", "my_data_of_show:text"
+    assert asked("show", run.path, "--sample", 7, *flags) == "7: text of 7\n"
+    broken = *flags[:2], "--decode", "my_data_of_show:broken"
+    assert "sample 7 of my_data_of_show:dataset cannot be read: ValueError: cannot be decoded" in asked(
+        "show", run.path, "--sample", 7, *broken, code=2
+    )
+    assert "Give module:name" in asked("show", run.path, "--sample", 7, "--open", "my_data_of_show:none", code=2)
+    assert "give --step, or --sample" in asked("show", run.path, "--open", "my_data_of_show:dataset", code=2)
+
+
+def test_what_the_machine_has_is_told():
+    found = asked("doctor", "--json", code=main(["doctor"]))
+    assert found["machine"]["paddle"].startswith("paddlepaddle")
+    assert found["machine"]["python"] == platform.python_version()
+    assert found["machine"]["open files"] == f"at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+
+
+def commands_of_the_page():
+    page = (Path(__file__).parents[2] / "docs/record.md").read_text()
+    return [shlex.split(line, comments=True)[1:] for line in re.findall(r"^paddle-shard .*", page, re.MULTILINE)]
+
+
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loader = sharded(DataLoader(Made(length=50_000), batch_size=16, shuffle=True), ONE, record="run.jsonl")
+    batches = iter(loader)
+    for _ in range(1300):
+        next(batches)
+    loader.state_dict()
+    (tmp_path / "ids.txt").write_text("17\n4711\n")
+    (tmp_path / "my_module.py").write_text("dataset = range(50_000)\n")
+    for number in range(4):
+        (tmp_path / f"train-{number}.tar").write_bytes(b"x" * 1000)
+
+    asked_for = set()
+    for command in commands_of_the_page():
+        asked_for.add(command[0])
+        assert main(command) in (0, 1), command
+    assert asked_for == set(COMMANDS) - {"doctor", "index"}

@@ -1,0 +1,157 @@
+"""The record of real runs: what the command answers from it is what the ranks were given."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.record.record_worker import SOURCES
+from tests.record.runs import Given, asked, asked_elsewhere, deliveries
+
+pytestmark = pytest.mark.multiprocess
+GRID, LINE = [[0, 1], [2, 3]], [1, 0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A kill, two resumes on other meshes and batch sizes, a switch of weights, a skip; an epoch has 96 samples."""
+    given = Given(tmp_path_factory.mktemp("run"))
+    given.job(
+        *(GRID, ["mp", "dp"], "dp", 8),
+        *[["take", 3], ["weights", {"web": 1, "code": 0, "chat": 1}], ["take", 2], ["save", "a"], ["take", 2]],
+        *[["kill", None]],
+    )
+    does = ["load", "a"], ["take", 6], ["save", "b"], ["take", 1], ["save", "x"]
+    given.job(LINE, ["dp"], "dp", 4, *does, certificates=True)
+    given.job(
+        *([[0, 2], [1, 3]], ["dp", "sharding"], ["dp", "sharding"], 16),
+        *[["load", "b"], ["skip", {"steps": [12], "samples": [["web", 7], ["chat", 1]]}], ["take", 99]],
+        *[["take", 2], ["save", "c"]],
+    )
+    return given
+
+
+COUNTED = {1: 5, 2: 6, 3: None}
+RANKS = {1: [0, 1], 2: [1, 0], 3: [0, 2, 1, 3]}
+"""A rank of each data rank."""
+
+
+def name_of(number):
+    return f"{list(SOURCES)[number // 1000]}:{number % 1000}"
+
+
+def counted(run):
+    return [(number, *one) for number, rows in enumerate(run.rows, 1) for one in rows[: COUNTED[number]]]
+
+
+def test_each_sample_is_where_the_record_says(run):
+    found = deliveries(counted(run), RANKS)
+    for sample in [0, 7, 39, 1000, 1003, 2000, 2001, 2002, 5]:
+        places = asked("where", run.record, "--sample", name_of(sample), "--json")["places"]
+        shown = [
+            (one["job"], one["epoch"], one["step"], rank, one["row_of_rank"])
+            for one in places
+            for rank in one["ranks"]
+            if rank in RANKS[one["job"]] and one["told"] == "yes"
+        ]
+        assert sorted(shown) == sorted(found[sample])
+        assert len(shown) == sum(one["told"] == "yes" for one in places)
+
+
+def test_each_step_has_the_samples_of_each_rank(run):
+    for job, (epoch, step), of_ranks in counted(run):
+        for on in asked("batch", run.record, "--epoch", epoch, "--step", step, "--json")["delivered"]:
+            assert on["job"] == job
+            names = [one and ":".join(map(str, one)) for one in on["samples"]]
+            for rank in on["ranks"]:
+                ids, valid = of_ranks[rank]
+                assert [name_of(i) if real else None for i, real in zip(ids, valid, strict=True)] == names
+
+
+def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
+    found = asked("verify", run.record, "--json")
+    rows = counted(run)
+    assert found["damage"] == []
+    counts = [one for one in found["delivered"] if one["counts"] == "yes"]
+    spans = {(one["job"], one["epoch"]): (one["first_step"], one["end_step"]) for one in counts}
+    for (job, epoch), (first, end) in spans.items():
+        steps = [step for number, (of, step), _ in rows if (number, of) == (job, epoch)]
+        assert min(steps) >= first
+        assert max(steps) == end - 1
+    whole, begun = found["epochs"]
+    real = Counter(sample for sample, places in deliveries(rows, RANKS).items() for _, epoch, *_ in places if not epoch)
+    assert whole["problems"] == begun["problems"] == []
+    assert whole["num_samples"] == whole["delivered"] == sum(real.values())
+    text = asked("verify", run.record)
+    assert "are skipped by the user) exactly once" in text
+    assert "exactly once, so far: at positions [0, 32), in 2 steps" in text
+    (lost,) = [one for one in found["delivered"] if one["counts"] == "no"]
+    assert (lost["job"], lost["first_step"], lost["end_step"]) == (2, 11, 12)
+
+
+@pytest.mark.parametrize("data", ["46", "stream"])
+def test_an_epoch_that_was_begun_twice_is_not_exactly_once(data, tmp_path):
+    given = Given(tmp_path)
+    does = ["take", 3], ["leave", None], ["take", 99], ["take", 2], ["save", "a"]
+    given.job([0, 1], ["dp"], "dp", 8, *does, data=data)
+
+    found = asked("verify", given.record, "--json", code=1)["epochs"]
+
+    assert found[0]["again"] == [[0, 24]]
+    assert found[1]["problems"] == []
+    if data == "46":
+        real = deliveries([(1, *one) for one in given.rows[0]], {1: [0, 1]})
+        assert found[0]["delivered"] == sum(1 for places in real.values() for one in places if one[1] == 0) == 70
+        twice = sorted(sample for sample, places in real.items() if sum(one[1] == 0 for one in places) == 2)
+        for sample in (twice[0], twice[-1]):
+            assert len(asked("where", given.record, "--sample", sample, "--epoch", 0, "--json")["places"]) == 2
+
+
+def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_samples(tmp_path):
+    given = Given(tmp_path)
+    given.job([0], ["dp"], "dp", 8, ["take", 99], data="46", own_sampler=True)
+
+    text = asked("verify", given.record)
+    assert "epoch 0: each of 46 samples that the loader's order drew exactly once" in text
+    assert "the order is that of the loader's own BatchSampler" in text
+    assert "the order is that of the loader's own BatchSampler" in asked("where", given.record, "--sample", 3, code=2)
+
+
+def test_of_a_stream_the_parts_of_each_rank_are_known(tmp_path):
+    given = Given(tmp_path)
+    given.job([[0, 1]], ["mp", "dp"], "dp", 8, ["take", 3], ["save", "a"], data="stream")
+
+    found = asked("batch", given.record, "--step", 1, "--json")["delivered"]
+    assert [(on["ranks"], on["parts"]) for on in found] == [([0], [0, 1]), ([1], [2, 3])]
+    assert {(on["first_in_each"], on["end_in_each"]) for on in found} == {(2, 4)}
+    for ranks, parts in [([0], [0, 1]), ([1], [2, 3])]:  # sample i of a common stream is of part i // 2 mod 4
+        ids = given.rows[0][1][1][ranks[0]][0]
+        assert {i // 2 % 4 for i in ids} == set(parts)
+
+
+def test_the_record_says_who_wrote_it_with_what(run):
+    first = json.loads(run.record.read_text().splitlines()[0])
+    assert first["line"] == "begin"
+    assert first["meshes"] == [
+        {"axes": {"mp": 2, "dp": 2}, "process_ids": [0, 1, 2, 3], "data_axes": ["dp"], "other_dims": {}}
+    ]
+    assert first["plan"]["batch_size"] == 8
+    assert first["versions"].keys() == {"paddle_shard", "paddle", "numpy"}
+    assert first["options"]["seed"] == 5
+    assert first["data"] == {"class": "Mixture", "length": 96}
+
+
+def test_no_line_is_written_for_a_step(run):
+    lines = [json.loads(line) for line in run.record.read_text().splitlines()]
+    counts = Counter(line["line"] for line in lines)
+    assert counts == {"begin": 3, "pass": 4, "checkpoint": 4, "resume": 2, "skip": 1, "weights": 1, "end": 1}
+
+
+def test_the_command_answers_on_a_machine_without_paddle(run):
+    found = asked_elsewhere("verify", run.record)
+    assert [proof["problems"] for proof in found["epochs"]] == [[], []]
+    assert asked_elsewhere("where", run.record, "--sample", "chat:2")["places"]
+    assert asked_elsewhere("batch", run.record, "--epoch", 0, "--step", 3)["delivered"]
+    assert asked_elsewhere("plan", run.record, "--step", 0, code=1)["step"]
+    assert asked_elsewhere("diff", run.record, "--mesh", "dp=4")["ranks"]
+    assert asked_elsewhere("skip", run.record, "--step", 3, "--epoch", 0)["python"]
