@@ -38,11 +38,8 @@ def index(options: argparse.Namespace) -> Answer:
             raise_if_a_handlers(error)
             text = f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written."
             return Answer(found={"error": text}, said=[text], failed=True)
-        print(
-            f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
+        print(text, file=sys.stderr, flush=True)
     write_index(options.output, entries)
     total = sum(entry.samples for entry in entries.values())
     text = f"{options.output}: {total} samples in {len(entries)} shards"

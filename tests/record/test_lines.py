@@ -18,7 +18,7 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
-from paddle_shard.record.lines import append, read
+from paddle_shard.record.lines import append, digest_of, read
 from tests.helpers import ONE, Made, sharded
 from tests.record.runs import asked
 
@@ -285,3 +285,34 @@ def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
         list(loader), list(loader)
     assert kinds(tmp_path / "run.jsonl") == ["begin", "pass", "end", "pass", "end"]
     assert "epoch 1: each of 8 samples exactly once" in asked("verify", tmp_path / "run.jsonl")
+
+
+def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
+    def broken(index):
+        if index == 13:
+            raise ValueError("broken")
+        return index
+
+    list(loader_of(tmp_path / "run.jsonl", function=broken, on_error="skip"))
+    assert "1 samples of data rank 0 of 1 at positions [0, 46) could not be read" in asked(
+        "verify", tmp_path / "run.jsonl", code=1
+    )
+
+
+def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
+    path = str(tmp_path / "run.jsonl")
+    digests = {}
+    for line in map(json.loads, whole.splitlines()):  # written anew, with another sum in each line
+        before = line.pop("after")
+        if "job" in line:
+            line["job"] = digests[line["job"]]
+        for entry in line.get("state", {}).get("certificate", ()):
+            entry[5][2] ^= 1
+        digests[read_digest(whole, before)] = append(path, line)[0]
+    assert "read other samples than those of the order" in asked("verify", path, code=1)
+
+
+def read_digest(whole, before):
+    """The digest of the line that follows on a line with this one."""
+    lines = whole.splitlines()
+    return next(digest_of(line) for line in lines if json.loads(line)["after"] == before)

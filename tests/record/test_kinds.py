@@ -1,0 +1,80 @@
+"""A record of every kind of data and order: `verify` answers for each, and says what it cannot know."""
+
+import functools
+
+import numpy as np
+import paddle
+import pytest
+from paddle.io import DataLoader, DistributedBatchSampler
+
+import paddle_shard
+from paddle_shard import ExternalLoader, Mixture, Packed
+from tests import helpers
+from tests.helpers import ONE, Made, sharded
+from tests.loader.test_settings import CHANGES, DOCUMENTS, FILES, folder  # noqa: F401  (a fixture)
+from tests.record.runs import asked
+
+
+def split():
+    data = Made(length=46)
+    return sharded(DataLoader(data, batch_sampler=DistributedBatchSampler(data, 4, num_replicas=1, rank=0)), ONE)
+
+
+class Own(DistributedBatchSampler):
+    pass
+
+
+def split_by_your_own():
+    data = Made(length=46)
+    return sharded(DataLoader(data, batch_sampler=Own(data, 4, num_replicas=1, rank=0)), ONE)
+
+
+def whole_batches():
+    return sharded(DataLoader(Made(lambda i: np.full(4, i), 6), batch_size=None), ONE)
+
+
+def external():
+    return sharded(ExternalLoader(lambda options: [np.full(4, i) for i in range(6)], name="mine"), ONE)
+
+
+def iterable():
+    return sharded([paddle.full([4], i) for i in range(6)], ONE)
+
+
+def packed_mixture():
+    data = Mixture({"a": Packed(DOCUMENTS, 16, max_pieces=16), "b": Packed(DOCUMENTS[:20], 16, max_pieces=16)})
+    return sharded(DataLoader(data, batch_size=2, shuffle=True), ONE)
+
+
+KINDS = [*CHANGES, split, split_by_your_own, whole_batches, external, iterable, packed_mixture]
+
+
+@pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
+def test_a_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch):
+    if made.__name__ in ("webdataset", "parquet") and made.__name__ not in FILES:
+        pytest.skip("a library is not installed")
+    path = tmp_path / "run.jsonl"
+    with_record = functools.partial(paddle_shard.shard_dataloader, record=path)
+    monkeypatch.setattr(helpers.paddle_shard, "shard_dataloader", with_record)
+
+    def go(loader, most):
+        batches = iter(loader)
+        return sum(next(batches, None) is not None for _ in range(most)), loader.state_dict()
+
+    steps, state = go(made(), 3)
+    assert steps == 3
+    loader = made()
+    loader.load_state_dict(state)
+    go(loader, 10**6)
+    go(loader, 2)
+
+    first, second = asked("verify", path, "--json")["epochs"]
+    assert first["problems"] == second["problems"] == []
+    assert "so far" not in first["text"]
+    assert "so far" in second["text"]
+    if first["drawn_by"] is None:
+        asked("batch", path, "--epoch", 0, "--step", 4)
+        assert "samples of an epoch" in asked("plan", path)
+    else:
+        assert "which samples these are is not known: the order is that of" in first["notes"][0]
+        assert "There is no plan to show" in asked("plan", path)
