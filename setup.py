@@ -32,7 +32,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["paddle_shard", "paddle_shard.*"]),
-    package_data={"paddle_shard": ["py.typed"]},
+    package_data={"paddle_shard": ["py.typed", "cli/page/*"]},
     install_requires=["numpy>=1.21"],
     extras_require={
         "cpu": ["paddlepaddle>=3.0"],

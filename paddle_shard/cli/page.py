@@ -1,0 +1,130 @@
+"""What does a plan look like? Makes a page of HTML that draws it, and needs nothing else: no network, no Paddle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.blocks import BlockOrder, Blocks
+from paddle_shard.plan.mesh import Axes, MeshLayout
+from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
+from paddle_shard.plan.orders import PaddleOrdering, Sequential, Shuffled
+from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shuffle import VERSION
+from paddle_shard.plan.skips import Skips
+
+MAX_SAMPLES = 1 << 52
+"""Most samples of a page: numbers of JavaScript are exact up to 2^53, and so are sums of two positions."""
+MAX_TABLE = 1 << 22
+"""Most samples in Paddle's order, which is a table that the page has to draw."""
+
+FILES = Path(__file__).parent / "page"
+
+
+def view_of(
+    plan: ShardPlan,
+    mesh: MeshLayout,
+    data_axes: Axes,
+    *,
+    plans: Mapping[int, ShardPlan] | None = None,
+    skips: Skips | None = None,
+    stretches: Sequence[Mapping[str, int | str]] = (),
+) -> dict[str, Any]:
+    """Return what the page needs to know about a plan, as JSON values.
+
+    Args:
+        plan: The plan of all epochs that `plans` does not have.
+        mesh: The mesh that reads it.
+        data_axes: The axes that the batch is split over.
+        plans: The plans of epochs with segments of their own, or another length.
+        skips: What the user leaves out.
+        stretches: What a run has delivered: {"epoch": 0, "first": 0, "end": 512, "run": "dp=4"} and so on. `first` and
+            `end` are positions, and `run` names the job that delivered them.
+
+    Raises:
+        ArgumentError: The page cannot compute the order.
+    """
+    if plan.num_positions > MAX_SAMPLES:
+        raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {plan.num_samples}.")
+    if mesh.num_data_ranks(data_axes) != plan.num_data_ranks:
+        raise ArgumentError(
+            f"data_axes: {data_axes!r} have {mesh.num_data_ranks(data_axes)} data ranks on the mesh {mesh.shape} of "
+            f"{mesh.axes}, and num_data_ranks of the plan is {plan.num_data_ranks}. Name the axes that the plan is for."
+        )
+    skips = skips or Skips()
+    ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
+    return {
+        "version": 1,
+        "orderVersion": VERSION,
+        "seed": repr(plan.seed),
+        "batchSize": plan.batch_size,
+        "dataRanks": plan.num_data_ranks,
+        "accumulation": plan.accumulation,
+        "tail": str(plan.tail),
+        "order": _order(plan),
+        "epochs": {"any": _epoch(plan)} | {str(epoch): _epoch(one) for epoch, one in (plans or {}).items()},
+        "mesh": {
+            "axes": list(mesh.axes),
+            "shape": list(mesh.shape),
+            "dataAxes": [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)],
+            "ranks": list(mesh.process_ids),
+            "dataRanks": [mesh.data_rank(rank, data_axes) for rank in mesh.process_ids],
+        },
+        "skips": {
+            "stretches": [list(stretch) for stretch in skips.stretches],
+            "samples": [
+                [list(source_and_index(sample)) if is_sample_id(sample) else sample, *since] for sample, *since in ints
+            ],
+        },
+        "stretches": [dict(stretch) for stretch in stretches],
+    }
+
+
+def _order(plan: ShardPlan) -> dict[str, Any]:
+    """Return which order the page computes, and its settings."""
+    ordering, found = plan.ordering, {"padsFirst": plan.ordering.pads_first, "name": repr(plan.ordering.name)}
+    if isinstance(ordering, PaddleOrdering) and ordering.shuffles:
+        if plan.num_positions > MAX_TABLE:
+            raise ArgumentError(
+                f"shuffle='paddle' with {plan.num_samples} samples: a page draws Paddle's order as a table, of at most "
+                f"{MAX_TABLE} samples. Make the page of fewer samples, or with shuffle=True."
+            )
+        return found | {"kind": "paddle"}
+    if isinstance(ordering, Sequential | PaddleOrdering):
+        return found | {"kind": "sequential"}
+    if isinstance(ordering, Shuffled):
+        return found | {"kind": "shuffled"}
+    if isinstance(ordering, Blocks):
+        return found | {"kind": "blocks", "size": ordering.size, "window": ordering.window}
+    if isinstance(ordering, Mixing):
+        return found | {
+            "kind": "mixture",
+            "names": list(ordering.names),
+            "keys": [repr(name) for name in ordering.names],  # as `derive_key` spells them
+            "shuffled": ordering.shuffles,
+            "lengths": [list(one) for one in ordering.lengths],
+            "segments": [
+                {"first": one.first, "weights": list(one.parts), "lengths": list(one.lengths)}
+                for one in ordering.segments
+            ],
+        }
+    raise ArgumentError(f"shuffle: a page cannot compute the order of {ordering!r}, only the orders of this package.")
+
+
+def _epoch(plan: ShardPlan) -> dict[str, Any]:
+    """Return the steps of an epoch."""
+    found = {
+        "samples": plan.num_samples,
+        "positions": plan.num_positions,
+        "served": plan.num_served,
+        "steps": plan.num_steps,
+        "lastRows": plan.num_rows(step=plan.num_steps - 1) if plan.num_steps else 0,
+        "segments": [list(segment) for segment in plan.segments] or [[0, plan.batch_size]],
+    }
+    if isinstance(plan.ordering, Blocks):
+        order = plan.order(epoch=0)
+        assert isinstance(order, BlockOrder)
+        found |= {"width": order.width, "parts": order.num_parts}
+    return found
