@@ -19,7 +19,7 @@ from tests.trials import trials
 
 pytestmark = needs_node
 
-AROUND = [1, 2, 3, 255, 256, 257, 4095, 4096, 4097, 2**16 + 1, 2**32 - 1, 2**32 + 1, 10**9, 2**51 + 1, 2**52]
+AROUND = [1, 2, 3, 255, 256, 257, 4095, 4096, 4097, 2**16 + 1, 2**32 - 1, 2**32 + 1, 10**9, 2**51 + 1, 2**52 - 7]
 """Lengths at which something changes: tables end, halves get longer, numbers of JavaScript end."""
 MOST_ROWS = 200
 """Rows of a step that are looked at."""

@@ -223,12 +223,19 @@ function makePlan(view, blake2b) {
       return least;
     }
     const [sources, draws, drawn] = [new Uint16Array(period), new Int32Array(period), zeros(parts.length)];
+    const every = Math.ceil(period / 256);
+    const before = []; // what was drawn before every so many positions
     for (let position = 0; position < period; position++) {
+      if (position % every === 0) before.push(drawn.slice());
       for (let draw = released[position]; draw >= 0; draw = next[draw]) push(keys[draw]);
       sources[position] = pop() % parts.length;
       draws[position] = drawn[sources[position]]++;
     }
     return {
+      parts,
+      period,
+      /** How far from its share a source can be. */
+      bound: 1 - 1 / scale,
       /** [source, how often it was drawn before] at a position. */
       at(position) {
         const source = sources[position % period];
@@ -236,8 +243,10 @@ function makePlan(view, blake2b) {
       },
       /** How often each source is drawn before a position. */
       counts(position) {
-        const found = parts.map((part) => part * Math.floor(position / period));
-        for (let at = 0; at < position % period; at++) found[sources[at]]++;
+        const place = position % period;
+        const near = Math.floor(place / every);
+        const found = parts.map((part, source) => part * Math.floor(position / period) + before[near][source]);
+        for (let at = near * every; at < place; at++) found[sources[at]]++;
         return found;
       },
     };
@@ -276,6 +285,18 @@ function makePlan(view, blake2b) {
         const number = segmentAt(position);
         const found = chairmen(number).counts(position - firsts[number]);
         return found.map((drawn, source) => drawn + base(number)[source]);
+      },
+      /** What was drawn of each source before a position, less its share, and the bound of that: it adds up. */
+      drift(position) {
+        const drift = this.counts(position);
+        let bound = 0;
+        segments.slice(0, segmentAt(Math.max(0, position - 1)) + 1).forEach(({ first }, number) => {
+          const { parts, period, bound: one } = chairmen(number);
+          const length = Math.min(firsts[number + 1] ?? position, position) - first;
+          parts.forEach((part, source) => (drift[source] -= (length * part) / period));
+          bound += length % period ? one : 0;
+        });
+        return { drift, bound };
       },
       /** [epoch of the source, its length, the place in it] of a draw. */
       epoch(source, draw) {
@@ -364,28 +385,49 @@ function makePlan(view, blake2b) {
     return since !== undefined && (since[0] < epoch || (since[0] === epoch && since[1] <= position));
   }
 
+  /** Whether a row is real, padding or left out, given its sample; which sample matters only to some. */
+  function stateOf(epoch, position, sample) {
+    const { positions, samples } = epochOf(epoch);
+    if (position >= positions || (order.padsFirst && sample >= samples)) return "padding";
+    return isLeftOut(epoch, position, order.padsFirst ? sample % samples : sample) ? "left out" : "real";
+  }
+
   /** A row of the global batch at a step: which sample, on which data rank, and whether it is real. */
   function rowAt(epoch, step, row, batch = extent(epoch, step)) {
     const { positions, samples } = epochOf(epoch);
-    let position = batch.first + row;
-    let real = position < positions;
-    if (!real) {
+    const position = batch.first + row;
+    let served = position;
+    if (position >= positions) {
       let from = 0; // `padding_from`: a source from before may be gone
       if (draws) {
         const first = firstOfRun(epoch);
         from = Math.max(0, order.segments[draws.segmentAt(first + positions - 1)].first - first);
       }
-      position = from + ((position - positions) % (positions - from));
+      served = from + ((position - positions) % (positions - from));
     }
-    let sample = orderOf(epoch)(position);
-    if (order.padsFirst) {
-      real &&= sample < samples;
-      sample %= samples;
-    }
-    const state = !real ? "padding" : isLeftOut(epoch, batch.first + row, sample) ? "left out" : "real";
+    const sample = orderOf(epoch)(served);
     const [dataRank, local] = placeOfRow(row, batch);
-    return { row, position: batch.first + row, sample, dataRank, local, state };
+    return {
+      row,
+      position,
+      sample: order.padsFirst ? sample % samples : sample,
+      dataRank,
+      local,
+      state: stateOf(epoch, position, sample),
+    };
   }
 
-  return { epochOf, extent, rowAt, stepOf, draws, firstOfRun };
+  /** How many rows of each data rank are real, padding and left out at a step. */
+  function loads(epoch, step) {
+    const batch = extent(epoch, step);
+    const asks = order.padsFirst || leftOut.size > 0;
+    const found = Array.from({ length: view.dataRanks }, () => ({ real: 0, padding: 0, "left out": 0 }));
+    for (let row = 0; row < batch.rows; row++) {
+      const state = asks ? rowAt(epoch, step, row, batch).state : stateOf(epoch, batch.first + row, null);
+      found[placeOfRow(row, batch)[0]][state]++;
+    }
+    return found;
+  }
+
+  return { epochOf, extent, rowAt, loads, stepOf, draws, firstOfRun };
 }
