@@ -286,16 +286,17 @@ function makePlan(view, blake2b) {
         const found = chairmen(number).counts(position - firsts[number]);
         return found.map((drawn, source) => drawn + base(number)[source]);
       },
-      /** What was drawn of each source before a position, less its share, and the bound of that: it adds up. */
+      /** What was drawn of each source before a position, less its share, and the bound of that: segments add up. */
       drift(position) {
         const drift = this.counts(position);
+        const newest = segmentAt(Math.max(0, position - 1));
         let bound = 0;
-        segments.slice(0, segmentAt(Math.max(0, position - 1)) + 1).forEach(({ first }, number) => {
+        for (let number = 0; number <= newest; number++) {
           const { parts, period, bound: one } = chairmen(number);
-          const length = Math.min(firsts[number + 1] ?? position, position) - first;
+          const length = (number < newest ? firsts[number + 1] : position) - firsts[number];
           parts.forEach((part, source) => (drift[source] -= (length * part) / period));
-          bound += length % period ? one : 0;
-        });
+          if (length % period || number === newest) bound += one;
+        }
         return { drift, bound };
       },
       /** [epoch of the source, its length, the place in it] of a draw. */

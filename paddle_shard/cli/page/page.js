@@ -48,6 +48,12 @@ function stretchesOf(values) {
   return found.map(([first, end]) => (first === end ? `${first}` : `${first}–${end}`)).join(", ");
 }
 
+/** Those of some labels, given as [pixel, text, ...], that do not lie on the one before. */
+function apart(labels) {
+  let upto = -Infinity;
+  return labels.filter(([at, text]) => at >= upto && ((upto = at + 6.5 * text.length + 4), true));
+}
+
 // The pictures
 
 /** Adds a figure. `draw(width)` returns {picture, caption, head, rows, total}; `rows` is a function, asked when shown. */
@@ -186,8 +192,8 @@ function drawStep(width) {
   const [x1, x2, x3] = narrow ? [0.44, 0.64, 0.84] : [0.36, 0.62, 0.86];
   for (const box of boxes) {
     const rows = box.end - box.first === 1 ? `${box.first}` : `${box.first}–${box.end - 1}`;
-    const text = (most) => `${rows}: ${box.samples.slice(0, most).join(", ")}${box.end - box.first > most ? ", …" : ""}`;
-    const fits = [4, 3, 2].find((most) => text(most).length * 6.2 < x1 * width) ?? 1;
+    const text = (most) => `${rows}: ${[...box.samples.slice(0, most), ...(box.end - box.first > most ? ["…"] : [])].join(", ")}`;
+    const fits = [4, 3, 2, 1].find((most) => text(most).length * 6.2 < x1 * width) ?? 0;
     box.text = text(fits) + (box.state === "real" ? "" : ` (${box.state})`);
   }
   const most = Math.max(boxes.length, ends.length, 3);
@@ -331,13 +337,18 @@ async function computeHeat(update) {
   document.body.dataset.busy = "no";
 }
 
+/** Shows the chosen step in the heatmap, which is not drawn again for it. */
+function moveHeatLine() {
+  heat.line.setAttribute("transform", `translate(${heat.scale.apply(state.step + 0.5)},0)`);
+}
+
 function drawHeat(width) {
   const { epoch } = state;
   const { positions, steps, samples } = plan.epochOf(epoch);
   const height = sourceSizes.length ? sourceSizes.reduce((a, b) => a + b) : samples;
   const lineOf = (sample) => (Array.isArray(sample) ? sourceStarts[sample[0]] + sample[1] : sample);
   const all = heat.found.length >= Math.min(positions, plan.epochOf(epoch).served);
-  const [perX, perY] = [Math.ceil(steps / (width < 520 ? 40 : 64)) || 1, height <= 256 && all ? 1 : Math.ceil(height / 48)];
+  const [perX, perY] = [Math.ceil(steps / (width < 520 ? 40 : 64)) || 1, height <= 256 && all ? 1 : Math.ceil(height / 80)];
   const cells = new Map();
   for (const one of heat.epoch === epoch ? heat.found : []) {
     if (one.state !== "real") continue;
@@ -358,6 +369,7 @@ function drawHeat(width) {
   const stepOf = (position) => (position >= positions ? steps : plan.stepOf(epoch, position));
   const out = view.skips.stretches.filter(([of]) => of === epoch).map(([, first, end]) => ({ x1: stepOf(first), x2: stepOf(end - 1) + 1, text: "left out" }));
   const begun = view.stretches.filter((one) => one.epoch === epoch).map((one) => ({ x: stepOf(one.first), text: one.run }));
+  const named = apart(begun.map((one) => [(one.x / steps) * (width - 82), one.text, one])).map((one) => one[2]);
   const end = steps ? plan.extent(epoch, steps - 1) : null;
   const padded = end && !order.padsFirst && end.first + end.rows > positions;
   const dropped = plan.epochOf(epoch).served < positions;
@@ -381,16 +393,22 @@ function drawHeat(width) {
       Plot.ruleY(sourceStarts.slice(1), { stroke: "var(--paper)", strokeWidth: 1.5 }),
       Plot.text(order.names ?? [], { frameAnchor: "left", y: (_, at) => sourceStarts[at] + sourceSizes[at] / 2, text: (d) => d, dx: 6, textAnchor: "start", fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 }),
       Plot.ruleX(begun, { x: "x", stroke: "currentColor", strokeWidth: 1.5 }),
-      Plot.text(begun, { x: "x", frameAnchor: "top", text: "text", dy: -12, dx: 2, textAnchor: "start", fill: "currentColor" }),
+      Plot.text(named, { x: "x", frameAnchor: "top", text: "text", dy: -12, dx: 2, textAnchor: "start", fill: "currentColor" }),
       Plot.text([...out, ...marks], { x: (d) => (d.x1 + d.x2) / 2, frameAnchor: "bottom", text: "text", dy: -6, rotate: -90, textAnchor: "start", fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 }),
-      Plot.ruleX([state.step + 0.5], { stroke: "currentColor", strokeDasharray: "1,3" }),
     ],
   });
+  heat.scale = picture.scale("x");
+  heat.line = document.createElementNS(picture.namespaceURI, "path");
+  heat.line.setAttribute("d", `M0,30V${picture.getAttribute("height") - 30}`);
+  heat.line.setAttribute("stroke", "currentColor");
+  heat.line.setAttribute("stroke-dasharray", "1,3");
+  picture.append(heat.line);
+  moveHeatLine();
   const busy = heat.epoch !== epoch || !heat.done;
   const caption =
     (busy ? "Computing … " : "") +
     (all ? `All ${number(heat.found.length)} rows of the epoch` : `${number(heat.found.length)} of ${number(positions)} positions, evenly spread`) +
-    `; a cell is ${count(perX, "step")} by ${count(perY, "sample")}. Its colour is the data rank that reads more than half of what is in it, grey if none does; the fuller, the stronger. Dots: step ${number(state.step)}.` +
+    `; a cell is ${count(perX, "step")} by ${count(perY, "sample")}. Its colour is the data rank that reads more than half of what is in it, grey if none does; the fuller, the stronger. Dots: the step.` +
     (begun.length ? " Lines: where a job begins." : "") +
     (padded ? ` The last step has padding.` : dropped ? ` ${count(positions - plan.epochOf(epoch).served, "sample")} at the end of the order are dropped.` : "");
   return {
@@ -455,7 +473,7 @@ function drawLife(width) {
     }
     return `epoch ${epoch}: ${number(once)} of ${count(plan.epochOf(epoch).positions, "position")}` + (twice ? `, ${number(twice)} twice` : "");
   }
-  const written = view.stretches.filter((one) => (one.end - one.first) / plan.epochOf(one.epoch).positions > 60 / width);
+  const written = view.stretches.filter((one) => (one.end - one.first) / plan.epochOf(one.epoch).positions > (6.5 * one.run.length) / (width - 82));
   const picture = Plot.plot({
     width,
     height: 50 + 34 * epochs.length,
@@ -510,8 +528,8 @@ function show(epoch, step) {
   if (changed) {
     updateDrift();
     computeHeat(updateHeat);
-  }
-  updateHeat();
+    updateHeat();
+  } else moveHeatLine();
   const hash = new URLSearchParams(location.hash.slice(1));
   hash.set("epoch", state.epoch);
   hash.set("step", state.step);
