@@ -17,7 +17,7 @@ from tests.cli.node import evaluated, needs_node
 from tests.orders_and_tails import SERVING_TAILS
 from tests.trials import trials
 
-pytestmark = needs_node
+pytestmark = [needs_node, pytest.mark.processes]
 
 AROUND = [1, 2, 3, 255, 256, 257, 4095, 4096, 4097, 2**16 + 1, 2**32 - 1, 2**32 + 1, 10**9, 2**51 + 1, 2**52 - 7]
 """Lengths at which something changes: tables end, halves get longer, numbers of JavaScript end."""

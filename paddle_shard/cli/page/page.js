@@ -7,7 +7,7 @@ const plan = makePlan(view, drawing.blake2b);
 const { order, mesh, dataRanks } = view;
 
 const MOST_ROWS = 1000; // of a table
-const MOST_BOXES = 32; // in a column of the picture of a step
+const MOST_BOXES = 24; // in a column of the picture of a step
 const MOST_RANKS = 1024; // of a mesh
 const EVALUATED = 8192; // positions of the heatmap
 const number = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 3 });
@@ -61,7 +61,7 @@ function figure(name, title, parent, draw) {
   const element = document.createElement("figure");
   element.id = name;
   element.innerHTML = `<header><h2>${title}</h2><button type="button" aria-label="Save the picture “${title}” as SVG">SVG</button></header>
-    <figcaption></figcaption><ul class="legend"></ul><div class="picture"></div>
+    <figcaption></figcaption><ul class="legend"></ul><div class="picture" tabindex="0" role="group" aria-label="${title}"></div>
     <details><summary>The numbers as a table</summary><div tabindex="0" role="region" aria-label="Table: ${title}"></div></details>`;
   parent.append(element);
   const [caption, details, box] = ["figcaption", "details", ".picture"].map((one) => element.querySelector(one));
@@ -133,18 +133,19 @@ function drawMesh(width) {
     row: rowName(Math.floor(at / columns)),
     fill: colour(of[at]),
   }));
-  const rows = new Set(cells.map((cell) => cell.row)).size;
+  const rows = [...new Set(cells.map((cell) => cell.row))]; // as they come: Plot would sort "dp 10" before "dp 2"
   const left = 16 + 6.5 * Math.max(...cells.map((cell) => cell.row.length));
   const wide = (width - left) / columns;
-  const written = wide > 62 ? (d) => `rank ${d.rank}\ndata rank ${d.dataRank}` : (d) => `${d.rank}\nd${d.dataRank}`;
+  const high = wide > 22 && rows.length <= 64 ? 36 : 20;
+  const written = high < 36 ? (d) => (wide > 90 ? `${d.rank}: data rank ${d.dataRank}` : `d${d.dataRank}`) : wide > 62 ? (d) => `rank ${d.rank}\ndata rank ${d.dataRank}` : (d) => `${d.rank}\nd${d.dataRank}`;
   const picture = Plot.plot({
     width,
-    height: 40 + rows * (wide > 22 ? 36 : 20),
+    height: 40 + rows.length * high,
     marginLeft: left,
     marginTop: 30,
     marginBottom: 4,
     x: { type: "band", label: axes.at(-1), axis: "top", tickSize: 0, padding: 0.05, ticks: columns > 32 ? [] : undefined },
-    y: { type: "band", label: null, tickSize: 0, padding: 0.05 },
+    y: { type: "band", label: null, domain: rows, tickSize: 0, padding: 0.05 },
     color: { type: "identity" },
     marks: [
       Plot.cell(cells, { x: "x", y: "row", fill: "fill", title: (d) => `rank ${d.rank}: data rank ${d.dataRank}` }),
@@ -181,15 +182,19 @@ function drawStep(width) {
   boxes.splice(MOST_BOXES);
   const ranks = [...new Set(boxes.map((box) => box.dataRank))].sort((a, b) => a - b);
   const few = ranks.reduce((total, rank) => total + byRank.get(rank).length, 0) <= MOST_BOXES;
+  const narrow = width < 520;
+  const [x1, x2, x3] = narrow ? [0.44, 0.64, 0.84] : [0.36, 0.62, 0.86];
+  const ranksAs = (rank) => {
+    const text = `ranks ${stretchesOf(byRank.get(rank))}`;
+    return text.length * 6.2 < (1 - x3) * width ? text : count(byRank.get(rank).length, "rank");
+  };
   const ends = ranks.flatMap((rank) =>
-    few ? byRank.get(rank).map((one) => ({ dataRank: rank, text: `rank ${one}` })) : [{ dataRank: rank, text: `ranks ${stretchesOf(byRank.get(rank))}` }],
+    few ? byRank.get(rank).map((one) => ({ dataRank: rank, text: `rank ${one}` })) : [{ dataRank: rank, text: ranksAs(rank) }],
   );
   const place = (list) => list.forEach((one, at) => (one.y = (at + 0.5) / list.length));
   const middles = ranks.map((rank) => ({ dataRank: rank, text: `data rank ${rank}` }));
   [boxes, middles, ends].forEach(place);
   const middleOf = new Map(middles.map((one) => [one.dataRank, one.y]));
-  const narrow = width < 520;
-  const [x1, x2, x3] = narrow ? [0.44, 0.64, 0.84] : [0.36, 0.62, 0.86];
   for (const box of boxes) {
     const rows = box.end - box.first === 1 ? `${box.first}` : `${box.first}–${box.end - 1}`;
     const text = (most) => `${rows}: ${[...box.samples.slice(0, most), ...(box.end - box.first > most ? ["…"] : [])].join(", ")}`;
@@ -209,12 +214,13 @@ function drawStep(width) {
       strokeWidth: 1.5,
     }),
   ];
+  const besides = middles.length > most / 2 ? { dx: 10, textAnchor: "start" } : { dy: -12 };
   const links = (list, from, to, y1, y2) =>
     Plot.link(list, { x1: from, x2: to, y1, y2, stroke: (d) => colour(d.dataRank), strokeWidth: 1.5, strokeOpacity: 0.7, strokeDasharray: undefined, curve: "bump-x" });
   const picture = Plot.plot({
     width,
-    height: 30 + most * 19,
-    marginTop: 22,
+    height: 44 + most * 19,
+    marginTop: 36,
     marginBottom: 4,
     marginLeft: 0,
     marginRight: 0,
@@ -228,9 +234,9 @@ function drawStep(width) {
       ...box(boxes, x1, 0, "end"),
       ...box(ends, x3, 9, "start"),
       Plot.dot(middles, { x: x2, y: "y", r: 6, fill: (d) => colour(d.dataRank) }),
-      Plot.text(middles, { x: x2, y: "y", text: (d) => (narrow ? `d${d.dataRank}` : d.text), dy: -12, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 }),
+      Plot.text(middles, { x: x2, y: "y", text: (d) => (narrow ? `d${d.dataRank}` : d.text), ...besides, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 7 }),
       Plot.text([["rows: samples", x1, "end", -8], ["data ranks", x2, "middle", 0], ["global ranks", x3, "middle", narrow ? 0 : 20]], {
-        x: (d) => d[1], frameAnchor: "top", dy: -14, text: (d) => d[0], textAnchor: "middle", fill: "var(--quiet)",
+        x: (d) => d[1], frameAnchor: "top", dy: -28, text: (d) => d[0], textAnchor: "middle", fill: "var(--quiet)",
       }),
     ],
   });
