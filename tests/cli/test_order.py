@@ -9,7 +9,7 @@ from paddle_shard.cli.page import view_of
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
-from paddle_shard.plan.orders import PaddleSequential
+from paddle_shard.plan.orders import ORDERINGS, PaddleSequential, find_ordering
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.weights import Segment
@@ -53,6 +53,12 @@ ORDERS = {
     "paddle unshuffled": lambda draw: PaddleSequential(),
     "mixture": some_mixture,
 }
+
+
+def test_every_order_of_the_library_is_among_those_of_these_tests():
+    made = {find_ordering(make(random.Random(0))).name for make in ORDERS.values()}
+
+    assert made >= {ordering.name for ordering in ORDERINGS.values()} | {Mixing.name}
 
 
 def some_plan(draw, order):

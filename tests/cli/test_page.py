@@ -403,6 +403,35 @@ def test_a_picture_is_saved_as_svg_that_needs_nothing_of_the_page(browser, some_
         )
 
 
+@needs_chromium
+@pytest.mark.parametrize(
+    ("plan", "skips", "said"),
+    [
+        (a_plan(num_samples=3, tail="drop"), Skips(), "The epoch has no step."),
+        (a_plan(num_samples=3, tail="drop", shuffle=MIXING), Skips(), "The epoch has no step."),
+        (
+            a_plan(num_samples=1, batch_size=4),
+            Skips(),
+            "Step 0 of epoch 0: 4 rows from position 0 on, of which 3 padding",
+        ),
+        (
+            a_plan(num_samples=30),
+            Skips().joined([(0, 0, 30)], []),
+            "of which 2 padding and 30 left out. The loader passes over",
+        ),
+        (a_plan(shuffle=Mixing(("a",), (Segment(0, (1,), (7,)),))), Skips(), "Step 1 of epoch 0: 40 rows"),
+    ],
+)
+def test_epochs_without_a_step_a_sample_or_a_choice_are_shown_as_they_are(browser, tmp_path, plan, skips, said):
+    path = tmp_path / "plan.html"
+    path.write_text(page_of(view_of(plan, FOLDED, ("dp", "sharding"), skips=skips)), encoding="utf-8")
+    del browser.errors[:]
+    browser.open(path, "step=1&tables")
+
+    assert browser.errors == []
+    assert said in browser.run("document.querySelector('#flow figcaption').textContent")
+
+
 # The view and the command
 
 

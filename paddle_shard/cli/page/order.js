@@ -29,7 +29,7 @@ function makePlan(view, blake2b) {
   /** The number of entries of an ascending array that are at most `value`. */
   function countUpTo(ascending, value) {
     let low = 0;
-    for (let high = ascending.length; low < high; ) {
+    for (let high = ascending.length; low < high;) {
       const middle = (low + high) >> 1;
       if (ascending[middle] <= value) low = middle + 1;
       else high = middle;
@@ -369,7 +369,7 @@ function makePlan(view, blake2b) {
   /** The step that holds a position. */
   function stepOf(epoch, position) {
     let low = 0;
-    for (let high = epochOf(epoch).steps; low < high; ) {
+    for (let high = epochOf(epoch).steps; low < high;) {
       const middle = Math.floor((low + high) / 2);
       if (extent(epoch, middle).first <= position) low = middle + 1;
       else high = middle;
@@ -381,7 +381,8 @@ function makePlan(view, blake2b) {
 
   /** Whether the user leaves out what is at a position: `Skips.rows`. */
   function isLeftOut(epoch, position, sample) {
-    if (view.skips.stretches.some(([of, first, end]) => of === epoch && first <= position && position < end)) return true;
+    if (view.skips.stretches.some(([of, first, end]) => of === epoch && first <= position && position < end))
+      return true;
     const since = leftOut.get(String(sample));
     return since !== undefined && (since[0] < epoch || (since[0] === epoch && since[1] <= position));
   }
