@@ -42,7 +42,7 @@ def view_of(
 
     Args:
         plan: The plan of all epochs that `plans` does not have.
-        mesh: The mesh that reads it.
+        mesh: The mesh that reads it, or one of several: then the plan's data ranks are their least common multiple.
         data_axes: The axes that the batch is split over.
         plans: The plans of epochs with segments of their own, or another length.
         skips: What the user leaves out.
@@ -54,10 +54,11 @@ def view_of(
     """
     if plan.num_positions > MAX_SAMPLES:
         raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {plan.num_samples}.")
-    if mesh.num_data_ranks(data_axes) != plan.num_data_ranks:
+    data_ranks = mesh.num_data_ranks(data_axes)
+    if plan.num_data_ranks % data_ranks:
         raise ArgumentError(
-            f"data_axes: {data_axes!r} have {mesh.num_data_ranks(data_axes)} data ranks on the mesh {mesh.shape} of "
-            f"{mesh.axes}, and num_data_ranks of the plan is {plan.num_data_ranks}. Name the axes that the plan is for."
+            f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}, which "
+            f"do not divide the plan's num_data_ranks={plan.num_data_ranks}. Name the axes that the plan is for."
         )
     skips = skips or Skips()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
@@ -66,7 +67,7 @@ def view_of(
         "orderVersion": VERSION,
         "seed": repr(plan.seed),
         "batchSize": plan.batch_size,
-        "dataRanks": plan.num_data_ranks,
+        "dataRanks": data_ranks,
         "accumulation": plan.accumulation,
         "tail": str(plan.tail),
         "order": _order(plan),

@@ -10,6 +10,7 @@ from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.orders import ORDERINGS, PaddleSequential, find_ordering
+from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.weights import Segment
@@ -199,6 +200,21 @@ def test_the_step_of_a_position_is_python_s():
         expected.append([min(plan.num_steps - 1, plan.step_of(position=position)) for position in positions])
 
     assert evaluated(asked) == expected
+
+
+def test_a_mesh_with_fewer_data_ranks_than_another_reads_the_same_batches_in_larger_slices():
+    plan = ShardPlan(num_samples=50, batch_size=24, num_data_ranks=6, shuffle=True, accumulation=2)
+    asked = []
+    for ranks in (1, 2, 3, 6):
+        mesh = MeshLayout(shape=(ranks,), axes=("dp",), process_ids=tuple(range(ranks)))
+        asked += [(view_of(plan, mesh, "dp"), ROWS % (0, step, 0, step)) for step in range(3)]
+
+    for (shows, _), rows, step in zip(asked, evaluated(asked), [0, 1, 2] * 4, strict=True):
+        num_rows, micro_size = plan.num_rows(step=step), plan.micro_size(step=step)
+        for rank in range(shows["dataRanks"]):
+            mine = slice_rows(num_rows, shows["dataRanks"], rank, micro_size)
+            assert [row["row"] for row in rows if row["dataRank"] == rank] == mine.tolist()
+        assert [row["sample"] for row in rows] == plan.take(epoch=0, step=step, rows=range(num_rows)).tolist()
 
 
 def test_epochs_with_a_length_or_batches_of_their_own_are_shown_so():

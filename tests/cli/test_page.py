@@ -471,7 +471,7 @@ class Unknown(Ordering):
     [
         ({"num_samples": 2**53}, ("dp", "sharding"), "at most 2^52"),
         ({"num_samples": 10**7, "shuffle": "paddle"}, ("dp", "sharding"), "shuffle='paddle' with 10000000 samples"),
-        ({}, "dp", "have 2 data ranks"),
+        ({"num_data_ranks": 5}, "dp", "have 2 data ranks"),
         ({"shuffle": Unknown()}, ("dp", "sharding"), "cannot compute the order"),
     ],
 )
