@@ -39,7 +39,11 @@ def some_mixture(draw):
     for _ in range(draw.randint(1, 4)):
         weights = [draw.choice([0, draw.randint(1, 9), draw.randint(1, 2000)]) for _ in range(num)]
         weights[draw.randrange(num)] += 1
-        found.append(Segment(first, tuple(weights), tuple(lengths)))
+        away = [draw.random() < 0.3 for _ in range(num)]  # not there yet, or gone
+        away[next(at for at, weight in enumerate(weights) if weight)] = False
+        here = [0 if one else length for one, length in zip(away, lengths, strict=True)]
+        weights = [0 if one else weight for one, weight in zip(away, weights, strict=True)]
+        found.append(Segment(first, tuple(weights), tuple(here)))
         first += draw.randint(1, 90)
         lengths = [length + draw.choice([0, 0, 1, 7]) for length in lengths]
     names = ("web", 'it\'s "q"', "größe", "a\\b\n", "\N{GRINNING FACE}\x7f")

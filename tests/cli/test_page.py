@@ -257,6 +257,22 @@ def test_each_cell_of_the_heatmap_counts_the_rows_of_its_steps_and_samples(brows
             assert line <= ends[key][1]
             expected.setdefault(key, Counter())[rank] += 1
     assert cells == expected
+    # How it is drawn: each where it belongs, in the colour of the rank that has more than half, stronger if fuller.
+    legend = browser.run("[...document.querySelectorAll('#heat .legend i')].map(i => i.style.background)")
+    most = max(sum(cell.values()) for cell in cells.values())
+    left, right = browser.run("[0, 1].map(step => heat.scale.apply(step))")
+    shapes = browser.run(
+        "[...document.querySelectorAll('#heat [aria-label=rect] rect')].filter(r => r.querySelector('title')).map(r => "
+        "[+r.getAttribute('x'), (i => (i.style.background = r.getAttribute('fill'), i.style.background))"
+        "(document.createElement('i')), +r.getAttribute('fill-opacity')])"
+    )
+    for (x, fill, opacity), ((step, _), cell) in zip(shapes, cells.items(), strict=True):
+        rank, times = max(cell.items(), key=lambda one: one[1])
+        assert abs(x - left - step * (right - left)) < 1
+        assert fill == legend[rank if times * 2 > sum(cell.values()) else -1]
+        assert abs(opacity - 0.3 - 0.7 * sum(cell.values()) / most) < 0.01
+    for x, y, total, _ in table(browser, "heat"):
+        assert int(total) == sum(cells[int(x), int(y)].values())
 
 
 @needs_chromium
