@@ -190,7 +190,8 @@ def test_the_mesh_shows_the_data_rank_of_each_rank_and_its_replicas(browser, cas
         (str(rank), "2") for rank in range(plan.num_data_ranks)
     ]
     boxes = browser.run(
-        "[...document.querySelectorAll('#mesh [aria-label=cell] rect')].map(r => [r.getAttribute('y'), r.getAttribute('x')])"
+        "[...document.querySelectorAll('#mesh [aria-label=cell] rect')]"
+        ".map(r => [r.getAttribute('y'), r.getAttribute('x')])"
     )
     ys, xs = (sorted({box[at] for box in boxes}, key=float) for at in (0, 1))
     assert [(ys.index(y), xs.index(x)) for y, x in boxes] == [divmod(at, 2) for at in range(8)]
