@@ -34,7 +34,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["paddle_shard", "paddle_shard.*"]),
-    package_data={"paddle_shard": ["py.typed"]},
+    package_data={"paddle_shard": ["py.typed", "cli/page/*"]},
     entry_points={"console_scripts": ["paddle-shard = paddle_shard.cli.main:main"]},
     install_requires=["numpy>=1.21"],
     extras_require={

@@ -151,7 +151,7 @@ class BlockOrder(Order):
         # With K whole rows of `width` = P * c positions and a rest, a part has K * c places and its share of the rest.
         parts = self.num_parts = num_parts(num_samples, blocks, width)
         rows, rest = divmod(num_samples, width)
-        self._width, self._share = width, width // parts
+        self.width, self._share = width, width // parts
         self._whole, self._in_rows = rows * width, rows * self._share
         # [part]: start of its share of the rest, counted from the start of the rest; P + 1 numbers
         self._rests = np.array([part * rest // parts for part in range(parts + 1)], np.int64)
@@ -170,7 +170,7 @@ class BlockOrder(Order):
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
         flat = positions.reshape(-1)
-        row, column = np.divmod(flat, self._width)
+        row, column = np.divmod(flat, self.width)
         part = column // self._share
         place = row * self._share + column % self._share
         late = np.flatnonzero(flat >= self._whole)
@@ -197,7 +197,7 @@ class BlockOrder(Order):
             place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
         place -= self._starts[part]
         row, column = np.divmod(place, self._share)
-        early = row * self._width + part * self._share + column
+        early = row * self.width + part * self._share + column
         late = self._whole + self._rests[part] + place - self._in_rows
         found: Indices = np.where(place < self._in_rows, early, late).reshape(samples.shape)
         return found

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import paddle_shard
+from paddle_shard.cli.page import view_of
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 
@@ -94,7 +95,7 @@ def test_options_that_a_page_mentions_exist(page):
     classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
     classes = *classes, paddle_shard.Checkpoints
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders
-    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, *classes):
+    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, view_of, *classes):
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
 

@@ -1,0 +1,226 @@
+"""What does a plan look like? Makes a page of HTML that draws it, and needs nothing else: no network, no Paddle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paddle_shard.errors import ArgumentError, PaddleShardError
+from paddle_shard.plan.blocks import BlockOrder, Blocks
+from paddle_shard.plan.mesh import Axes, MeshLayout
+from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
+from paddle_shard.plan.orders import PaddleOrdering, Sequential, Shuffled
+from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shuffle import VERSION
+from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.weights import Segment, integer_weights
+
+MAX_SAMPLES = 1 << 52
+"""Most samples of a page: numbers of JavaScript are exact up to 2^53, and so are sums of two positions."""
+MAX_TABLE = 1 << 22
+"""Most samples in Paddle's order, which is a table that the page has to draw."""
+
+FILES = Path(__file__).parent / "page"
+SCRIPTS = ("drawing.js", "order.js", "page.js")
+
+
+def view_of(
+    plan: ShardPlan,
+    mesh: MeshLayout,
+    data_axes: Axes,
+    *,
+    plans: Mapping[int, ShardPlan] | None = None,
+    skips: Skips | None = None,
+    stretches: Sequence[Mapping[str, int | str]] = (),
+) -> dict[str, Any]:
+    """Return what the page needs to know about a plan, as JSON values.
+
+    Args:
+        plan: The plan of all epochs that `plans` does not have.
+        mesh: The mesh that reads it, or one of several: then the plan's data ranks are their least common multiple.
+        data_axes: The axes that the batch is split over.
+        plans: The plans of epochs with segments of their own, or another length.
+        skips: What the user leaves out.
+        stretches: What a run has delivered: {"epoch": 0, "first": 0, "end": 512, "run": "dp=4"} and so on. `first` and
+            `end` are positions, and `run` names the job that delivered them.
+
+    Raises:
+        ArgumentError: The page cannot compute the order.
+    """
+    if plan.num_positions > MAX_SAMPLES:
+        raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {plan.num_samples}.")
+    data_ranks = mesh.num_data_ranks(data_axes)
+    if plan.num_data_ranks % data_ranks:
+        raise ArgumentError(
+            f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}, which "
+            f"do not divide the plan's num_data_ranks={plan.num_data_ranks}. Name the axes that the plan is for."
+        )
+    skips = skips or Skips()
+    ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
+    return {
+        "version": 1,
+        "orderVersion": VERSION,
+        "seed": repr(plan.seed),
+        "batchSize": plan.batch_size,
+        "dataRanks": data_ranks,
+        "accumulation": plan.accumulation,
+        "tail": str(plan.tail),
+        "order": _order(plan),
+        "epochs": {"any": _epoch(plan)} | {str(epoch): _epoch(one) for epoch, one in (plans or {}).items()},
+        "mesh": {
+            "axes": list(mesh.axes),
+            "shape": list(mesh.shape),
+            "dataAxes": [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)],
+            "ranks": list(mesh.process_ids),
+            "dataRanks": [mesh.data_rank(rank, data_axes) for rank in mesh.process_ids],
+        },
+        "skips": {
+            "stretches": [list(stretch) for stretch in skips.stretches],
+            "samples": [
+                [list(source_and_index(sample)) if is_sample_id(sample) else sample, *since] for sample, *since in ints
+            ],
+        },
+        "stretches": [dict(stretch) for stretch in stretches],
+    }
+
+
+def page_of(view: Mapping[str, Any]) -> str:
+    """Return the page that shows a view: HTML that loads nothing.
+
+    Args:
+        view: See `view_of`.
+    """
+    text = {name: (FILES / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
+    page = text["page.html"].replace("__CSS__", text["page.css"])
+    for name in SCRIPTS:
+        page = page.replace(f"__{name}__", text[name])
+    # The last of all: names of sources may be anything, also what looks like one of the marks, or the end of a script.
+    return page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c"))
+
+
+def _order(plan: ShardPlan) -> dict[str, Any]:
+    """Return which order the page computes, and its settings."""
+    ordering, found = plan.ordering, {"padsFirst": plan.ordering.pads_first, "name": repr(plan.ordering.name)}
+    if isinstance(ordering, PaddleOrdering) and ordering.shuffles:
+        if plan.num_positions > MAX_TABLE:
+            raise ArgumentError(
+                f"shuffle='paddle' with {plan.num_samples} samples: a page draws Paddle's order as a table, of at most "
+                f"{MAX_TABLE} samples. Make the page of fewer samples, or with shuffle=True."
+            )
+        return found | {"kind": "paddle"}
+    if isinstance(ordering, Sequential | PaddleOrdering):
+        return found | {"kind": "sequential"}
+    if isinstance(ordering, Shuffled):
+        return found | {"kind": "shuffled"}
+    if isinstance(ordering, Blocks):
+        return found | {"kind": "blocks", "size": ordering.size, "window": ordering.window}
+    if isinstance(ordering, Mixing):
+        return found | {
+            "kind": "mixture",
+            "names": list(ordering.names),
+            "keys": [repr(name) for name in ordering.names],  # as `derive_key` spells them
+            "shuffled": ordering.shuffles,
+            "lengths": [list(one) for one in ordering.lengths],
+            "segments": [
+                {"first": one.first, "weights": list(one.parts), "lengths": list(one.lengths)}
+                for one in ordering.segments
+            ],
+        }
+    raise ArgumentError(f"shuffle: a page cannot compute the order of {ordering!r}, only the orders of this package.")
+
+
+def _epoch(plan: ShardPlan) -> dict[str, Any]:
+    """Return the steps of an epoch."""
+    found = {
+        "samples": plan.num_samples,
+        "positions": plan.num_positions,
+        "served": plan.num_served,
+        "steps": plan.num_steps,
+        "lastRows": plan.num_rows(step=plan.num_steps - 1) if plan.num_steps else 0,
+        "segments": [list(segment) for segment in plan.segments] or [[0, plan.batch_size]],
+    }
+    if isinstance(plan.ordering, Blocks):
+        order = plan.order(epoch=0)
+        assert isinstance(order, BlockOrder)
+        found |= {"width": order.width, "parts": order.num_parts}
+    return found
+
+
+# The command
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """Return "dp=4,mp=2" as a dict."""
+    return {name: int(size) for name, _, size in (axis.partition("=") for axis in text.split(","))}
+
+
+def _mixing(sources: Sequence[str], shuffled: bool) -> Mixing:
+    """Return the mixture of sources such as "web=1000:0.7"."""
+    found = {name: rest.partition(":") for name, _, rest in (source.rpartition("=") for source in sources)}
+    lengths = tuple(int(length) for length, _, _ in found.values())
+    weights = {name: float(weight) if weight else int(length) for name, (length, _, weight) in found.items()}
+    names = tuple(found)
+    return Mixing(names, (Segment(0, integer_weights(names, weights, lengths), lengths),), shuffled)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Of the command line; None: those of this process.
+
+    Returns:
+        0; 2 if there is no such plan.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m paddle_shard.cli.page",
+        description="Draw a plan as a page of HTML.",
+        epilog="example: --samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle -o plan.html",
+    )
+    parser.add_argument("--samples", type=int, required=True, help="length of the data set, or of the mixture's epoch")
+    parser.add_argument("--batch-size", type=int, required=True, help="global batch")
+    parser.add_argument("--mesh", type=_sizes, required=True, help="its axes, such as dp=4,mp=2")
+    parser.add_argument("--data-axes", required=True, help="the axes that the batch is split over, such as dp,sharding")
+    parser.add_argument("--shuffle", nargs="?", const=True, default=False, choices=(True, "blocks", "paddle"))
+    parser.add_argument("--block-size", type=int, default=1024, help="of --shuffle blocks")
+    parser.add_argument("--window", type=int, default=8, help="of --shuffle blocks")
+    parser.add_argument("--source", action="append", metavar="NAME=SAMPLES:WEIGHT", help="of a mixture; several times")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tail", default="pad")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a global batch")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the page, such as plan.html")
+    options = parser.parse_args(arguments)
+    sizes, shuffle = options.mesh, options.shuffle
+    try:
+        if options.source:
+            shuffle = _mixing(options.source, shuffle)
+        elif shuffle == "blocks":
+            shuffle = Blocks(size=options.block_size, window=options.window)
+        mesh = MeshLayout(
+            shape=tuple(sizes.values()), axes=tuple(sizes), process_ids=tuple(range(math.prod(sizes.values())))
+        )
+        data_axes = options.data_axes.split(",")
+        plan = ShardPlan(
+            num_samples=options.samples,
+            batch_size=options.batch_size,
+            num_data_ranks=mesh.num_data_ranks(data_axes),
+            shuffle=shuffle,
+            seed=options.seed,
+            tail=options.tail,
+            accumulation=options.accumulation,
+        )
+        page = page_of(view_of(plan, mesh, data_axes))
+    except PaddleShardError as error:
+        print(error, file=sys.stderr)
+        return 2
+    Path(options.output).write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
