@@ -221,6 +221,16 @@ def test_a_mesh_with_fewer_data_ranks_than_another_reads_the_same_batches_in_lar
         assert [row["sample"] for row in rows] == plan.take(epoch=0, step=step, rows=range(num_rows)).tolist()
 
 
+def test_rows_that_these_data_ranks_cannot_share_evenly_are_on_none_of_them():
+    plan = ShardPlan(num_samples=48, batch_size=8, num_data_ranks=4, segments=((0, 6), (24, 8)))
+    asked = [(view(plan), ROWS % (0, step, 0, step)) for step in range(plan.num_steps)]
+
+    for step, rows in enumerate(evaluated(asked)):
+        for row in rows:
+            place = plan.where(epoch=0, sample=row["sample"])
+            assert (place.step, place.data_rank, place.row) == (step, row["dataRank"], row["local"])
+
+
 def test_epochs_with_a_length_or_batches_of_their_own_are_shown_so():
     mixing = Mixing(("a", "b"), (Segment(0, (2, 1), (9, 9)),), lengths=((0, 30), (2, 50)))
     plans = [ShardPlan(num_samples=n, batch_size=b, num_data_ranks=2, shuffle=mixing) for n, b in ((30, 4), (50, 6))]

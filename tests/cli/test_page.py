@@ -454,6 +454,24 @@ def test_epochs_without_a_step_a_sample_or_a_choice_are_shown_as_they_are(browse
     assert said in browser.run("document.querySelector('#flow figcaption').textContent")
 
 
+@needs_chromium
+def test_a_step_that_another_mesh_has_read_is_shown_without_data_ranks(browser, tmp_path):
+    plan = a_plan(num_samples=48, batch_size=8, segments=((0, 6), (24, 8)))
+    path = tmp_path / "plan.html"
+    path.write_text(page_of(view_of(plan, FOLDED, ("dp", "sharding"))), encoding="utf-8")
+    del browser.errors[:]
+    browser.open(path, "step=1&tables")
+
+    assert browser.errors == []
+    caption = browser.run("document.querySelector('#flow figcaption').textContent")
+    assert "4 data ranks cannot share them evenly: they were read on another mesh" in caption
+    assert [row[4:] for row in table(browser, "flow")] == [["", "", ""]] * 6
+    assert table(browser, "loads")[1] == ["1", "6", "0", "0", "6", "6"]
+    assert "another mesh: 1" in titles(browser, "heat", "rect")[0]
+    browser.open(path, "step=4&tables")
+    assert [row[4] for row in table(browser, "flow")] == list("00112233")
+
+
 # The view and the command
 
 

@@ -359,8 +359,13 @@ function makePlan(view, blake2b) {
     };
   }
 
-  /** [data rank, row in its slice] of a row of a global batch: `partition.place_of_rows`. */
-  function placeOfRow(row, { rows, microSize }) {
+  /** Whether these data ranks can share a batch evenly; if not, it was read on another mesh. */
+  const isShared = ({ rows, microSize }) => rows % view.dataRanks === 0 && microSize % view.dataRanks === 0;
+
+  /** [data rank, row in its slice] of a row of a global batch: `partition.place_of_rows`; nulls if it is not shared. */
+  function placeOfRow(row, batch) {
+    if (!isShared(batch)) return [null, null];
+    const { rows, microSize } = batch;
     const [micro, within] = [Math.floor(row / microSize), row % microSize];
     const part = Math.floor(Math.min(microSize, rows - micro * microSize) / view.dataRanks);
     return [Math.floor(within / part), micro * Math.floor(microSize / view.dataRanks) + (within % part)];
@@ -419,17 +424,21 @@ function makePlan(view, blake2b) {
     };
   }
 
-  /** How many rows of each data rank are real, padding and left out at a step. */
+  /** How many rows of each data rank are real, padding and left out at a step; of all in one if it is not shared. */
   function loads(epoch, step) {
     const batch = extent(epoch, step);
     const asks = order.padsFirst || leftOut.size > 0;
-    const found = Array.from({ length: view.dataRanks }, () => ({ real: 0, padding: 0, "left out": 0 }));
+    const found = Array.from({ length: isShared(batch) ? view.dataRanks : 1 }, () => ({
+      real: 0,
+      padding: 0,
+      "left out": 0,
+    }));
     for (let row = 0; row < batch.rows; row++) {
       const state = asks ? rowAt(epoch, step, row, batch).state : stateOf(epoch, batch.first + row, null);
-      found[placeOfRow(row, batch)[0]][state]++;
+      found[placeOfRow(row, batch)[0] ?? 0][state]++;
     }
     return found;
   }
 
-  return { epochOf, extent, rowAt, loads, stepOf, draws, firstOfRun };
+  return { epochOf, extent, isShared, rowAt, loads, stepOf, draws, firstOfRun };
 }

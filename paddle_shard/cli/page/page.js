@@ -26,8 +26,9 @@ function colours(domain) {
   return Plot.scale({ color: { type: "categorical", scheme: "observable10", domain } }).apply;
 }
 const ranksInOrder = Array.from({ length: dataRanks }, (_, rank) => rank);
-const colour = colours(ranksInOrder);
-const byRank = new Map(ranksInOrder.map((rank) => [rank, []])); // data rank -> its global ranks
+const colourOfRank = colours(ranksInOrder);
+const colour = (rank) => (rank === null ? "var(--mixed)" : colourOfRank(rank)); // null: read on another mesh
+const byRank = new Map([null, ...ranksInOrder].map((rank) => [rank, []])); // data rank -> its global ranks
 mesh.ranks.forEach((rank, at) => byRank.get(mesh.dataRanks[at]).push(rank));
 
 /** Black or white, whichever can be read on a colour. */
@@ -170,7 +171,7 @@ function drawMesh(width) {
       wide > 22 ? Plot.text(cells, { x: "x", y: "row", text: written, fill: (d) => onColour(d.fill) }) : null,
     ],
   });
-  const groups = [...byRank].map(([rank, members]) => [rank, members.length, stretchesOf(members)]);
+  const groups = [...byRank].slice(1).map(([rank, members]) => [rank, members.length, stretchesOf(members)]);
   const replicas = ranks.length / dataRanks;
   const others = axes.filter((axis) => !mesh.dataAxes.includes(axis));
   const caption =
@@ -221,7 +222,7 @@ function drawStep(width) {
       : [{ dataRank: rank, text: ranksAs(rank) }],
   );
   const place = (list) => list.forEach((one, at) => (one.y = (at + 0.5) / list.length));
-  const middles = ranks.map((rank) => ({ dataRank: rank, text: `data rank ${rank}` }));
+  const middles = ranks.map((rank) => ({ dataRank: rank, text: rank === null ? "another mesh" : `data rank ${rank}` }));
   [boxes, middles, ends].forEach(place);
   const middleOf = new Map(middles.map((one) => [one.dataRank, one.y]));
   for (const box of boxes) {
@@ -284,7 +285,7 @@ function drawStep(width) {
       Plot.text(middles, {
         x: x2,
         y: "y",
-        text: (d) => (narrow ? `d${d.dataRank}` : d.text),
+        text: (d) => (narrow && d.dataRank !== null ? `d${d.dataRank}` : d.text),
         ...besides,
         fill: "currentColor",
         stroke: "var(--paper)",
@@ -317,7 +318,9 @@ function drawStep(width) {
     (kinds.length ? `, of which ${kinds.join(" and ")}` : "") +
     (batch.microSize < batch.rows ? `, in micro-batches of ${number(batch.microSize)}` : "") +
     (total("real")
-      ? `. Each data rank reads ${count(batch.rows / dataRanks, "row")}.${hidden}`
+      ? plan.isShared(batch)
+        ? `. Each data rank reads ${count(batch.rows / dataRanks, "row")}.${hidden}`
+        : `. ${count(dataRanks, "data rank")} cannot share them evenly: they were read on another mesh.${hidden}`
       : ". The loader passes over this step.");
   byId("now").textContent = caption;
   return {
@@ -354,6 +357,7 @@ function drawLoads(width) {
       real: total("real"),
       padding: total("padding"),
       out: total("left out"),
+      ranks: loads.length,
       most: Math.max(...real),
       least: Math.min(...real),
     };
@@ -389,7 +393,7 @@ function drawLoads(width) {
       }),
       Plot.tickY(found, {
         x: "step",
-        y: (d) => d.most * dataRanks,
+        y: (d) => d.most * d.ranks,
         stroke: "currentColor",
         strokeDasharray: "2,2",
         title: (d) => `data ranks have ${d.least} to ${d.most} real rows`,
@@ -486,7 +490,7 @@ function drawHeat(width) {
     cell.fill = cell.mixed ? "var(--mixed)" : colour(rank);
     cell.text = [...cell.of]
       .sort((a, b) => a[0] - b[0])
-      .map(([one, times]) => `${one}: ${times}`)
+      .map(([one, times]) => `${one ?? "another mesh"}: ${times}`)
       .join(", ");
   }
   const stepOf = (position) => (position >= positions ? steps : plan.stepOf(epoch, position));
@@ -591,7 +595,7 @@ function drawHeat(width) {
       ? `All ${number(heat.found.length)} rows of the epoch`
       : `${number(heat.found.length)} of ${number(positions)} positions, evenly spread`) +
     `; a cell is ${count(perX, "step")} by ${count(perY, "sample")}. Its colour is the data rank that reads more than half of what is in it, grey if none does; the fuller, the stronger. Dots: the step.` +
-    (begun.length ? " Lines: where a job begins." : "") +
+    (begun.length ? " Lines: where a job begins; the data ranks are those of the mesh above, whoever has read." : "") +
     (padded
       ? ` The last step has padding.`
       : dropped
