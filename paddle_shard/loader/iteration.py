@@ -35,8 +35,8 @@ _COUNT = (
     f"into equal parts. Else fewer parts (in_parts()), or many files of one size, make them more alike. {_REPEAT}"
 )
 _FEWER = (
-    "A shard is read by one part, and {0} shards do not divide among {1} parts: a number of shards that does, for "
-    f"instance to_iterable_dataset(num_shards=), makes them more alike. {_REPEAT}"
+    "A shard is read by one part, and {0} shards do not divide among {1} parts: a number of shards that does (of "
+    f"Hugging Face: to_iterable_dataset(num_shards=)) makes them more alike. {_REPEAT}"
 )
 _FILTERED = (
     "The source cuts equal parts, and what stands behind it (a filter, a batch) has left more of some than of others: "
@@ -184,7 +184,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
         if share is None or share > 0.01:
             much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
             say_once(
-                f"tail='drop': the epoch had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "
+                f"tail='drop': this loop had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "
                 f"ended with the shortest of the stream's {plan.num_parts} parts; the rest of the others was dropped: "
                 f"{much}. {remedy}"
             )

@@ -215,7 +215,7 @@ class Checkpoints:
                     return number
 
         if self._generation is None:
-            self._generation = self._on_all(claim, "the first call")[0]
+            self._generation = self._on_all(claim, "save or load")[0]
 
     def _newest_generation(self) -> int:
         found = [name for name in self._folder.sizes() if re.fullmatch(r"generation-\d+", name)]

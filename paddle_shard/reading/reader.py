@@ -6,7 +6,7 @@ samples that fail, and how a failure travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -390,14 +390,15 @@ def _seed_of(key: int, index: Any) -> int:
 
 
 def in_words(sample: Any) -> str:
-    """Return a few words about a sample: the forms and the first numbers of its leaves."""
+    """Return a few words about a sample: its keys, and the forms and the first numbers of its leaves."""
     words = []
+    keys = f"{{{', '.join(map(repr, sample)):.60}}} " if isinstance(sample, Mapping) else ""
     for leaf in islice(leaves(sample), 3):
         numbers = leaf.astype("float32") if isinstance(leaf, paddle.Tensor) and dtype_of(leaf) == "bfloat16" else leaf
         array = np.asarray(numbers.numpy() if hasattr(numbers, "numpy") else numbers)
         form = f"{dtype_of(leaf if is_tensor(leaf) else array)}{list(array.shape)} " if array.ndim else ""
         words.append(form + ", ".join(str(item)[:20] for item in array.reshape(-1)[:3].tolist()))
-    return "; ".join(words)
+    return keys + "; ".join(words)
 
 
 def _itself(index: Any) -> Any:

@@ -153,10 +153,9 @@ class HostCache:
                 taken -= bytes
         if taken > most:
             say_once(
-                "cache_bytes=%d is too little for the files that are read at the same time on this host: these had %d "
-                "bytes. Some are read from their servers, by each process that needs them.",
+                "cache_bytes=%d is too little for the files that are read at the same time on this host, a few by each "
+                "reader. Some are read from their servers, by each process that needs them.",
                 most,
-                taken,
             )
         return taken <= most
 

@@ -174,18 +174,19 @@ class ShardSource(Stage):
             case _:
                 return []
         what = "size" if self._counts is None else "number of samples"
+        files = "files" if len(set(self._files)) == len(self._files) else "row groups"
         if num != self.num_shards:
-            return [f"it had {num} files and has {self.num_shards} now"]
+            return [f"it had {num} {files} and has {self.num_shards} now"]
         if then == now:
             return []
         places, total = (int(now[at : at + 16], 16) - int(then[at : at + 16], 16) for at in (0, 16))
         if total == 0:
-            return ["its files are the same, but given in another order"]
+            return [f"its {files} are the same, but given in another order"]
         # With one change, each sum differs by the same number, the first times the file's place.
         place = places * pow(total, -1, _PRIME) % _PRIME
         if 1 <= place <= num:
             return [f"the file {shown(self._files[place - 1])} has another {what} (or another name)"]
-        return [f"several of its {num} files have another {what}, or another name"]
+        return [f"several of its {num} {files} have another {what}, or another name, or they were not counted alike"]
 
     def _check(self, opening: Opening) -> None:
         shards, parts = len(self._names), opening.num_parts
