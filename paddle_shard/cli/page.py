@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.errors import ArgumentError, PaddleShardError
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import BlockOrder, Blocks
 from paddle_shard.plan.mesh import Axes, MeshLayout
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
@@ -18,7 +15,6 @@ from paddle_shard.plan.orders import PaddleOrdering, Sequential, Shuffled
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.weights import Segment, integer_weights
 
 MAX_SAMPLES = 1 << 52
 """Most samples of a page: numbers of JavaScript are exact up to 2^53, and so are sums of two positions."""
@@ -152,75 +148,3 @@ def _epoch(plan: ShardPlan) -> dict[str, Any]:
 
 
 # The command
-
-
-def _sizes(text: str) -> dict[str, int]:
-    """Return "dp=4,mp=2" as a dict."""
-    return {name: int(size) for name, _, size in (axis.partition("=") for axis in text.split(","))}
-
-
-def _mixing(sources: Sequence[str], shuffled: bool) -> Mixing:
-    """Return the mixture of sources such as "web=1000:0.7"."""
-    found = {name: rest.partition(":") for name, _, rest in (source.rpartition("=") for source in sources)}
-    lengths = tuple(int(length) for length, _, _ in found.values())
-    weights = {name: float(weight) if weight else int(length) for name, (length, _, weight) in found.items()}
-    names = tuple(found)
-    return Mixing(names, (Segment(0, integer_weights(names, weights, lengths), lengths),), shuffled)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: Of the command line; None: those of this process.
-
-    Returns:
-        0; 2 if there is no such plan.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m paddle_shard.cli.page",
-        description="Draw a plan as a page of HTML.",
-        epilog="example: --samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle -o plan.html",
-    )
-    parser.add_argument("--samples", type=int, required=True, help="length of the data set, or of the mixture's epoch")
-    parser.add_argument("--batch-size", type=int, required=True, help="global batch")
-    parser.add_argument("--mesh", type=_sizes, required=True, help="its axes, such as dp=4,mp=2")
-    parser.add_argument("--data-axes", required=True, help="the axes that the batch is split over, such as dp,sharding")
-    parser.add_argument("--shuffle", nargs="?", const=True, default=False, choices=(True, "blocks", "paddle"))
-    parser.add_argument("--block-size", type=int, default=1024, help="of --shuffle blocks")
-    parser.add_argument("--window", type=int, default=8, help="of --shuffle blocks")
-    parser.add_argument("--source", action="append", metavar="NAME=SAMPLES:WEIGHT", help="of a mixture; several times")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tail", default="pad")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a global batch")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the page, such as plan.html")
-    options = parser.parse_args(arguments)
-    sizes, shuffle = options.mesh, options.shuffle
-    try:
-        if options.source:
-            shuffle = _mixing(options.source, shuffle)
-        elif shuffle == "blocks":
-            shuffle = Blocks(size=options.block_size, window=options.window)
-        mesh = MeshLayout(
-            shape=tuple(sizes.values()), axes=tuple(sizes), process_ids=tuple(range(math.prod(sizes.values())))
-        )
-        data_axes = options.data_axes.split(",")
-        plan = ShardPlan(
-            num_samples=options.samples,
-            batch_size=options.batch_size,
-            num_data_ranks=mesh.num_data_ranks(data_axes),
-            shuffle=shuffle,
-            seed=options.seed,
-            tail=options.tail,
-            accumulation=options.accumulation,
-        )
-        page = page_of(view_of(plan, mesh, data_axes))
-    except PaddleShardError as error:
-        print(error, file=sys.stderr)
-        return 2
-    Path(options.output).write_text(page, encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

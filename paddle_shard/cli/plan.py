@@ -7,9 +7,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, run_of, with_hazards
+from paddle_shard.cli.page import page_of, view_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, drawn_of
@@ -20,6 +22,7 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.record.places import Meshes, groups_of, samples_of
+from paddle_shard.record.timeline import Leg
 from paddle_shard.sources.files import matched
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
@@ -46,6 +49,8 @@ class _Planned:
     """The order; None if there is none, for a reason that is said or is a hazard."""
     skips: Skips = field(default_factory=Skips)
     epoch: int = 0
+    view: dict[str, Any] = field(default_factory=dict)
+    """What a page shows beside the plan, as arguments of `view_of`."""
     hazards: list[Hazard] = field(default_factory=list)
     said: list[str | Rows] = field(default_factory=list)
 
@@ -128,7 +133,17 @@ def _of_record(options: argparse.Namespace) -> _Planned:
     found.epoch = newest.epoch if options.epoch is None else options.epoch
     start = newest.start if found.epoch == newest.epoch else LoaderState(epoch=found.epoch)
     found.plan, found.skips = job.batches(newest.history).plan_of(start), newest.skips
+    legs = [leg for leg in run.legs if leg.moved() and leg.job.unknown is None]
+    parts = [{"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "run": _name(leg)} for leg in legs]
+    plans = {**{leg.epoch: leg.plan for leg in legs}, found.epoch: found.plan}
+    found.view = {"plans": plans, "skips": newest.skips, "stretches": parts}
     return found
+
+
+def _name(leg: Leg) -> str:
+    """Return a job by its number and its meshes."""
+    shapes = [",".join(f"{axis}={size}" for axis, size in zip(m.axes, m.shape, strict=True)) for m, _ in leg.job.meshes]
+    return f"job {leg.job.number}: {' and '.join(shapes)}"
 
 
 def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, int]) -> None:
@@ -203,6 +218,13 @@ def _plan(options: argparse.Namespace) -> Answer:
         if options.step is not None:
             found["step"] = samples_of(plan, asked.meshes, asked.epoch, options.step, asked.skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
+    if options.html is not None:
+        if plan is None:
+            raise ArgumentError(
+                "--html: there is no plan to draw: a record of one, or --samples or --source, is needed."
+            )
+        options.html.write_text(page_of(view_of(plan, *asked.meshes[0], **asked.view)), encoding="utf-8")
+        said.append(f"{options.html} shows it, in a browser")
     return with_hazards(found, said, list(_hazards(asked)))
 
 
@@ -263,6 +285,7 @@ _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
     ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
     ("--epoch", {"type": int, "help": "the epoch that is shown"}),
     ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
+    ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
 ]
 _DOES = "Who would read what, and what is wrong with it? Exits with 1 if there is a hazard."
 _EXAMPLE = "--samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3"

@@ -8,7 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from paddle_shard.cli.page import main, page_of, view_of
+from paddle_shard.cli.main import main
+from paddle_shard.cli.page import page_of, view_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.mesh import MeshLayout
@@ -477,29 +478,18 @@ def test_a_step_that_another_mesh_has_read_is_shown_without_data_ranks(browser, 
 
 def test_the_command_writes_the_page_of_a_plan(tmp_path, capsys):
     path = tmp_path / "plan.html"
-    arguments = [
-        "--samples",
-        "50000",
-        "--batch-size",
-        "256",
-        "--mesh",
-        "dp=4,mp=2",
-        "--data-axes",
-        "dp",
-        "-o",
-        str(path),
-    ]
+    arguments = ["plan", "--batch-size", "256", "--mesh", "dp=4", "--html", str(path), "--shuffle"]
 
-    assert main([*arguments, "--shuffle"]) == 0
+    assert main([*arguments, "--samples", "50000"]) == 0
     text = path.read_text(encoding="utf-8")
     assert len(text) < 700_000
     hosts = set(re.findall(r"https?://([\w.]+)", text))
     assert hosts == {"www.w3.org"}  # names of namespaces
 
-    assert main([*arguments, "--shuffle", "--data-axes", "mq"]) == 2
+    assert main([*arguments, "--samples", "50000", "--data-axes", "mq"]) == 2
     assert "no axis 'mq'" in capsys.readouterr().err
-    assert main([*arguments, "--source", "a=100:0.7", "--source", "b=10", "--shuffle"]) == 0
-    assert '"weights": [7, 100]' in path.read_text(encoding="utf-8")
+    assert main([*arguments, "--source", "a=1000:0.7", "--source", "b=1000:0.3"]) == 0
+    assert '"weights": [7, 3]' in path.read_text(encoding="utf-8")
 
 
 class Unknown(Ordering):

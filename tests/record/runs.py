@@ -30,7 +30,8 @@ class Given:
         job = {"mesh": mesh, "names": names, "dims": dims, "batch_size": batch_size, "does": does, "data": data}
         path.write_text(json.dumps({**job, "record": str(self.record), **more}))
         try:
-            reports = run_ranks(WORKER, ranks, self.folder / f"ranks-{number}", args=[path], timeout=HANG)
+            folder, env = self.folder / f"ranks-{number}", {"PYTHONPATH": str(WORKER.parents[2])}
+            reports = run_ranks(WORKER, ranks, folder, args=[path], env=env, timeout=HANG)
         except RanksFailed:
             if not any(action == "kill" for action, _ in does):
                 raise

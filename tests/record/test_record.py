@@ -1,6 +1,7 @@
 """The record of real runs: what the command answers from it is what the ranks were given."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -139,6 +140,20 @@ def test_the_record_says_who_wrote_it_with_what(run):
     assert first["versions"].keys() == {"paddle_shard", "paddle", "numpy"}
     assert first["options"]["seed"] == 5
     assert first["data"] == {"class": "Mixture", "length": 96}
+
+
+def test_the_page_has_the_life_of_the_run(run, tmp_path):
+    asked("plan", run.record, "--html", tmp_path / "run.html", "--json", code=1)  # its replicas all read, a hazard
+
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    view = json.loads(re.search(r'<script type="application/json" id="view">(.*?)</script>', page, re.DOTALL)[1])
+    found = [(one["run"], one["epoch"], one["first"], one["end"]) for one in view["stretches"]]
+    assert found == [
+        ("job 1: mp=2,dp=2", 0, 0, 5 * 8),
+        ("job 2: dp=2", 0, 40, 40 + 6 * 4),
+        ("job 3: dp=2,sharding=2", 0, 64, 64 + 16),  # the step after it is left out
+        ("job 3: dp=2,sharding=2", 1, 0, 2 * 16),
+    ]
 
 
 def test_no_line_is_written_for_a_step(run):
