@@ -494,6 +494,38 @@ def test_steps_out_of_turn_are_refused_and_not_served_from_somewhere_else():
     assert reader.read(request(plan, (0, 1), 1), None).value.tolist() == [1, 4]
 
 
+def noisy(sample):
+    return [sample, np.random.rand(), random.random()]
+
+
+TAKEN_OVER = {
+    "parts": lambda lists: Map(Parts(lists), noisy),
+    "parts of unknown lengths": lambda lists: Map(Parts(lists, says_lengths=False), noisy),
+    "shuffled": lambda lists: Map(Shuffle(Parts(lists), 3), noisy),
+    "filtered": lambda lists: Filter(Map(Parts(lists), noisy), lambda sample: sample[1] < 0.7),
+    "cut by turns": lambda lists: Map(Stripe(IterableSource(range(len(lists) * len(lists[0])))), noisy),
+    "drawn before the cut": lambda lists: Stripe(Map(IterableSource(range(len(lists) * len(lists[0]))), noisy)),
+}
+
+
+@pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])
+@pytest.mark.parametrize("kind", TAKEN_OVER)
+def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, tail):
+    stage = TAKEN_OVER[kind]([list(range(100 * part, 100 * part + 11 + 3 * (part % 2))) for part in range(4)])
+    plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=1, tail=tail)
+
+    def answers(first, *, start=0):
+        reader = ChunkReader(stage, None, list, GENERATORS)
+        asked = [replace(request(plan, (1, 3), step, start), compared=True) for step in range(first, 9)]
+        return [reader.read(one, 0) for one in asked]
+
+    for start in (0, 2):
+        expected = answers(start, start=start)
+        assert all(isinstance(answer, Chunk) for answer in expected)
+        for first in range(start, 9):
+            assert answers(first, start=start) == expected[first - start :]
+
+
 def test_a_sample_that_fails_before_the_cut_is_named_as_what_it_is():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=2)
     reader = ChunkReader(Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, ())
