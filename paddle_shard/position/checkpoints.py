@@ -254,8 +254,14 @@ class Checkpoints:
         Raises:
             StateError: The checkpoint does not hold these things, or does not fit them.
             CheckpointError: A rank could not read, on all ranks.
+            ArgumentError: The ranks load different things.
         """
         self._claim()
+        for rank, names in enumerate(asked := self._on_all(lambda: sorted(what), "load()")):
+            if names != asked[0]:
+                raise ArgumentError(
+                    f"load(): all ranks load the same, but global rank 0 loads {asked[0]} and rank {rank} {names}."
+                )
         with closing(self._good("load()")) as found:
             for name, directory in found:
                 self._on_all(partial(self._fill, what, directory, name), "load()")

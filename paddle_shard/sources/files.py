@@ -234,8 +234,9 @@ def version_of(file: Any, name: str) -> Content:
 
     If it is open, it is given, and its position stays. If it is None, the file is opened, but only if it is local.
 
-    Of a local file, a digest of its size, and of its first and last 4 KiB. Of a remote file, only what its server has
-    told anyhow: its tag, or else its size. What it is known by is its URL then, since another server has other tags.
+    Of a local file, a digest of its size, and of its first and last 4 KiB. Of a remote file, or a copy of one, only
+    what its server has told anyhow: its tag, or else its size. What it is known by is its URL then, since another
+    server has other tags.
     """
     if file is None:
         if not os.path.isfile(local_path(name)):  # of a pipe, this would take bytes
@@ -243,7 +244,8 @@ def version_of(file: Any, name: str) -> Content:
         with open_file(name)[0] as opened:
             return version_of(opened, name)
     raw, digest, where = getattr(file, "raw", file), None, ""
-    if isinstance(raw, io.FileIO):
+    told = getattr(raw, "told", None)  # of a copy
+    if isinstance(raw, io.FileIO) and told is None:
         size: Any = os.fstat(raw.fileno()).st_size
         with ignoring(OSError):  # a pipe
             ends = os.pread(raw.fileno(), _ENDS, 0) + os.pread(raw.fileno(), _ENDS, max(0, size - _ENDS))
@@ -251,8 +253,8 @@ def version_of(file: Any, name: str) -> Content:
             digest = int.from_bytes(derive_key(size, ends, size=4), "little")
     else:
         size, where = getattr(raw, "size", None), f"@{zlib.crc32(shown(name).encode()):08x}"
-        told = getattr(raw, "tag", None) or tag_of(raw) or size
-        digest = None if told is None else zlib.crc32(str(told).encode())
+        known = getattr(raw, "tag", None) or tag_of(raw) or size
+        digest = told if told is not None else None if known is None else zlib.crc32(str(known).encode())
     return Content(None, where, digest, f"the file {shown(name)}", f"{size} bytes")
 
 

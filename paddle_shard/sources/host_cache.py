@@ -22,15 +22,22 @@ from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.files import BUFFER, base_name, held, is_remote, open_file, replacing, shown
+from paddle_shard.sources.files import BUFFER, base_name, held, is_remote, open_file, replacing, shown, version_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OURS = re.compile(r"\.?[0-9a-f]{16}-.*(?<!\.lock)")
 """Names of copies, and of those that are being made. The folder may hold other files, which are left alone."""
 
 
+_TOLD = "user.paddle_shard.told"
+"""Attribute of a copy: the digest of what the server told of the file when it was downloaded."""
+
+
 class _Copy(io.FileIO):
     """A copy that is open for reading. It is locked, so that it is not removed meanwhile."""
+
+    told: int | None = None
+    """By what `version_of` recognizes the file; None: by the copy itself."""
 
     def close(self) -> None:
         """Unlock it. Closing is not enough: a child that was forked meanwhile has the file open, too."""
@@ -78,6 +85,8 @@ class HostCache:
             if not self._download(name, path):
                 return open_file(name, start)
         size = os.fstat(copy.fileno()).st_size
+        with ignoring(OSError, ValueError):  # a file system without such attributes
+            copy.told = int(os.getxattr(copy.fileno(), _TOLD))
         copy.seek(start)
         return io.BufferedReader(copy, BUFFER), size
 
@@ -105,6 +114,8 @@ class HostCache:
                     while rest:  # a write without a buffer may write only a part
                         rest = rest[target.write(rest) :]
                 copied += len(piece)
+            with ignoring(OSError):
+                os.setxattr(target.fileno(), _TOLD, str(version_of(source, name).digest).encode())
             with self._explained(name, size, copied):
                 os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
                 with self._alone():  # else who looks meanwhile might see neither of its names

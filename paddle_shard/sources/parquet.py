@@ -211,6 +211,7 @@ def _opened(file: str, cache: HostCache | None = None) -> Iterator[tuple[Any, An
         copy, _ = cache.open(file)
         with copy:
             if copy.seekable():  # else there is no room for a copy
+                copy.raw.told = None  # type: ignore[attr-defined]  # fsspec, which opens the file itself, may know less
                 with ParquetFile(copy) as opened:
                     yield opened, copy
                 return

@@ -10,10 +10,14 @@ import threading
 import time
 from collections import Counter
 
+import numpy as np
+import paddle
+import paddle.distributed as dist
 import pytest
 
+import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources import host_cache
 from paddle_shard.sources.files import held
@@ -22,6 +26,7 @@ from tests.deadlines import HANG
 from tests.sources.http_server import serving
 from tests.sources.laws import FILE_KINDS, TOTAL, files, names
 
+ONE = dist.ProcessMesh([0], dim_names=["x"])
 SIZE = 60_000
 FILES = {f"{number}.txt": bytes([ord("a") + number]) * (SIZE - 1) + b"\n" for number in range(6)}
 """A line each, all of the same size."""
@@ -208,3 +213,28 @@ def test_a_limit_that_cannot_be_is_refused_by_name():
         Stream.lines("memory://a.txt", cache_dir="x", cache_bytes=0)
     with pytest.raises(ArgumentError, match="limits cache_dir, which is not given"):
         Stream.lines("memory://a.txt", cache_bytes=5)
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)])
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_a_run_is_resumed_with_or_without_copies_unless_the_file_has_changed(first, then, rewritten, tmp_path):
+    with serving({"a.txt": b"".join(b"%d\n" % number for number in range(40))}) as server:
+
+        def loader(folder):
+            cache_dir = None if folder is None else tmp_path / folder
+            stream = Stream.lines(f"{server.url}/a.txt", cache_dir=cache_dir).map(lambda line: np.array([int(line)]))
+            given = paddle.io.DataLoader(stream, batch_size=4)
+            return paddle_shard.shard_dataloader(given, ONE, shard_dims="x")
+
+        batches = iter(before := loader(first))
+        next(batches)
+        state = before.state_dict()
+        if rewritten:
+            server.files["a.txt"] = b"".join(b"%d\n" % number for number in range(50, 90))
+        resumed = loader(then)
+        resumed.load_state_dict(state)
+        changed = rewritten and (then is None or then != first)
+        with pytest.raises(StateError, match="holds something else") if changed else contextlib.nullcontext():
+            batch = next(iter(resumed))
+            batch = batch[0] if isinstance(batch, list) else batch
+            assert batch._local_value().numpy()[:, 0].tolist() == [4, 5, 6, 7]
