@@ -61,6 +61,35 @@ def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(commands
     ]
 
 
+@pytest.mark.multiprocess
+def test_with_etcd_it_starts_an_elastic_job_that_outlives_its_nodes(commands, tmp_path):
+    (tmp_path / "launch").mkdir()
+    elastic = tmp_path / "launch" / "elastic.sh"
+    elastic.write_text('#!/bin/sh\necho "$ETCD $JOB $NNODES $NPROC $LOG_DIR $*" >> launched\n')
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+    for path in (elastic, *(tmp_path / name for name in STUBS)):
+        path.chmod(0o755)
+    copy = shutil.copy(LAUNCH / "slurm.sbatch", tmp_path / "slurm_script")
+
+    commands.start(
+        "job",
+        ["bash", copy, "train.py", "--name", "a b"],
+        PATH=f"{tmp_path}:/usr/bin:/bin",
+        ETCD="10.0.0.1:2379",
+        SLURM_SUBMIT_DIR=str(tmp_path),
+        SLURM_JOB_NODELIST="node[1-2]",
+        SLURM_JOB_ID="7",
+    )
+
+    assert commands.wait() == {"job": 0}
+    srun = (tmp_path / "srun.args").read_text()
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 bash -c " in srun
+    assert (tmp_path / "launched").read_text().splitlines() == [
+        f"10.0.0.1:2379 slurm-7 1:2 2 log/slurm-7/host-{node} train.py --name a b" for node in range(2)
+    ]
+
+
 def test_what_slurm_reads_stands_before_the_first_command():
     text = (LAUNCH / "slurm.sbatch").read_text()
     before, after = text.split("set -euo pipefail")
