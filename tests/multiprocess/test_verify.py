@@ -75,13 +75,13 @@ def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_ever
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("own part", "sample 0 is float32[3] 0.0, 0.0, 0.0; 0 (digest "),
-        ("own part", ") on global rank 0, and float32[3] 1.0, 1.0, 1.0; 1 ("),
+        ("own part", "sample 0 is {'image', 'label'} float32[3] 0.0, 0.0, 0.0; 0 (digest "),
+        ("own part", ") on global rank 0, and {'image', 'label'} float32[3] 1.0, 1.0, 1.0; 1 ("),
         ("own part, leader", "give it the whole, or is_dataset_splitted=True"),
         ("own part, workers", "give it the whole, or is_dataset_splitted=True"),
-        ("other version", ") on global rank 0, and float32[3] 0.5, 0.5, 0.5; 0 ("),
-        ("other text", "sample 'sample 0' is sample 0; 8 (digest "),
-        ("other text", ") on global rank 0, and sample 0!; 8 ("),
+        ("other version", ") on global rank 0, and {'image', 'label'} float32[3] 0.5, 0.5, 0.5; 0 ("),
+        ("other text", "sample 'sample 0' is {'text', 'length'} sample 0; 8 (digest "),
+        ("other text", ") on global rank 0, and {'text', 'length'} sample 0!; 8 ("),
     ],
 )
 def test_data_ranks_that_hold_different_data_are_told_both_on_every_rank(case, says, reports):
