@@ -391,7 +391,15 @@ OPTIONS = {
 }
 """Each option of what a user builds a run with: where it is changed above, or why it need not be."""
 BUILDS_NO_RUN = {"MeshLayout", "ShardPlan", "Balanced", "ShardDataloader", "ShardIterator", "ShardOptions", "Stream"}
-BUILDS_NO_RUN |= {"TrainerCallback", "gather_valid", "patch_paddle", "state_from_tensor", "state_to_tensor", "errors"}
+BUILDS_NO_RUN |= {
+    "Checkpoints",
+    "TrainerCallback",
+    "gather_valid",
+    "patch_paddle",
+    "state_from_tensor",
+    "state_to_tensor",
+    "errors",
+}
 
 
 def options_of(one):

@@ -34,7 +34,8 @@ def whole_batches():
 
 
 def external():
-    return sharded(ExternalLoader(lambda options: [np.full(4, i) for i in range(6)], name="mine"), ONE)
+    build = lambda options: [np.full(4, i) for i in range(6)]  # noqa: E731
+    return sharded(ExternalLoader(build, name="mine", repeatable=True), ONE)
 
 
 def iterable():
