@@ -115,13 +115,12 @@ class Checkpoints:
             return [*told, f"{name}{sum(one.startswith(name) for one in self._folder.sizes())}"]
 
         begun = self._on_all(begin, "save()")
-        for rank, one in enumerate(begun):
-            if one[0] != begun[0][0]:
-                raise ArgumentError(
-                    f"save(): all ranks save the same, but global rank 0 has {begun[0][0]} and rank {rank} {one[0]} "
-                    "(step, names, number of values that are no distributed tensors, checksum of their names). Tensors "
-                    "of some ranks only must be distributed tensors, on the mesh of these ranks."
-                )
+        _check_same(
+            "save",
+            [one[0] for one in begun],
+            " (step, names, number of values that are no distributed tensors, checksum of their names). Tensors of "
+            "some ranks only must be distributed tensors, on the mesh of these ranks",
+        )
         # On the CPU, Paddle cannot load what it would save.
         splits = not paddle.framework._current_expected_place().is_cpu_place() and any(one[1] for one in begun)
         name: str = begun[0][-1]
@@ -257,11 +256,7 @@ class Checkpoints:
             ArgumentError: The ranks load different things.
         """
         self._claim()
-        for rank, names in enumerate(asked := self._on_all(lambda: sorted(what), "load()")):
-            if names != asked[0]:
-                raise ArgumentError(
-                    f"load(): all ranks load the same, but global rank 0 loads {asked[0]} and rank {rank} {names}."
-                )
+        _check_same("load", self._on_all(lambda: sorted(what), "load()"))
         with closing(self._good("load()")) as found:
             for name, directory in found:
                 self._on_all(partial(self._fill, what, directory, name), "load()")
@@ -371,6 +366,15 @@ class Checkpoints:
             raise TakenOverError(failed["over"])
         text = f"Checkpoints.{call} in {self._folder.name} failed on global rank {rank}: {failed['failed']}"
         raise CheckpointError(text) from mine
+
+
+def _check_same(call: str, told: Sequence[Any], meaning: str = "") -> None:
+    """Refuse a call for which the ranks have told different things."""
+    for rank, one in enumerate(told):
+        if one != told[0]:
+            raise ArgumentError(
+                f"{call}(): all ranks {call} the same, but global rank 0 has {told[0]} and rank {rank} {one}{meaning}."
+            )
 
 
 def _state_of(value: Any) -> Any:

@@ -42,7 +42,7 @@ class _Copy(io.FileIO):
     def close(self) -> None:
         """Unlock it. Closing is not enough: a child that was forked meanwhile has the file open, too."""
         if not self.closed:
-            _unlock(self)
+            _flocked(self, "LOCK_UN")
         super().close()
 
 
@@ -206,10 +206,7 @@ def _opened(path: str) -> _Copy | None:
     """Open a copy and lock it against removal; return None if there is none."""
     with ignoring(FileNotFoundError):
         copy = _Copy(path)
-        with ignoring(ImportError, OSError):  # a file system without locks
-            import fcntl
-
-            fcntl.flock(copy, fcntl.LOCK_SH)
+        _flocked(copy, "LOCK_SH")
         with ignoring(FileNotFoundError):  # it was removed before it was locked
             if os.stat(path).st_ino == os.fstat(copy.fileno()).st_ino:
                 with ignoring(OSError):  # the folder may be another user's
@@ -224,17 +221,18 @@ def _removed(path: str) -> bool:
     """Remove a copy, or a half one, that no process has locked; return whether it is gone."""
     with ignoring(FileNotFoundError), open(path, "rb") as file:
         with ignoring(OSError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            return True
+            if _flocked(file, "LOCK_EX", "LOCK_NB"):
+                os.unlink(path)
+                return True
         return False
     return True
 
 
-def _unlock(file: Any) -> None:
+def _flocked(file: Any, *flags: str) -> bool:
+    """Lock or unlock a file by flags of `fcntl`; return False if another process has it, or there are no locks."""
     with ignoring(ImportError, OSError):
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_UN)
+        fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))
+        return True
+    return False

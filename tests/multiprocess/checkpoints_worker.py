@@ -69,6 +69,10 @@ def attempt(*args, **kwargs):
 
 attempt(step, **what)
 if how == "errors":
+    try:
+        checkpoints.load(**({"data": loader} if ME else {"model": what["model"]}))
+    except PaddleShardError as error:
+        found["loads"] = f"{type(error).__name__}: {error}"
     attempt(step + ME, **what)  # another step on each rank
     attempt(step, model=paddle.nn.Linear(2, 2) if ME else paddle.nn.Linear(2, 2).weight)
     save = paddle.save

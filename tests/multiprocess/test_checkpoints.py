@@ -42,6 +42,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_an_overtaken_job_ends_on_all(tm
     for rank in (one, two):
         good, steps, tensors, full, again, over = rank["errors"]
         assert good == again == ""
+        told = "global rank 0 has ['model'] and rank 1 ['data']."
+        assert rank["loads"] == f"ArgumentError: load(): all ranks load the same, but {told}"
         assert "ArgumentError: save(): all ranks save the same, but global rank 0 has [3, " in steps
         assert "rank 1 [4, " in steps
         assert "only must be distributed tensors" in tensors
