@@ -156,7 +156,8 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL)
-        self.exit_codes()  # so that no zombie stays
+        # One that is ending has lost its environment, by which it is found, before its exit code is there.
+        self.wait(range(len(self._ranks)), deadline - time.monotonic())
 
     def logs(self) -> str:
         """Return the end of every rank's log."""

@@ -47,6 +47,17 @@ def test_reports_come_back_in_rank_order(tmp_path, processes):
     assert reports == [{"rank": r, "args": ["a", "b c"], "ids": list(range(r))} for r in range(3)]
 
 
+def test_all_ranks_have_ended_when_they_were_killed_also_those_that_end_slowly(tmp_path):
+    body = "import numpy as np\nheld = np.ones(1 << 27)\nreport(rank)\ntime.sleep(600)"  # 1 GB takes long to free
+
+    with start_ranks(script(tmp_path, body), 1, tmp_path / "run", timeout=HANG) as job:
+        while job.silent([0]):
+            time.sleep(0.05)
+
+        job.kill()
+        assert job.exit_codes() == {0: -9}
+
+
 def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, processes):
     child = "[sys.executable, '-c', 'import time; time.sleep(600)', __file__]"
     body = f"import subprocess\ndef stuck_here():\n    subprocess.Popen({child}, start_new_session=True)\n"
