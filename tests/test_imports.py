@@ -19,23 +19,27 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "version": (set(), set()),
     "collate": ({"errors", "tree"}, {"numpy"}),
     "say_once": (set(), set()),
+    "clock": (set(), set()),
     "samplers": (PURE, {"numpy"}),
-    "stages": (PURE, {"numpy"}),
+    "stages": (PURE | {"clock"}, {"numpy"}),
     "sources": (
-        PURE | {"stages", "say_once"},
+        PURE | {"clock", "stages", "say_once"},
         {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "ray", "torch"},
     ),
     "record": (PURE | {"samplers"}, {"numpy"}),
-    "reading": (PURE | {"tree", "collate", "say_once", "samplers", "stages", "sources"}, {"numpy", "paddle", "ray"}),
+    "reading": (
+        PURE | {"clock", "tree", "collate", "say_once", "samplers", "stages", "sources"},
+        {"numpy", "paddle", "ray"},
+    ),
     "place": ({"errors", "plan", "tree"}, {"numpy", "paddle"}),
-    "ranks": (PURE | {"say_once", "reading"}, {"numpy", "paddle"}),
+    "ranks": (PURE | {"clock", "say_once", "reading"}, {"numpy", "paddle"}),
     "inputs": (
         PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},
         {"numpy", "paddle", "torch", "typing_extensions"},
     ),
     "position": (PURE | {"say_once", "samplers", "sources", "place", "ranks", "inputs", "record"}, {"numpy", "paddle"}),
     "delivery": (
-        PURE | {"tree", "say_once", "samplers", "reading", "place", "ranks", "inputs", "position"},
+        PURE | {"clock", "tree", "say_once", "samplers", "reading", "place", "ranks", "inputs", "position"},
         {"numpy", "paddle"},
     ),
     "loader": (

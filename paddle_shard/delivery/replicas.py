@@ -35,10 +35,12 @@ def replicas_of(
             "one host:port for each rank. Start the ranks with python -m paddle.distributed.launch, or leave replicas "
             "at 'each'."
         )
-    if options.replicas == "each" or len(ranks) == 1 or hosts is None:
+    if len(ranks) == 1 or hosts is None:
         return Replicas()
     rows = _rows_of(me, source, layouts)
     together = [one for one in sorted(ranks) if hosts[one] == hosts[me] and _rows_of(one, source, layouts) == rows]
+    if options.replicas == "each":
+        return Replicas(num_alike=len(together))
     return Replicas(
         ranks=tuple(together) if len(together) > 1 else (),
         measured=not asked and source.stream is None and not options.dataloader.num_workers,

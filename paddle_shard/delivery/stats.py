@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
+from paddle_shard.clock import KINDS, LOADER, Spent, clock
+from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
 from paddle_shard.reading.batch import Batch
+from paddle_shard.say_once import say_once
+
+_STALL, _STALL_SECONDS, _STALL_AFTER = 10.0, 1.0, 8
+"""A wait is a stall if it takes so many times the usual step, and so many seconds, after so many steps."""
 
 
 @dataclass(slots=True)
@@ -27,6 +35,8 @@ class Counts:
     """Size in bytes of the rows that this rank reads, of the fields that are delivered."""
     wait_seconds: float = 0.0
     """Seconds spent in the loader: reading (without workers), placing, and waiting for data."""
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    """`wait_seconds` by what they were spent for; they add up to it."""
     step_seconds: float = 0.0
     """Seconds that the user's code spent between two batches."""
     largest_cost: float = 0.0
@@ -63,19 +73,35 @@ OF_COSTS = ("largest_cost", "mean_cost", "imbalance")
 class LoaderStats:
     """Counts of what a loader has delivered to this rank: over the run, and in the newest pass.
 
+    `str()` of it tells in two sentences whether the training waits for data, why, and what would help. If there are
+    several ranks, they tell each other every few seconds, and all say the same.
+
     Examples:
         >>> stats = LoaderStats()
         >>> stats.total.batches, stats.scalars()["data/starved"]
         (0, 0.0)
+        >>> print(stats)
+        Nothing is known yet: it takes some steps of a loop.
     """
 
-    def __init__(self, who_reads: Callable[[], str] = str) -> None:
+    def __init__(self, who_reads: Callable[[], str] = str, num_replicas: int = 1, rank: int = 0) -> None:
         """Begin.
 
         Args:
             who_reads: Returns what is said of ranks that share a reader; empty if there are none.
+            num_replicas: Ranks that read the same rows, each for itself; 1 if one reads for all of them.
+            rank: This global rank.
         """
         self.total, self.epoch, self._who_reads = Counts(), Counts(), who_reads
+        self._num_replicas, self._rank, self.num_workers = num_replicas, rank, 0
+        self.recent: deque[Taken] = deque(maxlen=RECENT)
+        """The newest steps of this rank, but for the first one of a pass."""
+        self.of_ranks: Mapping[int, Summary] = {}
+        """Global rank -> where its time went, when they last told each other: the same on all ranks."""
+
+    def summary(self) -> Summary | None:
+        """Return where the time of this rank went in its newest steps; None: it is not known yet."""
+        return summary_of(self.recent, self.num_workers, self._num_replicas)
 
     @property
     def who_reads(self) -> str:
@@ -89,9 +115,14 @@ class LoaderStats:
         imbalance are there with `balance=` only.
         """
         found = asdict(self.epoch) | {name: getattr(self.epoch, name) for name in DERIVED}
+        found |= {f"waits/{kind.replace(' ', '_')}": seconds for kind, seconds in found.pop("waits").items()}
         if not self.total.mean_cost:
             found = {name: value for name, value in found.items() if name not in OF_COSTS}
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
+
+    def __str__(self) -> str:
+        own = self.summary()
+        return advice(self.of_ranks or ({} if own is None else {self._rank: own}))
 
     def __repr__(self) -> str:
         lines = [
@@ -105,19 +136,28 @@ class LoaderStats:
 
 
 class PassClock:
-    """Measures the time of one pass: how much is spent in the loader, and how much in the user's code?"""
+    """Measures the time of one pass: how much is spent in the loader, for what, and how much in the user's code?"""
 
-    def __init__(self, stats: LoaderStats) -> None:
-        stats.epoch = Counts()
-        self._counts = (stats.epoch, stats.total)
+    def __init__(self, stats: LoaderStats, num_workers: int = 0) -> None:
+        stats.epoch, stats.num_workers = Counts(), num_workers
+        self._stats, self._counts = stats, (stats.epoch, stats.total)
         self._left: float | None = None
+        self.returned = 0.0
+        """When the batch was handed to the user, which is a little after `leave`: the position is noted in between."""
+        self._step = 0.0
+        self._outer: Any = None
+        self._told_stall = False
 
     def enter(self) -> float:
         """Note that the user asks for a batch; return the time."""
         now = time.perf_counter()
         if self._left is not None:
+            self._step, noting = now - self.returned, self.returned - self._left
             for counts in self._counts:
-                counts.step_seconds += now - self._left
+                counts.step_seconds += self._step
+                counts.wait_seconds += noting
+                counts.waits[LOADER] += noting
+        self._outer = clock().begin(LOADER)
         return now
 
     def leave(self, entered: float, batch: Batch) -> None:
@@ -125,20 +165,51 @@ class PassClock:
         num_rows, skipped, (largest, mean) = batch.num_rows, batch.num_skipped(), batch.step.load
         whole = batch.real is None and batch.skipped is None
         samples = num_rows if whole else int(np.count_nonzero(batch.valid()))
-        self._left = now = time.perf_counter()
+        num_bytes, before = batch.placed.num_bytes, self._left
+        taken = Taken(self._step, self._end(entered), samples, num_bytes)
         for counts in self._counts:
             counts.batches += 1
             counts.samples += samples
             counts.skipped += skipped
             counts.padding += num_rows - samples - skipped
-            counts.bytes += batch.placed.num_bytes
-            counts.wait_seconds += now - entered
+            counts.bytes += num_bytes
             counts.largest_cost += largest
             counts.mean_cost += mean
+        if before is not None:
+            self._say_if_stalled(taken, batch)
+            self._stats.recent.append(taken)
 
     def end(self, entered: float) -> None:
         """Note that there was no further batch."""
-        now = time.perf_counter()
+        self._end(entered)
+        self._left = None
+
+    def _end(self, entered: float) -> Spent:
+        """End the account of a batch, and return it; an error may come after that."""
+        outer, self._outer = self._outer, None
+        if outer is None:
+            return Spent({})
+        spent = clock().end(outer)
+        self._left = now = time.perf_counter()
         for counts in self._counts:
             counts.wait_seconds += now - entered
-        self._left = None
+            for (kind, _), seconds in spent.seconds.items():
+                counts.waits[kind] = counts.waits.get(kind, 0.0) + seconds
+        return spent
+
+    def _say_if_stalled(self, taken: Taken, batch: Batch) -> None:
+        """Log a wait that is much longer than usual, once a pass."""
+        recent = self._stats.recent
+        if self._told_stall or taken.wait < _STALL_SECONDS or len(recent) < _STALL_AFTER:
+            return
+        usual = sum(one.wait + one.step for one in recent) / len(recent)
+        if taken.wait < _STALL * usual:
+            return
+        self._told_stall = True
+        cause, seconds = max(taken.spent.seconds.items(), key=lambda item: item[1])
+        slow, name = taken.spent.slowest
+        sample = f" The slowest sample, {name}, took {in_ms(slow)}." if slow > taken.wait / 2 else ""
+        say_once(
+            f"step {batch.step.number} of epoch {batch.step.epoch}: data came after {in_ms(taken.wait)}, and a step "
+            f"usually takes {in_ms(usual)}. Most of it was {shown(cause)} ({in_ms(seconds)}).{sample}"
+        )

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from copy import copy
 
+from paddle_shard.clock import PLACING, RANKS, SAMPLER, at
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
@@ -120,7 +121,9 @@ class StepPass:
                 break
             self._read()
         try:
-            if not agreement.deliver(step):
+            with at(RANKS):
+                more = agreement.deliver(step)
+            if not more:
                 self._over = True
                 agreement.close()
                 self._executor.close(ended=True)
@@ -181,7 +184,8 @@ class StepPass:
         if peeked is not None:
             return peeked
         feed = self._feed
-        feed.fill(self._taken)
+        with at(SAMPLER):
+            feed.fill(self._taken)
         if feed.failure is not None and feed.num_submitted == self._taken:
             raise feed.failure
         found = self._executor.take()
@@ -196,7 +200,7 @@ class StepPass:
                 raise StopIteration
             found = self._take()
             read = found.digest
-            with in_use:
+            with in_use, at(PLACING):
                 made = self._place(found)
             self._ready.append(made)
             if self._compares:

@@ -105,7 +105,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         rows=LoaderRows(source, layouts, own),
         reading=_reading(options, source, own, on_device, pads=pad_to, compared=len(agreeing) > 1),
         run=run,
-        stats=LoaderStats(replicas.__str__),
+        stats=LoaderStats(replicas.__str__, replicas.num_alike, me),
         agreeing_ranks=agreeing,
         facts={"data set": name, **_facts(options, source, placer)},
         batch_check=batch_check,

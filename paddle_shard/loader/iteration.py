@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -67,7 +68,7 @@ class ShardIterator:
         self._current: Batch | None = None
         self._valid: tuple[Batch, Any] | None = None
         self._make = TensorMaker(setup.options.dataloader.places[0], ahead=False)
-        self._clock = PassClock(setup.stats)
+        self._clock = PassClock(setup.stats, setup.reading.num_workers)
         # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
         self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
@@ -114,6 +115,7 @@ class ShardIterator:
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
             setup.run.delivered(self._progress, found.step, ids, lost)
+            self._clock.returned = time.perf_counter()
             return found.value
         except StopIteration:
             self.close()
@@ -122,6 +124,7 @@ class ShardIterator:
             say_if_uneven(setup, self.epoch)
             raise
         except BaseException as error:
+            self._clock.end(entered)
             self.close()
             setup.run.failed(self._progress, error)
             if isinstance(error, UnequalEndsError):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import paddle.distributed as dist
 
+from paddle_shard.clock import LEADER, at
 from paddle_shard.errors import DifferentDataError, PeerLostError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
@@ -58,6 +59,8 @@ class Replicas:
     ranks: tuple[int, ...] = ()
     """Global ranks of this host that read the same samples, ascending; the first reads for all. Empty: each rank reads
     for itself."""
+    num_alike: int = 1
+    """Number of ranks of this host that read the same samples, each for itself."""
     measured: bool = False
     """True if the leader tries both ways (`replicas="auto"`), and has not decided yet."""
     on_each: bool = False
@@ -228,7 +231,8 @@ class _Received(Executor):
         """
         if not self.steps:
             raise StopIteration
-        kind, content = self._receive()
+        with at(LEADER):
+            kind, content = self._receive()
         if kind == STOP:
             raise self._stopped()
         if kind == READ_YOURSELF:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_shard.clock import Spent
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Content, Ids, Mask, Step
 from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
@@ -33,6 +34,8 @@ class Chunk(NamedTuple):
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
     contents: tuple[Content, ...] = ()
     """What was asked for by `Step.contents`, with digests; of a stream, the files that were opened."""
+    spent: Spent | None = None
+    """Where the time of reading went, if that was in another process."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Batch:
     """True for the first step of its pass."""
     num_bytes: int = 0
     """Size in bytes of its arrays; counted only where batches are kept ahead."""
+    spent: Spent | None = None
+    """Where the time of making it went, if that was in another thread."""
 
     exhausted: bool = False
     """True if it holds nothing new, and nothing new will come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.clock import clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
@@ -63,6 +65,11 @@ class ChunkRequest:
     def position(self) -> int:
         """Number of samples of each part before this step."""
         return self.opening.skip + (self.step - self.first_step) // self.stride * self.plan.samples_per_part
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples to read."""
+        return self.plan.samples_per_part * len(self.opening.parts)
 
     @property
     def indices(self) -> list[tuple[int, int]]:
@@ -192,6 +199,7 @@ class ChunkReader(Reader):
     def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
         columns, fresh, size = list[list[Any]](), False, asked.plan.samples_per_part
+        slowest, slow_at, began = 0.0, (0, 0), time.perf_counter()
         for part, items in zip(asked.opening.parts, self._parts, strict=True):
             column: list[Any] = []
             while len(column) < size:
@@ -200,6 +208,10 @@ class ChunkReader(Reader):
                 found = next(items, None)
                 if found is None:
                     break
+                now = time.perf_counter()
+                if now - began > slowest:
+                    slowest, slow_at = now - began, (part, number)
+                began = now
                 times, sample = found
                 fresh = fresh or times == 0
                 if isinstance(sample, Stated):
@@ -208,6 +220,7 @@ class ChunkReader(Reader):
             columns.append(column)
             if asked.pad or self._skips:
                 self._padding.note(part, column, ended=len(column) < size)
+        clock().note(slowest, lambda: self._named(*slow_at, asked))
         return columns, fresh
 
     def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
+from paddle_shard.clock import TENSORS, TRANSPORT, at
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
@@ -257,7 +258,9 @@ class WorkerExecutor(_Reads):
         self._send(pool)
         answer = self._failures.get(self._num_taken)
         if answer is None:
-            answer = pool.receive(self._num_taken % pool.num_workers)
+            with at(TRANSPORT) as mine:
+                answer = pool.receive(self._num_taken % pool.num_workers)
+            mine.blame(getattr(answer, "spent", None))
         self._num_taken += 1
         self._send(pool)
         return answer
@@ -465,7 +468,7 @@ class Tensors(Wrapper):
 def _made(batch: Batch, make: Callable[[], Any]) -> Any:
     """Return what is made of a batch; name the step if that fails."""
     try:
-        with in_use:
+        with in_use, at(TENSORS):
             return make()
     except Exception as error:
         raise_if_a_handlers(error)

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 
+from paddle_shard.clock import TRANSPORT, WAITING, at, clock
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor, Wrapper, has_room
@@ -83,14 +84,17 @@ class Prefetcher(Wrapper):
         if not self._running and self._may_run():
             self._start()
         with self._changed:
-            while self._running and self._left and not self._done:
-                self._changed.wait()
+            with at(WAITING) as mine:
+                while self._running and self._left and not self._done:
+                    self._changed.wait()
             if self._done:
                 found = self._done.popleft()
                 self._changed.notify_all()
                 if isinstance(found, BaseException):
                     raise found
+                mine.blame(found.spent)
                 return found
+            mine.blame(None)
         began = time.perf_counter()
         found = self._read(beside=False)
         self._left -= 1
@@ -158,7 +162,9 @@ class Prefetcher(Wrapper):
                         self._changed.wait()
                     if self._over:
                         return
+                outer = clock().begin(TRANSPORT)
                 found = self._read(beside=True)
+                found.spent = clock().end(outer)
                 with self._changed:
                     self._left -= 1
                     self._done.append(found)

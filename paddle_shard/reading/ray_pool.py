@@ -19,6 +19,7 @@ import paddle
 import paddle.io
 from paddle.io.dataloader import worker as paddle_worker
 
+from paddle_shard.clock import WAITING, at
 from paddle_shard.errors import ArgumentTypeError, described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
@@ -241,7 +242,8 @@ class RayPool(WorkerPool):
             if waited >= _PATIENCE_SECONDS and not (said or any(actor.told is None for actor in self._actors)):
                 said = True
                 logging.getLogger("paddle_shard").warning(self._shortage())
-            self._look(min(_LOOK_SECONDS, self.worker_timeout - waited))
+            with at(WAITING):
+                self._look(min(_LOOK_SECONDS, self.worker_timeout - waited))
         return queue.popleft().answer
 
     def interrupt(self) -> None:

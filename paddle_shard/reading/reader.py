@@ -6,6 +6,7 @@ samples that fail, and how a failure travels.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_shard.clock import COLLATING, FINE, READING, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
@@ -63,6 +65,8 @@ class Reader:
         self.dataset, self.generators = dataset, generators
         self._collate_fn, self._skips = collate_fn, skips
         self._collate = partial(collate, stack_other=_stack_tensors) if collate_fn is None else collate_fn
+        self._reading: Cause = READING, named(type(dataset))
+        self._collating: Cause = COLLATING, "stacking samples" if collate_fn is None else named(collate_fn)
 
     @property
     def runs_free(self) -> bool:
@@ -89,6 +93,8 @@ class Reader:
     def tried(self, asked: Any, worker: int | None, *, seeded: bool) -> Chunk | ReadFailure:
         """Read, with or without seeding the generators, which are left as they are then."""
         at: dict[str, Any] = {"what": "reading", "index": None}
+        mine, began, computed = clock(), time.perf_counter(), time.thread_time()
+        before = mine.to(self._reading)
         try:
             return self._rows(asked, at, seeded=seeded)
         except KeyboardInterrupt:
@@ -98,6 +104,10 @@ class Reader:
                 raise
             self._explain(error, asked, at)
             return ReadFailure.of(error, worker=worker, **at)
+        finally:
+            mine.to(before)
+            mine.cpu += time.thread_time() - computed
+            mine.fine = time.perf_counter() - began >= FINE * asked.num_samples
 
     def close(self) -> None:
         """Drop what is open."""
@@ -132,6 +142,7 @@ class Reader:
             stand_in: Returns a sample that can be read; it raises `LookupError` if there is none.
             name_of: Returns the name of a row's sample, for messages.
         """
+        clock().to(self._collating)  # the last thing that a reader does for a step
         if whole:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0]), []
         if not self._skips:
@@ -281,6 +292,7 @@ class IdReader(Reader):
                 "a batch that is no list."
             )
         at.update(what=f"collating {len(samples) if listed else 'the'} samples", index=None)
+        clock().to(self._collating)
         if seeded:
             self._seed(seed := self._collate_seed(step))
         value = self._collate(samples) if listed or self._collate_fn is not None else samples
@@ -295,8 +307,12 @@ class IdReader(Reader):
     def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
         samples, failed, seed = list[Any](), dict[int, str](), 0
-        read, catches = self.dataset.__getitem__, Exception if self._skips else ()
+        read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
+        of_source = mine.fine and self._name_of is not _itself
+        slowest, slow_row, began = 0.0, 0, time.perf_counter()
         for row, index in enumerate(ids):
+            if of_source:
+                self._to_source(index)
             if seeded:
                 seed = _seed_of(key, index)
                 self._seed(seed)
@@ -307,9 +323,14 @@ class IdReader(Reader):
                 samples.append(None)
                 failed[row] = described(error)
             except BaseException:
-                named = self._name_of(index)
-                at.update(what=f"reading sample {named!r}", index=named)
+                at["index"] = self._name_of(index)
+                at["what"] = f"reading sample {at['index']!r}"
                 raise
+            now = time.perf_counter()
+            if now - began > slowest:
+                slowest, slow_row = now - began, row
+            began = now
+        mine.note(slowest, lambda: f"sample {self._name_of(ids[slow_row])!r}")
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
@@ -328,6 +349,12 @@ class IdReader(Reader):
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
+
+    def _to_source(self, index: Any) -> None:
+        """Book what follows to the source of a mixture that a sample is of."""
+        name = self._name_of(index)
+        if isinstance(name, tuple):
+            clock().to((READING, f"source {name[0]!r}"))
 
     def contents(self, step: Step, ids: Sequence[Any] = (), samples: Sequence[Any] = ()) -> tuple[Content, ...]:
         """Return what a step's `contents` hold, of which some may be among the samples that were just read.

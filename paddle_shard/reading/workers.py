@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import paddle.io
 
+from paddle_shard.clock import WAITING, at
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
@@ -194,7 +195,9 @@ class WorkerPool:
             except EOFError:
                 raise self._lost(number) from None
             seconds = min(_LOOK_SECONDS, self.worker_timeout - waited)
-            if channel.wait(seconds):
+            with at(WAITING):
+                came = channel.wait(seconds)
+            if came:
                 continue
             waited += seconds
             if waited >= _OTHERS_SECONDS:

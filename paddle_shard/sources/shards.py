@@ -17,7 +17,7 @@ from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.step import Content
 from paddle_shard.sources.files import failures_named, local_size, shown, version_of, within_their_folder
-from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable
+from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable, timed
 
 RECOUNT = (
     "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "
@@ -291,9 +291,10 @@ class ShardSource(Stage):
             try:
                 opening.seed_generators(mix(key, number))
                 items = iter(self._read(name, begin))
+                each = timed(items, shown(name))
                 if self._versioned:
-                    self._tell(next(items), shard, f"part {part}", opening)
-                for item in items:
+                    self._tell(next(each), shard, f"part {part}", opening)
+                for item in each:
                     if offset + 1 == length:  # check before the last sample: no further one may be asked for
                         what, offset = f"what follows its {length} samples", length
                         if more := sum(1 for _ in items):

@@ -15,7 +15,7 @@ from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import chairman
 from paddle_shard.stages.cut import FAILED_AT
-from paddle_shard.stages.stage import Opening, Stage
+from paddle_shard.stages.stage import Opening, Stage, timed
 from paddle_shard.stages.steps import in_rounds
 
 _BLOCK = 4096
@@ -74,7 +74,7 @@ class Mix(Stage):
         ends_at = len(sources) if self._every else 1
         if len(ended) >= ends_at:  # it ended before this position
             return
-        items_of = [items for _, items in sources]
+        items_of = [timed(items, f"source {name!r}") for name, (_, items) in zip(self._names, sources, strict=True)]
         for first in count(skip, _BLOCK):
             for at in self._chairman.at(np.arange(first, first + _BLOCK))[0].tolist():
                 try:

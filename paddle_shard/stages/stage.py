@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
+from paddle_shard.clock import READING, Cause, clock
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed, mix
@@ -68,17 +69,23 @@ class Opening:
         """Return a seed for one purpose in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
 
-    def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
+    def tried(self, function: Callable[[Any], Any], sample: Any, cause: Cause) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
-        if not self.skip_errors:
+        mine = clock()
+        if not (mine.fine or self.skip_errors):
             return function(sample)
         if isinstance(sample, Unreadable):
             return Unreadable(sample.why)  # drop a group's items: the function has not changed them
+        before = mine.to(cause)
         try:
             return function(sample)
         except Exception as error:
             raise_if_a_handlers(error)
+            if not self.skip_errors:
+                raise
             return Unreadable(described(error))
+        finally:
+            mine.to(before)
 
     def windows(self, items: Iterator[Any], size: int, part: int) -> Iterator[list[Any]]:
         """Yield lists of the next `size` samples of a part; the last one may be shorter.
@@ -120,6 +127,21 @@ class Opening:
                 tell(Content(self.epoch, source, name=f"the first sample of part {part}", reader=source), item)
             if number >= first + self.skip:
                 yield item
+
+
+def timed(items: Iterator[Any], name: str) -> Iterator[Any]:
+    """Yield the items, and book the time that each takes to `name`, as long as samples are timed one by one."""
+    cause: Cause = READING, name
+    while clock().fine:
+        before = clock().to(cause)
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            clock().to(before)
+        yield item
+    yield from items
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from paddle_shard.clock import FUNCTION, named
 from paddle_shard.plan.parts import check_count, nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
@@ -29,9 +30,10 @@ class Map(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the results of the function."""
         key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
+        cause = FUNCTION, named(function, " in map()")
         for number, item in enumerate(items, opening.skip):
             seed(mix(key, number))  # after `items` has run code that seeds the generators, too
-            yield opening.tried(function, item)
+            yield opening.tried(function, item, cause)
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the origin of the sample before the change."""
@@ -50,9 +52,10 @@ class Filter(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the samples that are kept."""
         key, search = opening.key(part, "filter", self.depth), Search(opening, part, "filter")
+        cause = FUNCTION, named(self._predicate, " in filter()")
         for number, item in enumerate(items):
             opening.seed_generators(mix(key, number))
-            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
+            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item, cause)
             search.note(kept=bool(keep))
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
@@ -81,6 +84,9 @@ class Batch(Transform):
         return None if found is None else [-(-length // self.size) for length in found]
 
 
+_OF_ITEMS = FUNCTION, "the items in unbatch()"
+
+
 class Unbatch(Transform):
     """Delivers the items of each sample one by one. Items to be skipped are still read."""
 
@@ -107,10 +113,10 @@ class Unbatch(Transform):
         if isinstance(group, list | tuple):
             yield from group
             return
-        items, end = opening.tried(iter, group), object()
+        items, end = opening.tried(iter, group, _OF_ITEMS), object()
         while not isinstance(items, Unreadable):
             opening.seed_generators(mix(key, next(numbers)))  # a generator runs the user's code for each item
-            item = opening.tried(lambda rest: next(rest, end), items)
+            item = opening.tried(lambda rest: next(rest, end), items, _OF_ITEMS)
             if item is end:
                 return
             yield item

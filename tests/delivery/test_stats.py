@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from paddle.io import DataLoader
 
+from paddle_shard.clock import KINDS
 from paddle_shard.delivery.stats import DERIVED, OF_COSTS, Counts
 from tests.helpers import ONE, Made, sharded
 
@@ -16,10 +17,19 @@ ALL = [*(field.name for field in fields(Counts)), *DERIVED]
 
 def test_each_statistic_is_a_scalar_and_a_row_of_the_table_in_the_docs():
     loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE)
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/speed.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`(?!waits/).*?) \|", (ROOT / "docs/speed.md").read_text(), re.MULTILINE)
 
-    assert set(loader.stats.scalars()) == {f"data/{name}" for name in {*ALL} - {*OF_COSTS}}, "nothing was balanced"
+    found = {name for name in loader.stats.scalars() if not name.startswith("data/waits/")}
+    assert found == {f"data/{name}" for name in {*ALL} - {*OF_COSTS, "waits"}}, "nothing was balanced"
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(ALL)
+
+
+def test_each_kind_of_wait_is_a_scalar_and_a_row_of_the_table_in_the_docs():
+    loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE)
+    rows = re.findall(r"^\| `waits/(\w+)` \|", (ROOT / "docs/speed.md").read_text(), re.MULTILINE)
+
+    assert rows == [kind.replace(" ", "_") for kind in KINDS]
+    assert {name for name in loader.stats.scalars() if "/waits/" in name} == {f"data/waits/{row}" for row in rows}
 
 
 def test_a_pass_is_counted_anew_and_the_run_goes_on():

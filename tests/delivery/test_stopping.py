@@ -12,6 +12,7 @@ import pytest
 
 from paddle_shard.delivery import stopping
 from paddle_shard.delivery.notes import StepNotes
+from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import ArgumentError
 from paddle_shard.testing.simulated import simulated_rank
 from tests.faults.traces import children
@@ -94,7 +95,7 @@ class Rank:
 
     def __init__(self, ranks):
         self.heard, self.agreed = [], set()
-        self.setups = [SimpleNamespace(agreeing_ranks=ranks) for _ in range(2)]
+        self.setups = [SimpleNamespace(agreeing_ranks=ranks, stats=LoaderStats()) for _ in range(2)]
         for setup in self.setups:
             setup.batch_check, setup.source = None, SimpleNamespace(split=False)
             setup.placer, setup.own_layout = SimpleNamespace(pad_to=None), SimpleNamespace(on_mesh=True)
@@ -110,7 +111,7 @@ def test_simulated_ranks_that_read_ahead_as_they_like_learn_of_it_at_the_same_st
         rng = random.Random(seed)
         names = tuple(range(rng.randint(2, 5)))
         ranks = [Rank(names) for _ in names]
-        nothing = SimpleNamespace(placed=None)
+        nothing = SimpleNamespace(placed=None, step=SimpleNamespace(number=0))
         moments = {rank: rng.randint(0, 40) for rank in rng.sample(names, rng.randint(1, len(names)))}
         clock, heard_at, known_at = 0, None, [None] * len(names)
         for number in range(12):  # passes of two loaders, some of which are left before their end

@@ -1,0 +1,230 @@
+"""Why does the training wait, and what would help?
+
+Each rank sums up its newest steps. The ranks exchange these summaries every few seconds, so that all of them say the
+same two sentences.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_shard.clock import (
+    COLLATING,
+    FUNCTION,
+    LEADER,
+    LOADER,
+    MADE_BY_READERS,
+    PLACING,
+    RANKS,
+    READING,
+    SAMPLER,
+    STARTING,
+    TENSORS,
+    TRANSPORT,
+    Cause,
+    Spent,
+)
+
+RECENT = 64
+"""Steps that a summary is made of."""
+FIRST_TELLING, TELLING_SECONDS = 16, 5.0
+"""Step of a pass at which the ranks first tell each other their summaries, and seconds from one telling to the next."""
+_FEWEST = 4
+"""Steps of which something can be said."""
+_MATTERS, _MATTERS_SECONDS = 0.05, 50e-6
+"""Share of a step, and seconds, from which on a wait is worth a word."""
+_SPARE = 1.1
+"""Workers have to be so much faster than the loop: samples do not take the same time."""
+_SLOWER = 1.1
+"""The code of a rank is slow if it takes so many times as long as that of the median rank."""
+
+
+class Taken(NamedTuple):
+    """One step of a rank."""
+
+    step: float
+    """Seconds of the user's code before it."""
+    spent: Spent
+    """Where the time went in which the user waited for the batch."""
+    samples: int
+    num_bytes: int
+
+    @property
+    def wait(self) -> float:
+        """Seconds in the loader."""
+        return sum(self.spent.seconds.values())
+
+
+class Summary(NamedTuple):
+    """Where the time of a rank went in its newest steps; all times are seconds a step. JSON-able."""
+
+    num_steps: int
+    step: float
+    """Of the user's code: the median, as a step that saves or evaluates is not usual."""
+    wait: float
+    """For data that this rank makes itself."""
+    others: float
+    """For other ranks."""
+    cause: Cause
+    """What most of `wait` was spent for."""
+    cause_work: float
+    """That this takes all readers together."""
+    work: float
+    """That reading, the user's functions and collating take all readers together: the median."""
+    cpu: float
+    """Of `work`, that they have computed and not waited."""
+    slowest: tuple[float, str]
+    """Seconds and name of the slowest sample."""
+    samples: float
+    num_bytes: float
+    num_workers: int
+    num_replicas: int
+    num_cores: int
+    host: str
+
+
+def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -> Summary | None:
+    """Return the summary of some steps; None if they are too few."""
+    if len(recent) < _FEWEST:
+        return None
+    waits, work = defaultdict[Cause, float](float), defaultdict[Cause, float](float)
+    made = [one.spent.seconds if one.spent.work is None else one.spent.work for one in recent]
+    for one, of_one in zip(recent, made, strict=True):
+        for cause, seconds in one.spent.seconds.items():
+            waits[cause] += seconds / len(recent)
+        for cause, seconds in of_one.items():
+            work[cause] += seconds / len(recent)
+    others = sum(waits.pop(cause, 0.0) for cause in [(RANKS, ""), (LEADER, "")])
+    cause = max(waits, key=waits.__getitem__, default=(LOADER, ""))
+    return Summary(
+        num_steps=len(recent),
+        step=float(np.median([one.step for one in recent])),
+        wait=sum(waits.values()),
+        others=others,
+        cause=cause,
+        cause_work=max(work[cause], waits[cause]) if cause[0] in MADE_BY_READERS else waits[cause],
+        work=float(np.median([sum(s for (kind, _), s in one.items() if kind in MADE_BY_READERS) for one in made])),
+        cpu=sum(one.spent.cpu for one in recent) / len(recent),
+        slowest=max(one.spent.slowest for one in recent),
+        samples=sum(one.samples for one in recent) / len(recent),
+        num_bytes=sum(one.num_bytes for one in recent) / len(recent),
+        num_workers=num_workers,
+        num_replicas=num_replicas,
+        num_cores=len(os.sched_getaffinity(0)),
+        host=socket.gethostname(),
+    )
+
+
+def steps_to_next(told: Mapping[int, Summary]) -> int:
+    """Return after how many steps the ranks tell each other again, given what all have told: the same on all."""
+    longest = max(one.step + one.wait + one.others for one in told.values())
+    return max(FIRST_TELLING, min(1 << 20, int(TELLING_SECONDS / max(longest, 1e-6))))
+
+
+def advice(of_ranks: Mapping[int, Summary]) -> str:
+    """Return in two sentences whether and why the training waits, and what would help.
+
+    Args:
+        of_ranks: Global rank -> its summary.
+    """
+    if not of_ranks:
+        return "Nothing is known yet: it takes some steps of a loop."
+    rank, worst = max(of_ranks.items(), key=lambda item: item[1].wait)
+    whole = worst.step + worst.wait + worst.others
+    if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS):
+        several = len(of_ranks) > 1
+        whose = f"on global rank {rank}, " if several else ""
+        if len({one.host for one in of_ranks.values()}) > 1:
+            whose = f"on global rank {rank} (host {worst.host}), "
+        each = worst.cause_work / max(worst.samples, 1.0)
+        per = f"{in_ms(each)} a sample" if worst.cause[0] in MADE_BY_READERS else f"{in_ms(worst.cause_work)} a step"
+        return (
+            f"Training waits for data {worst.wait / whole:.0%} of each step, which takes {in_ms(whole)} and would take "
+            f"{in_ms(worst.step)}: {whose}{shown(worst.cause)}, {per}. {_remedy(worst)}"
+        )
+    rank, late = max(of_ranks.items(), key=lambda item: item[1].step)
+    waiting = max(of_ranks.values(), key=lambda one: one.others)
+    whole = waiting.step + waiting.wait + waiting.others
+    usual = float(np.median([one.step for one in of_ranks.values()]))
+    if waiting.others >= max(_MATTERS * whole, _MATTERS_SECONDS):
+        share = f"Ranks wait for each other {waiting.others / whole:.0%} of each step, which takes {in_ms(whole)}"
+        if late.step > _SLOWER * usual:
+            return (
+                f"{share}: the code between two batches takes {in_ms(late.step)} on global rank {rank}, and "
+                f"{in_ms(usual)} on most. Data is ready when it is asked for: look at what that rank does besides."
+            )
+        return f"{share}. Data is ready when it is asked for: no rank's own data is late."
+    return (
+        f"Training waits for data {worst.wait / whole:.1%} of each step, which takes {in_ms(whole)}. "
+        "Data is ready when it is asked for."
+    )
+
+
+def _remedy(one: Summary) -> str:
+    """Return what would help a rank that waits for its data."""
+    kind, size = one.cause[0], f"{one.num_bytes / 1e6:.3g} MB"
+    if kind in MADE_BY_READERS:
+        needed = math.ceil(_SPARE * one.work / max(one.step, 1e-6))
+        slow, name = one.slowest
+        if needed <= one.num_workers or slow > one.wait * one.num_steps / 2:
+            more = "A larger prefetch_factor evens" if one.num_workers else "Workers (num_workers=) even"
+            return f"Samples differ: the slowest, {name}, took {in_ms(slow)}. {more} that out."
+        once = f", or replicas='leader', which reads once for {one.num_replicas} ranks" * (one.num_replicas > 1)
+        if _SPARE * one.cpu <= one.num_cores * one.step:
+            had = f"instead of {one.num_workers} " if one.num_workers else ""
+            return f"{needed} workers {had}(num_workers=) would hide it{once}."
+        return (
+            f"It would keep {one.cpu / max(one.step, 1e-6):.1f} of this host's {one.num_cores} cores busy: make it "
+            f"cheaper, or read on other hosts, too (readers=RayReaders(...)){once}."
+        )
+    return _REMEDIES[kind].format(size=size)
+
+
+_REMEDIES = {
+    SAMPLER: "A sampler of your own runs on the training thread: a quicker one, or larger batches, make it cheaper.",
+    STARTING: "persistent_workers=True starts them once, and not for each pass.",
+    TRANSPORT: "A batch of {size} is handed over: smaller dtypes, such as uint8 for images, make it cheaper.",
+    TENSORS: "A batch of {size} becomes tensors on the device: smaller dtypes make it cheaper.",
+    PLACING: "Fewer and larger fields make it cheaper.",
+    LOADER: "Larger batches make it cheaper.",
+}
+
+
+def shown(cause: Cause) -> str:
+    """Return a cause in words."""
+    kind, name = cause
+    if kind == READING:
+        return f"reading {name}"
+    if kind in (FUNCTION, COLLATING):
+        return name
+    return _WORDS[kind]
+
+
+_WORDS = {
+    SAMPLER: "the order of the samples",
+    STARTING: "starting workers",
+    TRANSPORT: "handing batches over",
+    TENSORS: "making tensors",
+    PLACING: "placing batches",
+    RANKS: "waiting for other ranks",
+    LEADER: "waiting for the rank that reads for this one",
+    LOADER: "the loader itself",
+}
+
+
+def in_ms(seconds: float) -> str:
+    """Return a time as text."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def of_told(told: Any) -> Summary:
+    """Return the summary that a rank has sent as JSON."""
+    found = Summary(*told)
+    return found._replace(cause=(found.cause[0], found.cause[1]), slowest=(found.slowest[0], found.slowest[1]))

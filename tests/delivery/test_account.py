@@ -1,0 +1,204 @@
+"""Does `loader.stats` account for all of the time that the loop waits, and does it name the cause?"""
+
+import logging
+import re
+import time
+
+import numpy as np
+import pytest
+from paddle.io import DataLoader
+
+from paddle_shard import Mixture, Stream
+from tests.helpers import ONE, Made, sharded
+
+STEP, STEPS = 0.004, 40
+
+
+def pause(seconds):
+    """Take time as work of the CPU does, but without a busy core."""
+    time.sleep(seconds)
+
+
+def slow_row(index):
+    pause(0.0005)
+    return np.array([index])
+
+
+def quick_row(index):
+    return np.array([index])
+
+
+def augment(row):
+    pause(0.0005)
+    return np.array([len(row)])
+
+
+def slow_collate(rows):
+    pause(0.01)
+    return np.stack(rows)
+
+
+def one_slow_row(index):
+    if index == 201:
+        pause(0.4)
+    return np.array([index])
+
+
+def lines(folder, files=4, rows=400):
+    paths = []
+    for number in range(files):
+        paths.append(folder / f"{number}.txt")
+        paths[-1].write_text("".join(f"{number} {row}\n" for row in range(rows)))
+    return list(map(str, paths))
+
+
+def stream_of(folder):
+    return Stream.lines(lines(folder), counts=True).map(augment)
+
+
+class SlowSampler:
+    batch_size = 8
+
+    def __iter__(self):
+        for first in range(0, 800, 8):
+            pause(0.004)
+            yield list(range(first, first + 8))
+
+    def __len__(self):
+        return 100
+
+
+def run(loader, step=STEP, steps=STEPS):
+    """Go through some steps; return the seconds for which the loop has waited, by its own watch."""
+    waited, batches = 0.0, iter(loader)
+    for _ in range(steps):
+        began = time.perf_counter()
+        next(batches)
+        waited += time.perf_counter() - began
+        time.sleep(step)
+    batches.close()
+    return waited
+
+
+def kinds():
+    rows, quick = Made(slow_row, 800), Made(quick_row, 800)
+    return {
+        "index": DataLoader(rows, batch_size=8),
+        "quick": DataLoader(quick, batch_size=8),
+        "workers": DataLoader(rows, batch_size=8, num_workers=2),
+        "collate": DataLoader(quick, batch_size=8, collate_fn=slow_collate),
+        "sampler": DataLoader(quick, batch_sampler=SlowSampler()),
+        "mixture": DataLoader(Mixture({"web": rows, "chat": quick}), batch_size=8),
+    }
+
+
+@pytest.mark.parametrize("kind", ["index", "quick", "workers", "collate", "sampler", "mixture"])
+def test_the_account_closes(kind):
+    loader = sharded(kinds()[kind], ONE)
+
+    waited = run(loader)
+
+    waits = loader.stats.epoch.waits
+    assert sum(waits.values()) == pytest.approx(loader.stats.epoch.wait_seconds, rel=0.05)
+    assert 0.95 * waited <= sum(waits.values()) <= waited
+    assert waits.get("waiting", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_account_of_a_stream_closes(workers, tmp_path):
+    loader = sharded(DataLoader(stream_of(tmp_path), batch_size=8, num_workers=workers), ONE)
+
+    waited = run(loader)
+
+    waits = loader.stats.epoch.waits
+    assert 0.95 * waited <= sum(waits.values()) <= waited
+    if not workers:
+        assert waits["function"] > 0.7 * waited
+
+
+CAUSES = {
+    "slow samples": (lambda _: DataLoader(Made(slow_row, 800), batch_size=16), r"reading `Made`, [\d.]+ ms a sample"),
+    "too few workers": (
+        lambda _: DataLoader(Made(slow_row, 800), batch_size=16, num_workers=1),
+        r"reading `Made`.* \d workers instead of 1 \(num_workers=\) would hide it",
+    ),
+    "a slow collate": (
+        lambda _: DataLoader(Made(quick_row, 800), batch_size=8, collate_fn=slow_collate),
+        r"`slow_collate`, [\d.]+ ms a sample",
+    ),
+    "a slow sampler": (
+        lambda _: DataLoader(Made(quick_row, 800), batch_sampler=SlowSampler()),
+        r"the order of the samples, [\d.]+ ms a step",
+    ),
+    "a slow source": (
+        lambda _: DataLoader(Mixture({"web": Made(quick_row, 400), "chat": Made(slow_row, 400)}), batch_size=16),
+        r"reading source 'chat', [\d.]+ ms a sample",
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", CAUSES)
+def test_a_planted_cause_is_named_with_what_helps(planted, tmp_path):
+    given, told = CAUSES[planted]
+    loader = sharded(given(tmp_path), ONE)
+
+    run(loader, step=0.003)
+
+    assert re.search(told, str(loader.stats)), str(loader.stats)
+    assert str(loader.stats).startswith("Training waits for data")
+
+
+def test_a_slow_function_of_a_stream_is_named(tmp_path):
+    loader = sharded(DataLoader(stream_of(tmp_path), batch_size=16), ONE)
+
+    run(loader)
+
+    assert "`augment` in map(), " in str(loader.stats)
+
+
+def test_nothing_is_claimed_if_nothing_is_planted():
+    loader = sharded(DataLoader(Made(quick_row, 800), batch_size=8), ONE)
+
+    run(loader, step=0.02, steps=20)
+
+    assert str(loader.stats).endswith("Data is ready when it is asked for."), str(loader.stats)
+    assert "Nothing is known yet" in str(sharded(DataLoader(Made(), batch_size=8), ONE).stats)
+
+
+def test_the_step_without_waiting_is_that_of_a_loop_over_batches_at_hand():
+    loader = sharded(DataLoader(Made(slow_row, 800), batch_size=16), ONE, prefetch=0)
+
+    run(loader, step=0.02)
+
+    told = float(re.search(r"would take ([\d.]+) ms", str(loader.stats)).group(1))
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        time.sleep(0.02)
+    assert told == pytest.approx((time.perf_counter() - began) / STEPS * 1e3, rel=0.1)
+
+
+def test_a_stall_is_logged_once_with_its_sample(caplog):
+    def stalls(index):
+        if index in (600, 650):
+            pause(1.2)
+        return np.array([index])
+
+    loader = sharded(DataLoader(Made(stalls, 800), batch_size=8), ONE, prefetch=0)
+
+    with caplog.at_level(logging.WARNING, "paddle_shard"):
+        run(loader, step=0.0, steps=100)
+
+    said = [record.getMessage() for record in caplog.records if "data came after" in record.getMessage()]
+    assert len(said) == 1
+    assert "step 75 of epoch 0" in said[0]
+    assert "reading `Made`" in said[0]
+    assert "The slowest sample, sample 600, took 1.2 s." in said[0]
+
+
+def test_a_slow_sample_among_quick_ones_is_named():
+    loader = sharded(DataLoader(Made(one_slow_row, 800), batch_size=8, num_workers=2), ONE)
+
+    run(loader, step=0.002)
+
+    assert "reading `Made`" in str(loader.stats)
+    assert "Samples differ: the slowest, sample 201, took 4" in str(loader.stats)
