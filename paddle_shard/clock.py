@@ -27,6 +27,8 @@ IDLE, WAITING = "", "waiting"
 FINE = 100e-6
 """Seconds a sample from which on samples and functions are timed one by one: looking at a clock takes a quarter of a
 microsecond, and quick samples tell nothing."""
+SLOW = 1e-3
+"""Seconds from which on the slowest sample of a batch is named."""
 
 
 class Spent(NamedTuple):
@@ -91,13 +93,13 @@ class Clock:
         if spent is not None:
             for cause, seconds in (spent.work or made).items():
                 self._work[cause] = self._work.get(cause, 0.0) + seconds
-            self.note(*spent.slowest)
+            self.note(spent.slowest[0], lambda: spent.slowest[1])
             self.cpu += spent.cpu
 
-    def note(self, seconds: float, name: str | Callable[[], str]) -> None:
-        """Note how long a sample took, and its name."""
-        if seconds > self._slowest[0]:
-            self._slowest = seconds, name if isinstance(name, str) else name()
+    def note(self, seconds: float, name: Callable[[], str]) -> None:
+        """Note how long a sample took; its name is only asked for if that matters."""
+        if seconds > max(self._slowest[0], SLOW):
+            self._slowest = seconds, name()
 
 
 class _Clocks(threading.local):

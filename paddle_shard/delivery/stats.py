@@ -142,17 +142,20 @@ class PassClock:
         stats.epoch, stats.num_workers = Counts(), num_workers
         self._stats, self._counts = stats, (stats.epoch, stats.total)
         self._left: float | None = None
-        self.returned = 0.0
-        """When the batch was handed to the user, which is a little after `leave`: the position is noted in between."""
         self._step = 0.0
         self._outer: Any = None
         self._told_stall = False
 
-    def enter(self) -> float:
-        """Note that the user asks for a batch; return the time."""
+    def enter(self, handed: float) -> float:
+        """Note that the user asks for a batch; return the time.
+
+        Args:
+            handed: When the batch before was handed to the user: a little after `leave`, as the position is noted in
+                between.
+        """
         now = time.perf_counter()
         if self._left is not None:
-            self._step, noting = now - self.returned, self.returned - self._left
+            self._step, noting = now - handed, handed - self._left
             for counts in self._counts:
                 counts.step_seconds += self._step
                 counts.wait_seconds += noting

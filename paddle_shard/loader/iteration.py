@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -97,7 +96,7 @@ class ShardIterator:
         """
         if self._progress.closed:
             raise StopIteration
-        setup, entered, timer = self._setup, self._clock.enter(), benchmark()
+        setup, entered, timer = self._setup, self._clock.enter(self._progress.noted_at), benchmark()
         timer.check_if_need_record(self._timed)
         timer.before_reader()
         try:
@@ -115,7 +114,6 @@ class ShardIterator:
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
             setup.run.delivered(self._progress, found.step, ids, lost)
-            self._clock.returned = time.perf_counter()
             return found.value
         except StopIteration:
             self.close()

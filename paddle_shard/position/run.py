@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -76,6 +77,8 @@ class PassProgress:
         self.number = next(numbers)
         self.closed = False
         """True if the pass delivers no more."""
+        self.noted_at = 0.0
+        """When the newest batch was noted here, and handed to the user."""
         self.at = replace(start, segments=segments, certificate={})
         """The position, and what was delivered in this pass. It is one value, so that a signal handler that saves the
         state finds a batch as a whole or not at all."""
@@ -101,9 +104,9 @@ class PassProgress:
         account, once = dict(at.certificate), ((self.start.samples, samples),)
         for owner, total in totals.items():
             account[owner] = Delivered(once, (), plus(account.get(owner, Delivered()).total, total))
-        self.at = replace(
-            at, samples=samples, steps=steps, ended=ended, sampler=batch.sampler_state, certificate=account
-        )
+        found = replace(at, samples=samples, steps=steps, ended=ended, sampler=batch.sampler_state, certificate=account)
+        self.noted_at = time.perf_counter()
+        self.at = found
 
     def account(self, since: LoaderState) -> Account:
         """Return what was delivered since an earlier position of the pass."""

@@ -41,10 +41,6 @@ def said(mesh, *, row=0.0, step=0.004, steps=80, workers=0, **options):
     batches.close()
     shares = {kind: seconds / waited for kind, seconds in loader.stats.epoch.waits.items()}
     return [str(loader.stats), sum(shares.values()), shares]
-        str(loader.stats),
-        sum(waits.values()) / waited,
-        {kind: seconds / waited for kind, seconds in waits.items()},
-    ]
 
 
 report(
