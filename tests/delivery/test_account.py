@@ -11,7 +11,7 @@ from paddle.io import DataLoader
 from paddle_shard import Mixture, Stream
 from tests.helpers import ONE, Made, sharded
 
-STEP, STEPS = 0.004, 40
+STEP, STEPS = 0.004, 24
 
 
 def pause(seconds):
@@ -20,7 +20,7 @@ def pause(seconds):
 
 
 def slow_row(index):
-    pause(0.0005)
+    pause(0.001)
     return np.array([index])
 
 
@@ -29,7 +29,7 @@ def quick_row(index):
 
 
 def augment(row):
-    pause(0.0005)
+    pause(0.001)
     return np.array([len(row)])
 
 
@@ -39,8 +39,8 @@ def slow_collate(rows):
 
 
 def one_slow_row(index):
-    if index == 201:
-        pause(0.4)
+    if index == 101:
+        pause(1.0)
     return np.array([index])
 
 
@@ -113,7 +113,7 @@ def test_the_account_of_a_stream_closes(workers, tmp_path):
     waits = loader.stats.epoch.waits
     assert 0.95 * waited <= sum(waits.values()) <= waited
     if not workers:
-        assert waits["function"] > 0.7 * waited
+        assert waits["function"] > 0.5 * waited
 
 
 CAUSES = {
@@ -201,4 +201,4 @@ def test_a_slow_sample_among_quick_ones_is_named():
     run(loader, step=0.002)
 
     assert "reading `Made`" in str(loader.stats)
-    assert "Samples differ: the slowest, sample 201, took 4" in str(loader.stats)
+    assert "Samples differ: the slowest, sample 101, took 1" in str(loader.stats)
