@@ -31,6 +31,15 @@ SLOW = 1e-3
 """Seconds from which on the slowest sample of a batch is named."""
 
 
+class Stretch(NamedTuple):
+    """A stretch of time in which a worker or a thread has made something; in seconds of `time.perf_counter`."""
+
+    who: str
+    began: float
+    ended: float
+    seconds: dict[Cause, float]
+
+
 class Spent(NamedTuple):
     """Where the time went in which something was made."""
 
@@ -42,17 +51,20 @@ class Spent(NamedTuple):
     """Seconds of all readers together, also those that nobody has waited for; None: `seconds`."""
     cpu: float = 0.0
     """Seconds for which readers have computed; the rest they have waited, as for a disk."""
+    stretches: tuple[Stretch, ...] = ()
+    """Of the workers and threads that took part; the one that has made it is the last."""
 
 
 class Clock:
     """The clock of one thread."""
 
-    __slots__ = ("_cause", "_seconds", "_since", "_slowest", "_work", "cpu", "fine")
+    __slots__ = ("_cause", "_seconds", "_since", "_slowest", "_stretches", "_work", "cpu", "fine")
 
     def __init__(self) -> None:
         self._cause, self._since = (IDLE, ""), time.perf_counter()
         self._seconds: dict[Cause, float] = {}
         self._work: dict[Cause, float] = {}
+        self._stretches: list[Stretch] = []
         self._slowest, self.cpu = (0.0, ""), 0.0
         """Seconds for which readers have computed."""
         self.fine = True
@@ -68,18 +80,24 @@ class Clock:
     def begin(self, kind: str) -> Any:
         """Begin an account of its own; return what `end` needs."""
         before = self.to((kind, ""))
-        outer = (before, self._since, self._seconds, self._work, self._slowest, self.cpu)
-        self._seconds, self._work, self._slowest, self.cpu = {}, {}, (0.0, ""), 0.0
+        outer = (before, self._since, self._seconds, self._work, self._stretches, self._slowest, self.cpu)
+        self._seconds, self._work, self._stretches, self._slowest, self.cpu = {}, {}, [], (0.0, ""), 0.0
         return outer
 
-    def end(self, outer: Any) -> Spent:
-        """End the account, whose time belongs to the cause before it, too; return it."""
+    def end(self, outer: Any, who: str = "") -> Spent:
+        """End the account, whose time belongs to the cause before it, too; return it.
+
+        Args:
+            outer: What `begin` has returned.
+            who: Name of the worker or thread.
+        """
         self.to((IDLE, ""))
         self._seconds.pop((IDLE, ""), None)
         if (WAITING, "") in self._seconds:  # what it was waited for has failed
             self.blame(None)
-        found = Spent(self._seconds, self._slowest, self._work or None, self.cpu)
-        self._cause, began, self._seconds, self._work, self._slowest, self.cpu = outer
+        mine = Stretch(who, outer[1], self._since, self._seconds)
+        found = Spent(self._seconds, self._slowest, self._work or None, self.cpu, (*self._stretches, mine))
+        self._cause, began, self._seconds, self._work, self._stretches, self._slowest, self.cpu = outer
         self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + self._since - began
         return found
 
@@ -95,6 +113,7 @@ class Clock:
                 self._work[cause] = self._work.get(cause, 0.0) + seconds
             self.note(spent.slowest[0], lambda: spent.slowest[1])
             self.cpu += spent.cpu
+            self._stretches += spent.stretches
 
     def note(self, seconds: float, name: Callable[[], str]) -> None:
         """Note how long a sample took; its name is only asked for if that matters."""

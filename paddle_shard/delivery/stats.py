@@ -192,7 +192,7 @@ class PassClock:
         outer, self._outer = self._outer, None
         if outer is None:
             return Spent({})
-        spent = clock().end(outer)
+        spent = clock().end(outer, "training thread")
         self._left = now = time.perf_counter()
         for counts in self._counts:
             counts.wait_seconds += now - entered

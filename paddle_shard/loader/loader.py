@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
@@ -16,6 +17,7 @@ from paddle_shard.delivery import stopping
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.step_pass import StepPass
+from paddle_shard.delivery.trace import events_of
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
@@ -26,6 +28,7 @@ from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.reading.batch import NO_STAND_IN
 
 
@@ -313,6 +316,26 @@ class ShardDataloader(PaddleShardDataloader):
             >>> loader.skip(steps=range(1200, 1230))  # doctest: +SKIP
         """
         self._run.skip(steps, samples, epoch)
+
+    def trace(self, path: str) -> None:
+        """Write the newest 64 steps of all ranks as a Chrome trace, which Perfetto and chrome://tracing show.
+
+        A process is a global rank; its rows are the training thread, the prefetching thread and the workers. Nothing
+        need be turned on before. The call is collective: every rank calls it, at the same step.
+
+        Args:
+            path: A JSON file, which the first rank of the meshes writes.
+
+        Examples:
+            >>> loader.trace("steps.json")  # doctest: +SKIP
+        """
+        setup = self._shared.setup
+        ranks, me = setup.agreeing_ranks, setup.own_layout.global_rank
+        told = gather_of(ranks, json.dumps(events_of(self.stats.recent, me)), setup.options.timeout, "trace()")
+        if me == ranks[0]:
+            events = [event for of_rank in told for event in json.loads(of_rank)]
+            with open(path, "w") as file:
+                json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     def certificate(self) -> Certificate:
         """Return a proof of which samples the run has delivered in the epoch of its last batch.

@@ -164,7 +164,7 @@ class Prefetcher(Wrapper):
                         return
                 outer = clock().begin(TRANSPORT)
                 found = self._read(beside=True)
-                found.spent = clock().end(outer)
+                found.spent = clock().end(outer, "prefetching thread")
                 with self._changed:
                     self._left -= 1
                     self._done.append(found)

@@ -71,7 +71,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
                 return
             answer = failure or (asked if isinstance(asked, ReadFailure) else settings.reader.read(asked, number))
             if not isinstance(answer, ReadFailure):
-                answer = answer._replace(spent=mine.end(outer))
+                answer = answer._replace(spent=mine.end(outer, f"worker {number}"))
                 outer = mine.begin(TRANSPORT)
             try:
                 # At most `num_ahead` requests are here, so the answer that was sent so many turns ago was taken.

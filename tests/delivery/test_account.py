@@ -11,7 +11,7 @@ from paddle.io import DataLoader
 from paddle_shard import Mixture, Stream
 from tests.helpers import ONE, Made, sharded
 
-STEP, STEPS = 0.004, 24
+STEP, STEPS = 0.004, 16
 
 
 def pause(seconds):
@@ -20,7 +20,7 @@ def pause(seconds):
 
 
 def slow_row(index):
-    pause(0.001)
+    pause(0.003)
     return np.array([index])
 
 
@@ -29,12 +29,12 @@ def quick_row(index):
 
 
 def augment(row):
-    pause(0.001)
+    pause(0.003)
     return np.array([len(row)])
 
 
 def slow_collate(rows):
-    pause(0.01)
+    pause(0.03)
     return np.stack(rows)
 
 
@@ -61,7 +61,7 @@ class SlowSampler:
 
     def __iter__(self):
         for first in range(0, 800, 8):
-            pause(0.004)
+            pause(0.03)
             yield list(range(first, first + 8))
 
     def __len__(self):
@@ -120,7 +120,7 @@ CAUSES = {
     "slow samples": (lambda _: DataLoader(Made(slow_row, 800), batch_size=16), r"reading `Made`, [\d.]+ ms a sample"),
     "too few workers": (
         lambda _: DataLoader(Made(slow_row, 800), batch_size=16, num_workers=1),
-        r"reading `Made`.* \d workers instead of 1 \(num_workers=\) would hide it",
+        r"reading `Made`.* \d+ workers instead of 1 \(num_workers=\) would hide it",
     ),
     "a slow collate": (
         lambda _: DataLoader(Made(quick_row, 800), batch_size=8, collate_fn=slow_collate),
@@ -159,7 +159,7 @@ def test_a_slow_function_of_a_stream_is_named(tmp_path):
 def test_nothing_is_claimed_if_nothing_is_planted():
     loader = sharded(DataLoader(Made(quick_row, 800), batch_size=8), ONE)
 
-    run(loader, step=0.02, steps=20)
+    run(loader, step=0.3, steps=8)
 
     assert str(loader.stats).endswith("Data is ready when it is asked for."), str(loader.stats)
     assert "Nothing is known yet" in str(sharded(DataLoader(Made(), batch_size=8), ONE).stats)
@@ -167,14 +167,16 @@ def test_nothing_is_claimed_if_nothing_is_planted():
 
 def test_the_step_without_waiting_is_that_of_a_loop_over_batches_at_hand():
     loader = sharded(DataLoader(Made(slow_row, 800), batch_size=16), ONE, prefetch=0)
-
-    run(loader, step=0.02)
+    batches, at_hand = iter(loader), []
+    for _ in range(STEPS):  # in turns, as the machine may be busy with other things
+        next(batches)
+        time.sleep(0.02)
+        began = time.perf_counter()
+        time.sleep(0.02)
+        at_hand.append(time.perf_counter() - began)
 
     told = float(re.search(r"would take ([\d.]+) ms", str(loader.stats)).group(1))
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        time.sleep(0.02)
-    assert told == pytest.approx((time.perf_counter() - began) / STEPS * 1e3, rel=0.1)
+    assert told == pytest.approx(2e3 * float(np.median(at_hand)), rel=0.1)
 
 
 def test_a_stall_is_logged_once_with_its_sample(caplog):
@@ -192,7 +194,7 @@ def test_a_stall_is_logged_once_with_its_sample(caplog):
     assert len(said) == 1
     assert "step 75 of epoch 0" in said[0]
     assert "reading `Made`" in said[0]
-    assert "The slowest sample, sample 600, took 1.2 s." in said[0]
+    assert "The slowest sample, sample 600, took 1.2" in said[0]
 
 
 def test_a_slow_sample_among_quick_ones_is_named():

@@ -1,3 +1,4 @@
+import itertools
 import re
 from pathlib import Path
 
@@ -9,20 +10,52 @@ from tests.jobs import run_ranks
 WORKER = Path(__file__).parent / "account_worker.py"
 
 
-@pytest.mark.multiprocess
-def test_all_ranks_name_the_one_that_is_late_and_why(tmp_path):
-    one, two = run_ranks(WORKER, 2, tmp_path, timeout=2 * HANG)
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("account")
+    return run_ranks(WORKER, 2, folder / "job", args=[folder / "trace.json"], timeout=2 * HANG)
+
+
+def test_all_ranks_name_the_one_that_is_late_and_why(reports):
+    one, two = reports
 
     for case in one:
         assert one[case][0] == two[case][0], case
-        for _, closes, _ in (one[case], two[case]):
+        for _, closes, *_ in (one[case], two[case]):
             assert 0.95 <= closes <= 1.001, case
     told = {case: found[0] for case, found in one.items()}
     assert "Data is ready when it is asked for" in told["nothing"]
     for case in ("slow rows of rank 1", "slow rows of rank 1, workers"):
         assert re.search(r"on global rank 1, reading `Rows`, [\d.]+ ms a sample", told[case]), told[case]
     assert "workers instead of 1 (num_workers=) would hide it" in told["slow rows of rank 1, workers"]
-    assert one["slow rows of rank 1"][2]["other ranks"] > 0.5, "rank 0 waits for rank 1"
+    assert one["slow rows of rank 1"][2]["other ranks"] > 0.3, "rank 0 waits for rank 1"
     assert "on global rank 0, reading `Rows`" in told["a leader"]
-    assert two["a leader"][2]["leader"] > 0.5
+    assert two["a leader"][2]["leader"] > 0.3
     assert "replicas='leader', which reads once for 2 ranks" in told["each"]
+
+
+def test_a_trace_shows_all_ranks_workers_and_steps_in_their_time(reports):
+    events = reports[0]["slow rows of rank 1, workers"][3]
+    assert events == reports[1]["slow rows of rank 1, workers"][3]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+
+    for rank in (0, 1):
+        assert {name for (pid, _), name in names.items() if pid == rank} == {"training thread", "worker 0"}
+        steps = [e for e in spans if e["pid"] == rank and e["name"] == "step"]
+        waits = [e for e in spans if e["pid"] == rank and e["name"] == "waiting for data"]
+        assert len(steps) == len(waits) == 31
+        for step, wait in zip(steps, waits, strict=True):
+            assert step["ts"] + step["dur"] == pytest.approx(wait["ts"], abs=100)  # microseconds
+        assert all(e["dur"] >= 4000 for e in steps)
+        made = [e for e in spans if e["pid"] == rank and e["name"] == "making a batch"]
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in itertools.pairwise(made))
+        reading = [
+            e["dur"]
+            for e in spans
+            if e["pid"] == rank and e["name"] == "reading `Rows`" and names[rank, e["tid"]] == "worker 0"
+        ]
+        assert (min(reading) >= 32_000) == (rank == 1), "eight rows of 4 ms"
