@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, run_of, with_hazards
+import numpy as np
+
+from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, cell, run_of, with_hazards
 from paddle_shard.cli.page import page_of, view_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
+from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips
@@ -31,6 +34,8 @@ from paddle_shard.stages.stage import Opening
 
 _DATA_AXES = ("dp", "data", "fsdp", "sharding", "batch")
 """What an axis that carries data is usually called."""
+_MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "sequence")
+"""What an axis is usually called whose ranks wait for each other in every layer."""
 _MOST_EPOCHS = 4
 """How often a source may be read in an epoch of its mixture before it is a hazard."""
 _MUCH = 0.01
@@ -44,6 +49,8 @@ class _Planned:
     """What is asked about."""
 
     meshes: Meshes
+    holders: Meshes
+    """Those that have the rows of a step; none if rows are dealt by costs that are not known here."""
     replicas: str
     plan: ShardPlan | None = None
     """The order; None if there is none, for a reason that is said or is a hazard."""
@@ -52,6 +59,8 @@ class _Planned:
     view: dict[str, Any] = field(default_factory=dict)
     """What a page shows beside the plan, as arguments of `view_of`."""
     hazards: list[Hazard] = field(default_factory=list)
+    where: str = ""
+    """Which files differ, for a hazard."""
     said: list[str | Rows] = field(default_factory=list)
 
 
@@ -102,7 +111,8 @@ def _planned(options: argparse.Namespace) -> _Planned:
     if not options.mesh or options.batch_size is None or not (options.samples or options.source or options.files):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
-    found = _Planned(meshes=with_data_axes(options.mesh, options.data_axes), replicas=options.replicas)
+    meshes = with_data_axes(options.mesh, options.data_axes)
+    found = _Planned(meshes=meshes, holders=meshes, replicas=options.replicas)
     found.epoch, times = options.epoch or 0, options.accumulation
     ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in found.meshes))
     cut = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
@@ -119,14 +129,14 @@ def _planned(options: argparse.Namespace) -> _Planned:
             found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed, tail=options.tail, **cut)
     except ArgumentError as error:
         what, _, remedy = str(error).partition(". ")
-        found.hazards.append((what, remedy))
+        found.hazards.append((f"{what}{found.where}", remedy))
     return found
 
 
 def _of_record(options: argparse.Namespace) -> _Planned:
     run = run_of(options.record)
     job, newest = run.last, run.passes[-1][0] if run.passes else None
-    found = _Planned(meshes=job.meshes, replicas=job.facts["options"]["replicas"])
+    found = _Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         return found
@@ -148,7 +158,12 @@ def _name(leg: Leg) -> str:
 
 def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, int]) -> None:
     """Look at files that are not counted, each of which belongs to one part as a whole."""
-    source = ShardSource(matched(options.files), lambda name, skip: iter(()))
+    names = matched(options.files)
+    source = ShardSource(names, lambda name, skip: iter(()))
+    known = sorted((size, name) for size, name in zip(source.sizes(), names, strict=True) if size is not None)
+    if known and known[-1][0] > (1 + _MUCH) * known[0][0]:
+        (least, small), (most, large) = known[0], known[-1]
+        found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}"
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
     plan = PartsPlan(num_parts=parts, tail=options.tail, **cut)
     sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
@@ -163,6 +178,7 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
     if lost > _MUCH and (plan.ending.pads or plan.ending.drops):
         what = "of the data is dropped" if plan.ending.drops else "of all rows are padding"
         what = f"the parts differ in size: about {lost:.0%} {what}, since files that are not counted are not cut"
+        what += found.where
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
 
 
@@ -172,20 +188,15 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
 def _hazards(asked: _Planned) -> Iterator[Hazard]:
     yield from asked.hazards
     for mesh, axes in asked.meshes:
-        for axis, size in zip(mesh.axes, mesh.shape, strict=True):
-            if axis in _DATA_AXES and axis not in axes and size > 1:
-                what = f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows"
-                yield what, f"shard_dims={[*axes, axis]!r} splits the rows over it, too"
-        each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
-        if each > 1 and asked.replicas == "each":
-            what = f"{each} ranks of each replica group all read, transform and collate the same samples"
-            yield what, 'replicas="leader" lets one rank on each host read for the others'
+        yield from _hazards_of_mesh(mesh, axes, asked.replicas)
     if (plan := asked.plan) is None:
         return
     few, ranks = plan.num_samples, plan.num_data_ranks
     if few < ranks:
         what = f"{ranks} data ranks share {few} samples: {ranks - few} of them get nothing but padding"
         yield what, f"Use a mesh with at most {few} data ranks"
+    elif asked.holders:
+        yield from _starved(plan, asked.epoch)
     dropped = plan.num_positions - plan.num_served
     if dropped > _MUCH * few:
         what = f"tail={plan.tail!r} drops {dropped} of {few} samples in each epoch"
@@ -194,15 +205,75 @@ def _hazards(asked: _Planned) -> Iterator[Hazard]:
     if advice is not None:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"
-    if not isinstance(plan.ordering, Mixing):
+    if isinstance(plan.ordering, Mixing):
+        yield from _drawn_too_often(plan.ordering, few)
+
+
+def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> Iterator[Hazard]:
+    sizes, ids = dict(zip(mesh.axes, mesh.shape, strict=True)), np.array(mesh.process_ids).reshape(mesh.shape)
+    for axis, size in sizes.items():
+        if axis in _DATA_AXES and axis not in axes and size > 1:
+            others = [other for other in axes if other not in _DATA_AXES]
+            instead = (
+                f"{[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}; " if others else ""
+            )
+            what = f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows"
+            both = "over both" if others else "splits the rows over it, too"
+            yield what, f"shard_dims={instead}{[*axes, axis]!r} {both}"
+    # How far the ranks next to each other along an axis are apart, and the first two of them.
+    far = {axis: np.median(np.abs(np.diff(ids, axis=at))) for at, axis in enumerate(sizes) if sizes[axis] > 1}
+    first = {axis: ids.swapaxes(0, at).reshape(sizes[axis], -1)[:2, 0] for at, axis in enumerate(sizes)}
+    inner = [axis for axis in sizes if axis in _MODEL_AXES and axis not in axes]
+    for axis in inner:
+        nearer = [one for one in axes if axis in far and one in far and far[one] < far[axis]]
+        if nearer:
+            (a, b), (c, d) = first[axis], first[nearer[0]]
+            what = (
+                f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same rows"
+            )
+            better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
+            remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer"
+            yield f"{what}, and ranks {c} and {d}, which are neighbours, do not", f"{remedy}: --mesh {better}"
+    each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
+    if each > 1 and replicas == "each":
+        what = f"{each} ranks of each replica group all read, transform and collate the same samples"
+        yield what, 'replicas="leader" lets one rank on each host read for the others'
+
+
+def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
+    """Yield whether data ranks have no real row in the last step."""
+    step = plan.num_steps - 1
+    rows = plan.num_rows(step=step) if plan.num_steps else 0
+    real = plan.valid(epoch=epoch, step=step, rows=np.arange(rows))
+    if real.all() or rows % plan.num_data_ranks:  # another mesh has read it
         return
-    lengths = dict(zip(plan.ordering.names, plan.ordering.segments[-1].lengths, strict=True))
-    for name, drawn in drawn_of(plan.ordering, few).items():
-        if drawn.drawn > _MOST_EPOCHS * lengths[name] > 0:
-            what = f"source {name!r} has {lengths[name]} samples, and an epoch draws {drawn.drawn}"
-            share = _MOST_EPOCHS * lengths[name] / few
-            remedy = f"A share of {share:.2g} instead of {drawn.weight:.2g} is {_MOST_EPOCHS} times"
-            yield f"{what}: each {drawn.epochs} times", remedy
+    size, ranks = plan.micro_size(step=step), range(plan.num_data_ranks)
+    none = [rank for rank in ranks if not real[slice_rows(rows, len(ranks), rank, size)].any()]
+    if none:
+        what = f"step {step}, the last of the epoch, has {real.sum()} samples and {(~real).sum()} rows of padding"
+        what += f": data ranks {cell(none)} get nothing else"
+        remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
+        yield what, f"{remedy}. tail='drop' leaves such a step out"
+
+
+def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
+    lengths, drawn = mixing.segments[-1].lengths, drawn_of(mixing, num_samples)
+    # How often a sample of a source is drawn while one unit of weight is.
+    often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
+    slowest = min((name for name in often if often[name]), key=often.__getitem__)
+    for name, length in zip(mixing.names, lengths, strict=True):
+        of = drawn[name]
+        if of.drawn > _MOST_EPOCHS * length > 0:
+            what = f"source {name!r} has {length} samples, and an epoch draws {of.drawn}: each {of.epochs} times"
+            share = _MOST_EPOCHS * length / num_samples
+        elif length and often[name] > _MOST_EPOCHS * often[slowest]:
+            times = round(often[name] / often[slowest])
+            what = f"source {name!r} has {length} samples: while the run reads {slowest!r} once, each of them is drawn"
+            what, weight = f"{what} {times} times", _MOST_EPOCHS * length * often[slowest]
+            share = weight / (1 - of.weight + weight)
+        else:
+            continue
+        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times"
 
 
 # How it is shown
@@ -216,7 +287,7 @@ def _plan(options: argparse.Namespace) -> Answer:
         facts = found["plan"] = _facts(plan, asked)
         said.append([{"what": name, "number": value} for name, value in facts.items()])
         if options.step is not None:
-            found["step"] = samples_of(plan, asked.meshes, asked.epoch, options.step, asked.skips)
+            found["step"] = samples_of(plan, asked.holders, asked.epoch, options.step, asked.skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     if options.html is not None:
         if plan is None:
