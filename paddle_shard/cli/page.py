@@ -12,6 +12,7 @@ from paddle_shard.plan.blocks import BlockOrder, Blocks
 from paddle_shard.plan.mesh import Axes, MeshLayout
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.orders import PaddleOrdering, Sequential, Shuffled
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
@@ -26,29 +27,34 @@ SCRIPTS = ("drawing.js", "order.js", "page.js")
 
 
 def view_of(
-    plan: ShardPlan,
+    plan: ShardPlan | PartsPlan,
     mesh: MeshLayout,
     data_axes: Axes,
     *,
     plans: Mapping[int, ShardPlan] | None = None,
     skips: Skips | None = None,
-    stretches: Sequence[Mapping[str, int | str]] = (),
+    stretches: Sequence[Mapping[str, Any]] = (),
+    dealt: bool = False,
+    files: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what the page needs to know about a plan, as JSON values.
 
     Args:
-        plan: The plan of all epochs that `plans` does not have.
+        plan: The plan of all epochs that `plans` does not have; or that of a stream, of which parts are shown.
         mesh: The mesh that reads it, or one of several: then the plan's data ranks are their least common multiple.
         data_axes: The axes that the batch is split over.
         plans: The plans of epochs with segments of their own, or another length.
         skips: What the user leaves out.
         stretches: What a run has delivered: {"epoch": 0, "first": 0, "end": 512, "run": "dp=4"} and so on. `first` and
-            `end` are positions, and `run` names the job that delivered them.
+            `end` are positions, and `run` names the job that delivered them. Its own "mesh" and "data_axes" may follow,
+            with "accumulation" and "dealt"; and "counts": False if the run was resumed from before it.
+        dealt: Whether rows are dealt by costs (`balance=`), so that nobody knows here who has which.
+        files: Names of the files of a stream.
 
     Raises:
         ArgumentError: The page cannot compute the order.
     """
-    if plan.num_positions > MAX_SAMPLES:
+    if isinstance(plan, ShardPlan) and plan.num_positions > MAX_SAMPLES:
         raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {plan.num_samples}.")
     data_ranks = mesh.num_data_ranks(data_axes)
     if plan.num_data_ranks % data_ranks:
@@ -57,31 +63,31 @@ def view_of(
             f"do not divide the plan's num_data_ranks={plan.num_data_ranks}. Name the axes that the plan is for."
         )
     skips = skips or Skips()
+    parts = plan if isinstance(plan, PartsPlan) else None
+    meshes = list[dict[str, Any]]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
     return {
         "version": 1,
         "orderVersion": VERSION,
-        "seed": repr(plan.seed),
+        "seed": repr(plan.seed) if isinstance(plan, ShardPlan) else "",
         "batchSize": plan.batch_size,
         "dataRanks": data_ranks,
         "accumulation": plan.accumulation,
         "tail": str(plan.tail),
         "order": _order(plan),
         "epochs": {"any": _epoch(plan)} | {str(epoch): _epoch(one) for epoch, one in (plans or {}).items()},
-        "mesh": {
-            "axes": list(mesh.axes),
-            "shape": list(mesh.shape),
-            "dataAxes": [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)],
-            "ranks": list(mesh.process_ids),
-            "dataRanks": [mesh.data_rank(rank, data_axes) for rank in mesh.process_ids],
-        },
+        "dealt": dealt,
+        "parts": parts and parts.num_parts,
+        "files": list(files),
+        "mesh": _mesh(mesh, data_axes, parts),
         "skips": {
             "stretches": [list(stretch) for stretch in skips.stretches],
             "samples": [
                 [list(source_and_index(sample)) if is_sample_id(sample) else sample, *since] for sample, *since in ints
             ],
         },
-        "stretches": [dict(stretch) for stretch in stretches],
+        "stretches": [_stretch(stretch, meshes, parts) for stretch in stretches],
+        "meshes": meshes,
     }
 
 
@@ -99,8 +105,35 @@ def page_of(view: Mapping[str, Any]) -> str:
     return page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c"))
 
 
-def _order(plan: ShardPlan) -> dict[str, Any]:
+def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[str, Any]:
+    """Return a mesh; of a stream, with the parts of each data rank."""
+    count = mesh.num_data_ranks(data_axes)
+    return {
+        "axes": list(mesh.axes),
+        "shape": list(mesh.shape),
+        "dataAxes": [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)],
+        "ranks": list(mesh.process_ids),
+        "dataRanks": [mesh.data_rank(rank, data_axes) for rank in mesh.process_ids],
+        "count": count,
+        "parts": parts and [list(parts.parts_of(data_rank, count)) for data_rank in range(count)],
+    }
+
+
+def _stretch(stretch: Mapping[str, Any], meshes: list[dict[str, Any]], parts: PartsPlan | None) -> dict[str, Any]:
+    """Return a stretch with the place of its mesh in `meshes`, to which it is added if it is a new one."""
+    found = {name: value for name, value in stretch.items() if name not in ("mesh", "data_axes")}
+    if "mesh" in stretch:
+        mesh = _mesh(stretch["mesh"], stretch["data_axes"], parts)
+        if mesh not in meshes:
+            meshes.append(mesh)
+        found["mesh"] = meshes.index(mesh)
+    return found
+
+
+def _order(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
     """Return which order the page computes, and its settings."""
+    if isinstance(plan, PartsPlan):
+        return {"kind": "stream", "padsFirst": False}
     ordering, found = plan.ordering, {"padsFirst": plan.ordering.pads_first, "name": repr(plan.ordering.name)}
     if isinstance(ordering, PaddleOrdering) and ordering.shuffles:
         if plan.num_positions > MAX_TABLE:
@@ -130,8 +163,17 @@ def _order(plan: ShardPlan) -> dict[str, Any]:
     raise ArgumentError(f"shuffle: a page cannot compute the order of {ordering!r}, only the orders of this package.")
 
 
-def _epoch(plan: ShardPlan) -> dict[str, Any]:
-    """Return the steps of an epoch."""
+def _epoch(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
+    """Return the steps of an epoch; of a stream, nobody knows them."""
+    if isinstance(plan, PartsPlan):
+        return {
+            "samples": 0,
+            "positions": 0,
+            "served": 0,
+            "steps": 0,
+            "lastRows": 0,
+            "segments": [[0, plan.batch_size]],
+        }
     found = {
         "samples": plan.num_samples,
         "positions": plan.num_positions,

@@ -24,7 +24,7 @@ from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.record.places import Meshes, groups_of, samples_of
+from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
 from paddle_shard.record.timeline import Leg
 from paddle_shard.sources.files import matched
 from paddle_shard.sources.mixture import Mixture
@@ -54,6 +54,8 @@ class _Planned:
     replicas: str
     plan: ShardPlan | None = None
     """The order; None if there is none, for a reason that is said or is a hazard."""
+    plan_of_parts: PartsPlan | None = None
+    """Of a stream."""
     skips: Skips = field(default_factory=Skips)
     epoch: int = 0
     view: dict[str, Any] = field(default_factory=dict)
@@ -136,18 +138,29 @@ def _planned(options: argparse.Namespace) -> _Planned:
 def _of_record(options: argparse.Namespace) -> _Planned:
     run = run_of(options.record)
     job, newest = run.last, run.passes[-1][0] if run.passes else None
+    stretches = [_stretch(leg, True) for leg in run.legs] + [_stretch(leg, False) for leg in run.lost]
     found = _Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
+        if "num_parts" in job.facts["data"]:
+            found.plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **job.facts["plan"])
+            found.said.append([{**group, "parts": of} for group, of in parts_of(job.meshes, found.plan_of_parts)])
+            found.view = {"stretches": stretches, "files": job.facts["data"]["files"]}
         return found
     found.epoch = newest.epoch if options.epoch is None else options.epoch
     start = newest.start if found.epoch == newest.epoch else LoaderState(epoch=found.epoch)
     found.plan, found.skips = job.batches(newest.history).plan_of(start), newest.skips
-    legs = [leg for leg in run.legs if leg.moved() and leg.job.unknown is None]
-    parts = [{"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "run": _name(leg)} for leg in legs]
-    plans = {**{leg.epoch: leg.plan for leg in legs}, found.epoch: found.plan}
-    found.view = {"plans": plans, "skips": newest.skips, "stretches": parts}
+    plans = {**{leg.epoch: leg.plan for leg in run.legs if leg.job.unknown is None}, found.epoch: found.plan}
+    found.view = {"plans": plans, "skips": newest.skips, "stretches": stretches, "dealt": job.facts["dealt"]}
     return found
+
+
+def _stretch(leg: Leg, counts: bool) -> dict[str, Any]:
+    """Return what was delivered as a page shows it: on the first of the meshes of its job."""
+    facts, (mesh, data_axes) = leg.job.facts, leg.job.meshes[0]
+    found = {"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "run": _name(leg), "counts": counts}
+    times = facts["plan"]["accumulation"] if facts["plan"] else 1
+    return {**found, "mesh": mesh, "data_axes": data_axes, "accumulation": times, "dealt": facts["dealt"]}
 
 
 def _name(leg: Leg) -> str:
@@ -165,7 +178,8 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
         (least, small), (most, large) = known[0], known[-1]
         found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}"
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
-    plan = PartsPlan(num_parts=parts, tail=options.tail, **cut)
+    plan = found.plan_of_parts = PartsPlan(num_parts=parts, tail=options.tail, **cut)
+    found.view = {"files": names}
     sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
@@ -233,7 +247,7 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
             )
             better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
             remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer"
-            yield f"{what}, and ranks {c} and {d}, which are neighbours, do not", f"{remedy}: --mesh {better}"
+            yield f"{what}, and ranks {c} and {d}, which are nearer, do not", f"{remedy}: --mesh {better}"
     each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
     if each > 1 and replicas == "each":
         what = f"{each} ranks of each replica group all read, transform and collate the same samples"
@@ -290,11 +304,10 @@ def _plan(options: argparse.Namespace) -> Answer:
             found["step"] = samples_of(plan, asked.holders, asked.epoch, options.step, asked.skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     if options.html is not None:
-        if plan is None:
-            raise ArgumentError(
-                "--html: there is no plan to draw: a record of one, or --samples or --source, is needed."
-            )
-        options.html.write_text(page_of(view_of(plan, *asked.meshes[0], **asked.view)), encoding="utf-8")
+        drawn = plan or asked.plan_of_parts
+        if drawn is None:
+            raise ArgumentError("--html: there is no plan to draw: the order is not known here, or no plan fits.")
+        options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view)), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
     return with_hazards(found, said, list(_hazards(asked)))
 
@@ -304,7 +317,8 @@ def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:
     mesh, axes = meshes[number]
     groups = [group for group in groups_of(meshes) if group["mesh"] == number]
     shape = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-    head = f"mesh {number}: {shape}; {' and '.join(axes) or 'nothing'} splits the rows: {len(groups)} data ranks"
+    verb = "split" if len(axes) > 1 else "splits"
+    head = f"mesh {number}: {shape}; {' and '.join(axes) or 'nothing'} {verb} the rows: {len(groups)} data ranks"
     if len(mesh.process_ids) > _MOST_SHOWN:
         return head, groups[:_MOST_SHOWN]
     data_rank = {rank: group["data_rank"] for group in groups for rank in group["ranks"]}
