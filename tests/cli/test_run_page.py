@@ -93,6 +93,8 @@ def test_of_a_stream_the_page_shows_who_reads_which_part(browser, tmp_path, widt
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.run(CUT_OFF) == []
     assert browser.run("[...document.querySelectorAll('figure')].map(f => f.id)") == ["mesh", "parts", "life"]
+    assert browser.run("document.getElementById('controls').offsetHeight") == 0  # there is no step to choose
+    assert browser.run("[...document.querySelectorAll('#mesh [aria-label=cell] rect')].length") == 1  # the newest mesh
 
 
 def test_of_rows_that_are_dealt_by_cost_nobody_is_named(browser, tmp_path):

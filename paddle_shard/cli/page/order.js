@@ -449,5 +449,5 @@ function makePlan(view, blake2b) {
     return found;
   }
 
-  return { epochOf, readerOf, extent, isShared, rowAt, loads, stepOf, draws, firstOfRun };
+  return { epochOf, extent, isShared, rowAt, loads, stepOf, draws, firstOfRun };
 }

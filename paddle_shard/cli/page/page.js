@@ -38,7 +38,7 @@ const unknown = isDealt ? "dealt by cost" : "another mesh";
 
 /** Who reads the step that is shown. */
 const reader = () =>
-  plan.epochOf(state.epoch).steps ? plan.extent(state.epoch, state.step).reader : plan.readerOf(state.epoch, 0);
+  plan.epochOf(state.epoch).steps ? plan.extent(state.epoch, state.step).reader : { mesh: view.mesh };
 
 /** Black or white, whichever can be read on a colour. */
 function onColour(fill) {
@@ -611,6 +611,7 @@ function drawHeat(width) {
       : `${number(heat.found.length)} of ${number(positions)} positions, evenly spread`) +
     `; a cell is ${count(perX, "step")} by ${count(perY, "sample")}. Its colour is the data rank that reads more than half of what is in it, grey if none does; the fuller, the stronger. Dots: the step.` +
     (begun.length ? " Lines: where a job begins; its data ranks are those of its own mesh." : "") +
+    (isDealt ? " Grey, too: rows that are dealt by cost (balance=)." : "") +
     (padded
       ? ` The last step has padding.`
       : dropped
@@ -695,6 +696,7 @@ function drawLife(width) {
   const fill = colours(runs);
   const counted = view.stretches.filter((one) => one.counts !== false);
   const lost = view.stretches.filter((one) => one.counts === false);
+  const low = lost.length ? 14 : 0; // pixels for them, below the others
   const sizeOf = (epoch) =>
     Math.max(plan.epochOf(epoch).positions, ...view.stretches.map((one) => (one.epoch === epoch ? one.end : 0)));
   const epochs = [...new Set(view.stretches.map((one) => one.epoch))].sort((a, b) => a - b);
@@ -720,7 +722,7 @@ function drawLife(width) {
   );
   const picture = Plot.plot({
     width,
-    height: 50 + 34 * epochs.length,
+    height: 50 + (34 + low) * epochs.length,
     marginLeft: 62,
     x: {
       label: "position",
@@ -735,6 +737,7 @@ function drawLife(width) {
         y: (d) => d,
         x1: 0,
         x2: sizeOf,
+        insetBottom: low,
         fill: "none",
         stroke: "var(--quiet)",
         strokeDasharray: "3,3",
@@ -745,22 +748,24 @@ function drawLife(width) {
         x2: "end",
         fill: (d) => fill(d.run),
         fillOpacity: 0.8,
+        insetBottom: low,
         title: (d) => `${d.run}: epoch ${d.epoch}, positions ${d.first}–${d.end - 1}`,
       }),
       Plot.barX(lost, {
         y: "epoch",
         x1: "first",
         x2: "end",
-        fill: "var(--paper)",
+        fill: "var(--mixed)",
+        fillOpacity: 0.3,
         stroke: (d) => fill(d.run),
         strokeWidth: 1.5,
-        insetTop: 18,
-        insetBottom: 2,
+        insetTop: 28,
         title: (d) => `${d.run}: epoch ${d.epoch}, positions ${d.first}–${d.end - 1}, does not count`,
       }),
       Plot.text(written, {
         y: "epoch",
         x: (d) => (d.first + d.end) / 2,
+        dy: -low / 2,
         text: "run",
         fill: (d) => onColour(fill(d.run)),
       }),
@@ -770,7 +775,7 @@ function drawLife(width) {
     picture,
     caption: `What was delivered, by which job; ${epochs.map(coverage).join("; ")}.` +
       (view.parts ? "" : " Dashed: not delivered.") +
-      (lost.length ? " Low and hollow: delivered, but the run was resumed from before it, so it does not count." : ""),
+      (lost.length ? " Thin: delivered, but the run was resumed from before it, so it does not count." : ""),
     legend: runs.map((run) => [run, fill(run)]),
     head: ["epoch", "first position", "position after the last", "job", "counts"],
     rows: () =>
