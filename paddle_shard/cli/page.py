@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
+from paddle_shard.record.timeline import Leg, Timeline
 
 MAX_SAMPLES = 1 << 52
 """Most samples of a page: numbers of JavaScript are exact up to 2^53, and so are sums of two positions."""
@@ -91,7 +93,40 @@ def view_of(
     }
 
 
-def page_of(view: Mapping[str, Any]) -> str:
+class Page(str):
+    """A page of HTML, which shows itself in a notebook."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<a page of HTML, {len(self)} characters>"
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{escape(self)}" style="width: 100%; height: 60rem; border: 0"></iframe>'
+
+
+def life_of(run: Timeline) -> dict[str, Any]:
+    """Return what the page of a run shows beside its plan, as arguments of `view_of`: each leg on its job's first mesh.
+
+    Args:
+        run: What a record tells.
+    """
+    stretches = [_of_leg(leg, True) for leg in run.legs] + [_of_leg(leg, False) for leg in run.lost]
+    plans = {leg.epoch: leg.plan for leg in run.legs if leg.job.unknown is None}
+    facts, skips = run.last.facts, run.passes[-1][0].skips if run.passes else Skips()
+    files = facts["data"].get("files", ())
+    return {"plans": plans, "skips": skips, "stretches": stretches, "dealt": facts["dealt"], "files": files}
+
+
+def _of_leg(leg: Leg, counts: bool) -> dict[str, Any]:
+    job, facts, (mesh, data_axes) = leg.job, leg.job.facts, leg.job.meshes[0]
+    shapes = [",".join(f"{axis}={size}" for axis, size in zip(m.axes, m.shape, strict=True)) for m, _ in job.meshes]
+    found: dict[str, Any] = {"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "counts": counts}
+    found |= {"run": f"job {job.number}: {' and '.join(shapes)}", "mesh": mesh, "data_axes": data_axes}
+    return {**found, "accumulation": facts["plan"]["accumulation"] if facts["plan"] else 1, "dealt": facts["dealt"]}
+
+
+def page_of(view: Mapping[str, Any]) -> Page:
     """Return the page that shows a view: HTML that loads nothing.
 
     Args:
@@ -102,7 +137,7 @@ def page_of(view: Mapping[str, Any]) -> str:
     for name in SCRIPTS:
         page = page.replace(f"__{name}__", text[name])
     # The last of all: names of sources may be anything, also what looks like one of the marks, or the end of a script.
-    return page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c"))
+    return Page(page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c")))
 
 
 def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[str, Any]:

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, cell, run_of, with_hazards
-from paddle_shard.cli.page import page_of, view_of
+from paddle_shard.cli.page import life_of, page_of, view_of
+from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
-from paddle_shard.record.timeline import Leg
 from paddle_shard.sources.files import matched
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
@@ -138,35 +138,20 @@ def _planned(options: argparse.Namespace) -> _Planned:
 def _of_record(options: argparse.Namespace) -> _Planned:
     run = run_of(options.record)
     job, newest = run.last, run.passes[-1][0] if run.passes else None
-    stretches = [_stretch(leg, True) for leg in run.legs] + [_stretch(leg, False) for leg in run.lost]
     found = _Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         if "num_parts" in job.facts["data"]:
             found.plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **job.facts["plan"])
             found.said.append([{**group, "parts": of} for group, of in parts_of(job.meshes, found.plan_of_parts)])
-            found.view = {"stretches": stretches, "files": job.facts["data"]["files"]}
+            found.view = life_of(run)
         return found
     found.epoch = newest.epoch if options.epoch is None else options.epoch
     start = newest.start if found.epoch == newest.epoch else LoaderState(epoch=found.epoch)
     found.plan, found.skips = job.batches(newest.history).plan_of(start), newest.skips
-    plans = {**{leg.epoch: leg.plan for leg in run.legs if leg.job.unknown is None}, found.epoch: found.plan}
-    found.view = {"plans": plans, "skips": newest.skips, "stretches": stretches, "dealt": job.facts["dealt"]}
+    found.view = life_of(run)
+    found.view["plans"].setdefault(found.epoch, found.plan)
     return found
-
-
-def _stretch(leg: Leg, counts: bool) -> dict[str, Any]:
-    """Return what was delivered as a page shows it: on the first of the meshes of its job."""
-    facts, (mesh, data_axes) = leg.job.facts, leg.job.meshes[0]
-    found = {"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "run": _name(leg), "counts": counts}
-    times = facts["plan"]["accumulation"] if facts["plan"] else 1
-    return {**found, "mesh": mesh, "data_axes": data_axes, "accumulation": times, "dealt": facts["dealt"]}
-
-
-def _name(leg: Leg) -> str:
-    """Return a job by its number and its meshes."""
-    shapes = [",".join(f"{axis}={size}" for axis, size in zip(m.axes, m.shape, strict=True)) for m, _ in leg.job.meshes]
-    return f"job {leg.job.number}: {' and '.join(shapes)}"
 
 
 def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, int]) -> None:
@@ -298,7 +283,8 @@ def _plan(options: argparse.Namespace) -> Answer:
     found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes))}
     said = [*(line for number in range(len(asked.meshes)) for line in _grid(asked.meshes, number)), *asked.said]
     if (plan := asked.plan) is not None:
-        facts = found["plan"] = _facts(plan, asked)
+        readers = max(len(group["ranks"]) for group in groups_of(asked.meshes)) if asked.replicas == "each" else 1
+        facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
         if options.step is not None:
             found["step"] = samples_of(plan, asked.holders, asked.epoch, options.step, asked.skips)
@@ -309,6 +295,13 @@ def _plan(options: argparse.Namespace) -> Answer:
             raise ArgumentError("--html: there is no plan to draw: the order is not known here, or no plan fits.")
         options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view)), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
+    if options.svg is not None:
+        if plan is None or not plan.num_steps:
+            raise ArgumentError("--svg: there is no step to draw.")
+        step = options.step or 0
+        given = samples_of(plan, asked.holders, asked.epoch, step, asked.skips)
+        options.svg.write_text(svg_of(asked.meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
+        said.append(f"{options.svg} is the picture of step {step}")
     return with_hazards(found, said, list(_hazards(asked)))
 
 
@@ -321,32 +314,7 @@ def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:
     head = f"mesh {number}: {shape}; {' and '.join(axes) or 'nothing'} {verb} the rows: {len(groups)} data ranks"
     if len(mesh.process_ids) > _MOST_SHOWN:
         return head, groups[:_MOST_SHOWN]
-    data_rank = {rank: group["data_rank"] for group in groups for rank in group["ranks"]}
-    rows: list[dict[str, Any]] = []
-    for rank in mesh.process_ids:
-        *place, last = mesh.coordinate(rank)
-        if last == 0:
-            rows.append({"ranks": ", ".join(f"{axis} {at}" for axis, at in zip(mesh.axes, place, strict=False))})
-        rows[-1][f"{mesh.axes[-1]} {last}"] = f"{rank} (data rank {data_rank[rank]})"
-    return head, rows
-
-
-def _facts(plan: ShardPlan, asked: _Planned) -> dict[str, int]:
-    """Return numbers of an epoch, by what they count."""
-    last, padding = plan.num_steps - 1, plan.num_positions - plan.num_samples
-    readers = [len(group["ranks"]) for group in groups_of(asked.meshes)]
-    if plan.num_steps and not plan.ordering.pads_first:
-        padding = plan.padding(step=last)
-    return {
-        "samples of an epoch": plan.num_samples,
-        "steps of an epoch": plan.num_steps,
-        "rows of a step": plan.batch_size,
-        "rows of a data rank": plan.batch_size // plan.num_data_ranks,
-        "rows of the last step": plan.num_rows(step=last) if plan.num_steps else 0,
-        "rows of padding in an epoch": padding,
-        "samples dropped in an epoch": plan.num_positions - plan.num_served,
-        "reads of each sample": max(readers) if asked.replicas == "each" else 1,
-    }
+    return head, grid_of(mesh, axes)
 
 
 _AXES = "axes and sizes in row-major order: dp=4,mp=2; of other ranks than 0, 1, ..: dp=2,mp=1@3,1; once for each mesh"
@@ -371,6 +339,7 @@ _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
     ("--epoch", {"type": int, "help": "the epoch that is shown"}),
     ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
     ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
+    ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step, as a picture for a paper"}),
 ]
 _DOES = "Who would read what, and what is wrong with it? Exits with 1 if there is a hazard."
 _EXAMPLE = "--samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3"

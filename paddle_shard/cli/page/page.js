@@ -876,7 +876,7 @@ function show(epoch, step) {
   const hash = new URLSearchParams(location.hash.slice(1));
   hash.set("epoch", state.epoch);
   hash.set("step", state.step);
-  history.replaceState(null, "", `#${hash}`);
+  if (location.protocol !== "about:") history.replaceState(null, "", `#${hash}`); // a notebook's frame has no address
 }
 
 let due = null; // one drawing a frame, however fast the slider moves
