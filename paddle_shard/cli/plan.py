@@ -58,6 +58,8 @@ class _Planned:
     """Of a stream."""
     skips: Skips = field(default_factory=Skips)
     epoch: int = 0
+    step_of: tuple[ShardPlan, Meshes, Meshes, Skips] | None = None
+    """The plan, meshes, holders and skips of who has delivered the step that is asked about, if somebody has."""
     view: dict[str, Any] = field(default_factory=dict)
     """What a page shows beside the plan, as arguments of `view_of`."""
     hazards: list[Hazard] = field(default_factory=list)
@@ -147,10 +149,13 @@ def _of_record(options: argparse.Namespace) -> _Planned:
             found.view = life_of(run)
         return found
     found.epoch = newest.epoch if options.epoch is None else options.epoch
-    start = newest.start if found.epoch == newest.epoch else LoaderState(epoch=found.epoch)
-    found.plan, found.skips = job.batches(newest.history).plan_of(start), newest.skips
-    found.view = life_of(run)
-    found.view["plans"].setdefault(found.epoch, found.plan)
+    found.view, found.skips = life_of(run), newest.skips
+    # An epoch that was never begun is what the newest job would make of it.
+    plans = found.view["plans"]
+    found.plan = plans.setdefault(found.epoch, job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch)))
+    for leg in run.legs_of(found.epoch):
+        if leg.start.steps <= (options.step or 0) < leg.steps and leg.job.unknown is None:
+            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.skips
     return found
 
 
@@ -286,8 +291,9 @@ def _plan(options: argparse.Namespace) -> Answer:
         readers = max(len(group["ranks"]) for group in groups_of(asked.meshes)) if asked.replicas == "each" else 1
         facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
+        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
         if options.step is not None:
-            found["step"] = samples_of(plan, asked.holders, asked.epoch, options.step, asked.skips)
+            found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     if options.html is not None:
         drawn = plan or asked.plan_of_parts
@@ -299,8 +305,8 @@ def _plan(options: argparse.Namespace) -> Answer:
         if plan is None or not plan.num_steps:
             raise ArgumentError("--svg: there is no step to draw.")
         step = options.step or 0
-        given = samples_of(plan, asked.holders, asked.epoch, step, asked.skips)
-        options.svg.write_text(svg_of(asked.meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
+        given = samples_of(of, holders, asked.epoch, step, skips)
+        options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
         said.append(f"{options.svg} is the picture of step {step}")
     return with_hazards(found, said, list(_hazards(asked)))
 

@@ -208,6 +208,10 @@ def test_a_loader_with_a_record_explains_its_whole_life(tmp_path):
     loader.load_state_dict(state)
     batches = iter(loader)
     next(batches)
+    early = view_in(loader.explain())  # of what this job has delivered, no line tells yet
+    assert early["epochs"]["0"]["segments"] == [[0, 4], [12, 8]]
+    (shown,) = asked("plan", tmp_path / "run.jsonl", "--step", 3, "--json")["step"]
+    assert shown["samples"] == list(range(12, 20))
     loader.state_dict()
 
     page = loader.explain()

@@ -53,6 +53,17 @@ def test_each_step_has_the_samples_of_each_rank(run):
                 assert [name_of(i) if real else None for i, real in zip(ids, valid, strict=True)] == names
 
 
+def test_the_plan_of_the_run_says_the_same_of_each_step_as_the_delivery(run, tmp_path):
+    for _, (epoch, step), _ in counted(run):
+        flags = run.record, "--epoch", epoch, "--step", step
+        delivered = asked("batch", *flags, "--json")["delivered"]
+        planned = asked("plan", *flags, "--svg", tmp_path / "step.svg", "--json", code=1)["step"]
+        assert planned == [{name: on[name] for name in planned[0]} for on in delivered]
+        drawn = (tmp_path / "step.svg").read_text()
+        assert all(f"data rank {on['data_rank']}, on ranks" in drawn for on in delivered)
+        assert drawn.count("<title>") == sum(len(on["ranks"]) for on in delivered)
+
+
 def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
     found = asked("verify", run.record, "--json")
     rows = counted(run)
