@@ -17,6 +17,7 @@ from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
+from paddle_shard.record.places import groups_of
 from paddle_shard.record.timeline import Leg, Timeline
 
 MAX_SAMPLES = 1 << 52
@@ -66,7 +67,7 @@ def view_of(
         )
     skips = skips or Skips()
     parts = plan if isinstance(plan, PartsPlan) else None
-    meshes = list[dict[str, Any]]()
+    meshes = list[tuple[MeshLayout, tuple[int, ...]]]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
     return {
         "version": 1,
@@ -88,8 +89,8 @@ def view_of(
                 [list(source_and_index(sample)) if is_sample_id(sample) else sample, *since] for sample, *since in ints
             ],
         },
-        "stretches": [_stretch(stretch, meshes, parts) for stretch in stretches],
-        "meshes": meshes,
+        "stretches": [_stretch(stretch, meshes) for stretch in stretches],
+        "meshes": [_mesh(*one, parts) for one in meshes],
     }
 
 
@@ -142,25 +143,25 @@ def page_of(view: Mapping[str, Any]) -> Page:
 
 def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[str, Any]:
     """Return a mesh; of a stream, with the parts of each data rank."""
-    count = mesh.num_data_ranks(data_axes)
+    count, names = mesh.num_data_ranks(data_axes), [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)]
+    data_rank = {rank: group["data_rank"] for group in groups_of([(mesh, names)]) for rank in group["ranks"]}
     return {
         "axes": list(mesh.axes),
         "shape": list(mesh.shape),
-        "dataAxes": [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)],
+        "dataAxes": names,
         "ranks": list(mesh.process_ids),
-        "dataRanks": [mesh.data_rank(rank, data_axes) for rank in mesh.process_ids],
+        "dataRanks": [data_rank[rank] for rank in mesh.process_ids],
         "count": count,
         "parts": parts and [list(parts.parts_of(data_rank, count)) for data_rank in range(count)],
     }
 
 
-def _stretch(stretch: Mapping[str, Any], meshes: list[dict[str, Any]], parts: PartsPlan | None) -> dict[str, Any]:
+def _stretch(stretch: Mapping[str, Any], meshes: list[tuple[MeshLayout, tuple[int, ...]]]) -> dict[str, Any]:
     """Return a stretch with the place of its mesh in `meshes`, to which it is added if it is a new one."""
     found = {name: value for name, value in stretch.items() if name not in ("mesh", "data_axes")}
     if "mesh" in stretch:
-        mesh = _mesh(stretch["mesh"], stretch["data_axes"], parts)
-        if mesh not in meshes:
-            meshes.append(mesh)
+        mesh = stretch["mesh"], stretch["mesh"].axis_indices(stretch["data_axes"])
+        meshes += [] if mesh in meshes else [mesh]
         found["mesh"] = meshes.index(mesh)
     return found
 
