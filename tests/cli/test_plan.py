@@ -8,6 +8,7 @@ import pytest
 from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard import Mixture
+from paddle_shard.cli.answer import cell
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import Made, sharded
@@ -48,7 +49,15 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
 @pytest.mark.parametrize(("text", "axes", "ids", "names"), MESHES, ids=[mesh[0] for mesh in MESHES])
 @pytest.mark.parametrize(
     ("samples", "batch_size", "accumulation", "tail", "shuffle"),
-    [(43, 8, 1, "pad", "True"), (43, 4, 2, "fill", "False"), (43, 8, 1, "drop", "paddle"), (41, 8, 1, "pad", "paddle")],
+    [
+        (43, 8, 1, "pad", "True"),
+        (43, 4, 2, "fill", "False"),
+        (43, 8, 1, "drop", "paddle"),
+        (41, 8, 1, "pad", "paddle"),
+        (42, 8, 1, "fill", "True"),
+        (70, 16, 4, "fill", "True"),
+        (33, 8, 2, "pad", "True"),
+    ],
 )
 def test_the_plan_is_what_loaders_deliver(
     text, axes, ids, names, samples, batch_size, accumulation, tail, shuffle, capsys
@@ -77,6 +86,9 @@ def test_the_plan_is_what_loaders_deliver(
     served = sum(row is not None for of_step in rows for row in of_step)
     assert real["samples dropped in an epoch"] == (samples - served if shuffle != "paddle" else 4 * (tail == "drop"))
     assert real["reads of each sample"] == len(groups[0])
+    starved = [at for at, ranks in enumerate(groups) if not any(one is not None for one in per_rank[ranks[0]][-1])]
+    told = [one["what"] for one in found["hazards"] if "nothing else" in one["what"]]
+    assert [one.partition("data ranks ")[2] for one in told] == [f"{cell(starved)} get nothing else"] * bool(starved)
     for step in {0, steps // 2, steps - 1}:
         for one in planned(capsys, *flags, "--step", step)["step"]:
             assert [per_rank[rank][step] for rank in one["ranks"]] == [one["samples"]] * len(one["ranks"])
