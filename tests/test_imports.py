@@ -45,7 +45,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "loader": (
         PURE
         | {"version", "tree", "say_once", "collate", "samplers", "stages", "sources", "reading", "place", "ranks"}
-        | {"inputs", "position", "delivery", "record"},
+        | {"inputs", "position", "delivery", "record", "cli"},  # of `cli` the page, by which a loader explains itself
         {"numpy", "paddle"},
     ),
     "testing": (PURE | {"ranks", "loader"}, {"numpy", "paddle"}),

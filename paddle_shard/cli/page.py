@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from paddle_shard.plan.blocks import BlockOrder, Blocks
 from paddle_shard.plan.mesh import Axes, MeshLayout
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.orders import PaddleOrdering, Sequential, Shuffled
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
+from paddle_shard.record.places import groups_of
+from paddle_shard.record.timeline import Leg, Timeline
 
 MAX_SAMPLES = 1 << 52
 """Most samples of a page: numbers of JavaScript are exact up to 2^53, and so are sums of two positions."""
@@ -26,29 +30,34 @@ SCRIPTS = ("drawing.js", "order.js", "page.js")
 
 
 def view_of(
-    plan: ShardPlan,
+    plan: ShardPlan | PartsPlan,
     mesh: MeshLayout,
     data_axes: Axes,
     *,
     plans: Mapping[int, ShardPlan] | None = None,
     skips: Skips | None = None,
-    stretches: Sequence[Mapping[str, int | str]] = (),
+    stretches: Sequence[Mapping[str, Any]] = (),
+    dealt: bool = False,
+    files: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what the page needs to know about a plan, as JSON values.
 
     Args:
-        plan: The plan of all epochs that `plans` does not have.
+        plan: The plan of all epochs that `plans` does not have; or that of a stream, of which parts are shown.
         mesh: The mesh that reads it, or one of several: then the plan's data ranks are their least common multiple.
         data_axes: The axes that the batch is split over.
         plans: The plans of epochs with segments of their own, or another length.
         skips: What the user leaves out.
         stretches: What a run has delivered: {"epoch": 0, "first": 0, "end": 512, "run": "dp=4"} and so on. `first` and
-            `end` are positions, and `run` names the job that delivered them.
+            `end` are positions, and `run` names the job that delivered them. Its own "mesh" and "data_axes" may follow,
+            with "accumulation" and "dealt"; and "counts": False if the run was resumed from before it.
+        dealt: Whether rows are dealt by costs (`balance=`), so that nobody knows here who has which.
+        files: Names of the files of a stream.
 
     Raises:
         ArgumentError: The page cannot compute the order.
     """
-    if plan.num_positions > MAX_SAMPLES:
+    if isinstance(plan, ShardPlan) and plan.num_positions > MAX_SAMPLES:
         raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {plan.num_samples}.")
     data_ranks = mesh.num_data_ranks(data_axes)
     if plan.num_data_ranks % data_ranks:
@@ -57,35 +66,68 @@ def view_of(
             f"do not divide the plan's num_data_ranks={plan.num_data_ranks}. Name the axes that the plan is for."
         )
     skips = skips or Skips()
+    parts = plan if isinstance(plan, PartsPlan) else None
+    meshes = list[tuple[MeshLayout, tuple[int, ...]]]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
     return {
         "version": 1,
         "orderVersion": VERSION,
-        "seed": repr(plan.seed),
+        "seed": repr(plan.seed) if isinstance(plan, ShardPlan) else "",
         "batchSize": plan.batch_size,
         "dataRanks": data_ranks,
         "accumulation": plan.accumulation,
         "tail": str(plan.tail),
         "order": _order(plan),
         "epochs": {"any": _epoch(plan)} | {str(epoch): _epoch(one) for epoch, one in (plans or {}).items()},
-        "mesh": {
-            "axes": list(mesh.axes),
-            "shape": list(mesh.shape),
-            "dataAxes": [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)],
-            "ranks": list(mesh.process_ids),
-            "dataRanks": [mesh.data_rank(rank, data_axes) for rank in mesh.process_ids],
-        },
+        "dealt": dealt,
+        "parts": parts and parts.num_parts,
+        "files": list(files),
+        "mesh": _mesh(mesh, data_axes, parts),
         "skips": {
             "stretches": [list(stretch) for stretch in skips.stretches],
             "samples": [
                 [list(source_and_index(sample)) if is_sample_id(sample) else sample, *since] for sample, *since in ints
             ],
         },
-        "stretches": [dict(stretch) for stretch in stretches],
+        "stretches": [_stretch(stretch, meshes) for stretch in stretches],
+        "meshes": [_mesh(*one, parts) for one in meshes],
     }
 
 
-def page_of(view: Mapping[str, Any]) -> str:
+class Page(str):
+    """A page of HTML, which shows itself in a notebook."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<a page of HTML, {len(self)} characters>"
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{escape(self)}" style="width: 100%; height: 60rem; border: 0"></iframe>'
+
+
+def life_of(run: Timeline) -> dict[str, Any]:
+    """Return what the page of a run shows beside its plan, as arguments of `view_of`: each leg on its job's first mesh.
+
+    Args:
+        run: What a record tells.
+    """
+    stretches = [_of_leg(leg, True) for leg in run.legs] + [_of_leg(leg, False) for leg in run.lost]
+    plans = {leg.epoch: leg.plan for leg, _ in run.passes if leg.job.unknown is None}
+    facts, skips = run.last.facts, run.passes[-1][0].skips if run.passes else Skips()
+    files = facts["data"].get("files", ())
+    return {"plans": plans, "skips": skips, "stretches": stretches, "dealt": facts["dealt"], "files": files}
+
+
+def _of_leg(leg: Leg, counts: bool) -> dict[str, Any]:
+    job, facts, (mesh, data_axes) = leg.job, leg.job.facts, leg.job.meshes[0]
+    shapes = [",".join(f"{axis}={size}" for axis, size in zip(m.axes, m.shape, strict=True)) for m, _ in job.meshes]
+    found: dict[str, Any] = {"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "counts": counts}
+    found |= {"run": f"job {job.number}: {' and '.join(shapes)}", "mesh": mesh, "data_axes": data_axes}
+    return {**found, "accumulation": facts["plan"]["accumulation"] if facts["plan"] else 1, "dealt": facts["dealt"]}
+
+
+def page_of(view: Mapping[str, Any]) -> Page:
     """Return the page that shows a view: HTML that loads nothing.
 
     Args:
@@ -96,11 +138,38 @@ def page_of(view: Mapping[str, Any]) -> str:
     for name in SCRIPTS:
         page = page.replace(f"__{name}__", text[name])
     # The last of all: names of sources may be anything, also what looks like one of the marks, or the end of a script.
-    return page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c"))
+    return Page(page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c")))
 
 
-def _order(plan: ShardPlan) -> dict[str, Any]:
+def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[str, Any]:
+    """Return a mesh; of a stream, with the parts of each data rank."""
+    count, names = mesh.num_data_ranks(data_axes), [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)]
+    data_rank = {rank: group["data_rank"] for group in groups_of([(mesh, names)]) for rank in group["ranks"]}
+    return {
+        "axes": list(mesh.axes),
+        "shape": list(mesh.shape),
+        "dataAxes": names,
+        "ranks": list(mesh.process_ids),
+        "dataRanks": [data_rank[rank] for rank in mesh.process_ids],
+        "count": count,
+        "parts": parts and [list(parts.parts_of(data_rank, count)) for data_rank in range(count)],
+    }
+
+
+def _stretch(stretch: Mapping[str, Any], meshes: list[tuple[MeshLayout, tuple[int, ...]]]) -> dict[str, Any]:
+    """Return a stretch with the place of its mesh in `meshes`, to which it is added if it is a new one."""
+    found = {name: value for name, value in stretch.items() if name not in ("mesh", "data_axes")}
+    if "mesh" in stretch:
+        mesh = stretch["mesh"], stretch["mesh"].axis_indices(stretch["data_axes"])
+        meshes += [] if mesh in meshes else [mesh]
+        found["mesh"] = meshes.index(mesh)
+    return found
+
+
+def _order(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
     """Return which order the page computes, and its settings."""
+    if isinstance(plan, PartsPlan):
+        return {"kind": "stream", "padsFirst": False}
     ordering, found = plan.ordering, {"padsFirst": plan.ordering.pads_first, "name": repr(plan.ordering.name)}
     if isinstance(ordering, PaddleOrdering) and ordering.shuffles:
         if plan.num_positions > MAX_TABLE:
@@ -130,8 +199,17 @@ def _order(plan: ShardPlan) -> dict[str, Any]:
     raise ArgumentError(f"shuffle: a page cannot compute the order of {ordering!r}, only the orders of this package.")
 
 
-def _epoch(plan: ShardPlan) -> dict[str, Any]:
-    """Return the steps of an epoch."""
+def _epoch(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
+    """Return the steps of an epoch; of a stream, nobody knows them."""
+    if isinstance(plan, PartsPlan):
+        return {
+            "samples": 0,
+            "positions": 0,
+            "served": 0,
+            "steps": 0,
+            "lastRows": 0,
+            "segments": [[0, plan.batch_size]],
+        }
     found = {
         "samples": plan.num_samples,
         "positions": plan.num_positions,

@@ -10,19 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, run_of, with_hazards
-from paddle_shard.cli.page import page_of, view_of
+import numpy as np
+
+from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, cell, run_of, with_hazards
+from paddle_shard.cli.page import life_of, page_of, view_of
+from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
+from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.record.places import Meshes, groups_of, samples_of
-from paddle_shard.record.timeline import Leg
+from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
 from paddle_shard.sources.files import matched
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
@@ -31,6 +34,8 @@ from paddle_shard.stages.stage import Opening
 
 _DATA_AXES = ("dp", "data", "fsdp", "sharding", "batch")
 """What an axis that carries data is usually called."""
+_MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "sequence")
+"""What an axis is usually called whose ranks wait for each other in every layer."""
 _MOST_EPOCHS = 4
 """How often a source may be read in an epoch of its mixture before it is a hazard."""
 _MUCH = 0.01
@@ -44,14 +49,22 @@ class _Planned:
     """What is asked about."""
 
     meshes: Meshes
+    holders: Meshes
+    """Those that have the rows of a step; none if rows are dealt by costs that are not known here."""
     replicas: str
     plan: ShardPlan | None = None
     """The order; None if there is none, for a reason that is said or is a hazard."""
+    plan_of_parts: PartsPlan | None = None
+    """Of a stream."""
     skips: Skips = field(default_factory=Skips)
     epoch: int = 0
+    step_of: tuple[ShardPlan, Meshes, Meshes, Skips] | None = None
+    """The plan, meshes, holders and skips of who has delivered the step that is asked about, if somebody has."""
     view: dict[str, Any] = field(default_factory=dict)
     """What a page shows beside the plan, as arguments of `view_of`."""
     hazards: list[Hazard] = field(default_factory=list)
+    where: str = ""
+    """Which files differ, for a hazard."""
     said: list[str | Rows] = field(default_factory=list)
 
 
@@ -102,7 +115,8 @@ def _planned(options: argparse.Namespace) -> _Planned:
     if not options.mesh or options.batch_size is None or not (options.samples or options.source or options.files):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
-    found = _Planned(meshes=with_data_axes(options.mesh, options.data_axes), replicas=options.replicas)
+    meshes = with_data_axes(options.mesh, options.data_axes)
+    found = _Planned(meshes=meshes, holders=meshes, replicas=options.replicas)
     found.epoch, times = options.epoch or 0, options.accumulation
     ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in found.meshes))
     cut = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
@@ -119,38 +133,43 @@ def _planned(options: argparse.Namespace) -> _Planned:
             found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed, tail=options.tail, **cut)
     except ArgumentError as error:
         what, _, remedy = str(error).partition(". ")
-        found.hazards.append((what, remedy))
+        found.hazards.append((f"{what}{found.where}", remedy))
     return found
 
 
 def _of_record(options: argparse.Namespace) -> _Planned:
     run = run_of(options.record)
     job, newest = run.last, run.passes[-1][0] if run.passes else None
-    found = _Planned(meshes=job.meshes, replicas=job.facts["options"]["replicas"])
+    found = _Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
+        if "num_parts" in job.facts["data"]:
+            found.plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **job.facts["plan"])
+            found.said.append([{**group, "parts": of} for group, of in parts_of(job.meshes, found.plan_of_parts)])
+            found.view = life_of(run)
         return found
     found.epoch = newest.epoch if options.epoch is None else options.epoch
-    start = newest.start if found.epoch == newest.epoch else LoaderState(epoch=found.epoch)
-    found.plan, found.skips = job.batches(newest.history).plan_of(start), newest.skips
-    legs = [leg for leg in run.legs if leg.moved() and leg.job.unknown is None]
-    parts = [{"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "run": _name(leg)} for leg in legs]
-    plans = {**{leg.epoch: leg.plan for leg in legs}, found.epoch: found.plan}
-    found.view = {"plans": plans, "skips": newest.skips, "stretches": parts}
+    found.view, found.skips = life_of(run), newest.skips
+    # An epoch that was never begun is what the newest job would make of it.
+    plans = found.view["plans"]
+    found.plan = plans.setdefault(found.epoch, job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch)))
+    for leg in run.legs_of(found.epoch):
+        if leg.start.steps <= (options.step or 0) < leg.steps and leg.job.unknown is None:
+            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.skips
     return found
-
-
-def _name(leg: Leg) -> str:
-    """Return a job by its number and its meshes."""
-    shapes = [",".join(f"{axis}={size}" for axis, size in zip(m.axes, m.shape, strict=True)) for m, _ in leg.job.meshes]
-    return f"job {leg.job.number}: {' and '.join(shapes)}"
 
 
 def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, int]) -> None:
     """Look at files that are not counted, each of which belongs to one part as a whole."""
-    source = ShardSource(matched(options.files), lambda name, skip: iter(()))
+    names = matched(options.files)
+    source = ShardSource(names, lambda name, skip: iter(()))
+    known = sorted((size, name) for size, name in zip(source.sizes(), names, strict=True) if size is not None)
+    if known and known[-1][0] > (1 + _MUCH) * known[0][0]:
+        (least, small), (most, large) = known[0], known[-1]
+        found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}"
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
-    plan = PartsPlan(num_parts=parts, tail=options.tail, **cut)
+    plan = found.plan_of_parts = PartsPlan(num_parts=parts, tail=options.tail, **cut)
+    found.view = {"files": names}
     sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
@@ -163,6 +182,7 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
     if lost > _MUCH and (plan.ending.pads or plan.ending.drops):
         what = "of the data is dropped" if plan.ending.drops else "of all rows are padding"
         what = f"the parts differ in size: about {lost:.0%} {what}, since files that are not counted are not cut"
+        what += found.where
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
 
 
@@ -172,20 +192,15 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
 def _hazards(asked: _Planned) -> Iterator[Hazard]:
     yield from asked.hazards
     for mesh, axes in asked.meshes:
-        for axis, size in zip(mesh.axes, mesh.shape, strict=True):
-            if axis in _DATA_AXES and axis not in axes and size > 1:
-                what = f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows"
-                yield what, f"shard_dims={[*axes, axis]!r} splits the rows over it, too"
-        each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
-        if each > 1 and asked.replicas == "each":
-            what = f"{each} ranks of each replica group all read, transform and collate the same samples"
-            yield what, 'replicas="leader" lets one rank on each host read for the others'
+        yield from _hazards_of_mesh(mesh, axes, asked.replicas)
     if (plan := asked.plan) is None:
         return
     few, ranks = plan.num_samples, plan.num_data_ranks
     if few < ranks:
         what = f"{ranks} data ranks share {few} samples: {ranks - few} of them get nothing but padding"
         yield what, f"Use a mesh with at most {few} data ranks"
+    elif asked.holders:
+        yield from _starved(plan, asked.epoch)
     dropped = plan.num_positions - plan.num_served
     if dropped > _MUCH * few:
         what = f"tail={plan.tail!r} drops {dropped} of {few} samples in each epoch"
@@ -194,15 +209,75 @@ def _hazards(asked: _Planned) -> Iterator[Hazard]:
     if advice is not None:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"
-    if not isinstance(plan.ordering, Mixing):
+    if isinstance(plan.ordering, Mixing):
+        yield from _drawn_too_often(plan.ordering, few)
+
+
+def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> Iterator[Hazard]:
+    sizes, ids = dict(zip(mesh.axes, mesh.shape, strict=True)), np.array(mesh.process_ids).reshape(mesh.shape)
+    for axis, size in sizes.items():
+        if axis in _DATA_AXES and axis not in axes and size > 1:
+            others = [other for other in axes if other not in _DATA_AXES]
+            instead = (
+                f"{[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}; " if others else ""
+            )
+            what = f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows"
+            both = "over both" if others else "splits the rows over it, too"
+            yield what, f"shard_dims={instead}{[*axes, axis]!r} {both}"
+    # How far the ranks next to each other along an axis are apart, and the first two of them.
+    far = {axis: np.median(np.abs(np.diff(ids, axis=at))) for at, axis in enumerate(sizes) if sizes[axis] > 1}
+    first = {axis: ids.swapaxes(0, at).reshape(sizes[axis], -1)[:2, 0] for at, axis in enumerate(sizes)}
+    inner = [axis for axis in sizes if axis in _MODEL_AXES and axis not in axes]
+    for axis in inner:
+        nearer = [one for one in axes if axis in far and one in far and far[one] < far[axis]]
+        if nearer:
+            (a, b), (c, d) = first[axis], first[nearer[0]]
+            what = (
+                f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same rows"
+            )
+            better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
+            remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer"
+            yield f"{what}, and ranks {c} and {d}, which are nearer, do not", f"{remedy}: --mesh {better}"
+    each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
+    if each > 1 and replicas == "each":
+        what = f"{each} ranks of each replica group all read, transform and collate the same samples"
+        yield what, 'replicas="leader" lets one rank on each host read for the others'
+
+
+def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
+    """Yield whether data ranks have no real row in the last step."""
+    step = plan.num_steps - 1
+    rows = plan.num_rows(step=step) if plan.num_steps else 0
+    real = plan.valid(epoch=epoch, step=step, rows=np.arange(rows))
+    if real.all() or rows % plan.num_data_ranks:  # another mesh has read it
         return
-    lengths = dict(zip(plan.ordering.names, plan.ordering.segments[-1].lengths, strict=True))
-    for name, drawn in drawn_of(plan.ordering, few).items():
-        if drawn.drawn > _MOST_EPOCHS * lengths[name] > 0:
-            what = f"source {name!r} has {lengths[name]} samples, and an epoch draws {drawn.drawn}"
-            share = _MOST_EPOCHS * lengths[name] / few
-            remedy = f"A share of {share:.2g} instead of {drawn.weight:.2g} is {_MOST_EPOCHS} times"
-            yield f"{what}: each {drawn.epochs} times", remedy
+    size, ranks = plan.micro_size(step=step), range(plan.num_data_ranks)
+    none = [rank for rank in ranks if not real[slice_rows(rows, len(ranks), rank, size)].any()]
+    if none:
+        what = f"step {step}, the last of the epoch, has {real.sum()} samples and {(~real).sum()} rows of padding"
+        what += f": data ranks {cell(none)} get nothing else"
+        remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
+        yield what, f"{remedy}. tail='drop' leaves such a step out"
+
+
+def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
+    lengths, drawn = mixing.segments[-1].lengths, drawn_of(mixing, num_samples)
+    # How often a sample of a source is drawn while one unit of weight is.
+    often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
+    slowest = min((name for name in often if often[name]), key=often.__getitem__)
+    for name, length in zip(mixing.names, lengths, strict=True):
+        of = drawn[name]
+        if of.drawn > _MOST_EPOCHS * length > 0:
+            what = f"source {name!r} has {length} samples, and an epoch draws {of.drawn}: each {of.epochs} times"
+            share = _MOST_EPOCHS * length / num_samples
+        elif length and often[name] > _MOST_EPOCHS * often[slowest]:
+            times = round(often[name] / often[slowest])
+            what = f"source {name!r} has {length} samples: while the run reads {slowest!r} once, each of them is drawn"
+            what, weight = f"{what} {times} times", _MOST_EPOCHS * length * often[slowest]
+            share = weight / (1 - of.weight + weight)
+        else:
+            continue
+        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times"
 
 
 # How it is shown
@@ -213,18 +288,26 @@ def _plan(options: argparse.Namespace) -> Answer:
     found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes))}
     said = [*(line for number in range(len(asked.meshes)) for line in _grid(asked.meshes, number)), *asked.said]
     if (plan := asked.plan) is not None:
-        facts = found["plan"] = _facts(plan, asked)
+        readers = max(len(group["ranks"]) for group in groups_of(asked.meshes)) if asked.replicas == "each" else 1
+        facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
+        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
         if options.step is not None:
-            found["step"] = samples_of(plan, asked.meshes, asked.epoch, options.step, asked.skips)
+            found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     if options.html is not None:
-        if plan is None:
-            raise ArgumentError(
-                "--html: there is no plan to draw: a record of one, or --samples or --source, is needed."
-            )
-        options.html.write_text(page_of(view_of(plan, *asked.meshes[0], **asked.view)), encoding="utf-8")
+        drawn = plan or asked.plan_of_parts
+        if drawn is None:
+            raise ArgumentError("--html: there is no plan to draw: the order is not known here, or no plan fits.")
+        options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view)), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
+    if options.svg is not None:
+        if plan is None or not plan.num_steps:
+            raise ArgumentError("--svg: there is no step to draw.")
+        step = options.step or 0
+        given = samples_of(of, holders, asked.epoch, step, skips)
+        options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
+        said.append(f"{options.svg} is the picture of step {step}")
     return with_hazards(found, said, list(_hazards(asked)))
 
 
@@ -233,35 +316,11 @@ def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:
     mesh, axes = meshes[number]
     groups = [group for group in groups_of(meshes) if group["mesh"] == number]
     shape = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-    head = f"mesh {number}: {shape}; {' and '.join(axes) or 'nothing'} splits the rows: {len(groups)} data ranks"
+    verb = "split" if len(axes) > 1 else "splits"
+    head = f"mesh {number}: {shape}; {' and '.join(axes) or 'nothing'} {verb} the rows: {len(groups)} data ranks"
     if len(mesh.process_ids) > _MOST_SHOWN:
         return head, groups[:_MOST_SHOWN]
-    data_rank = {rank: group["data_rank"] for group in groups for rank in group["ranks"]}
-    rows: list[dict[str, Any]] = []
-    for rank in mesh.process_ids:
-        *place, last = mesh.coordinate(rank)
-        if last == 0:
-            rows.append({"ranks": ", ".join(f"{axis} {at}" for axis, at in zip(mesh.axes, place, strict=False))})
-        rows[-1][f"{mesh.axes[-1]} {last}"] = f"{rank} (data rank {data_rank[rank]})"
-    return head, rows
-
-
-def _facts(plan: ShardPlan, asked: _Planned) -> dict[str, int]:
-    """Return numbers of an epoch, by what they count."""
-    last, padding = plan.num_steps - 1, plan.num_positions - plan.num_samples
-    readers = [len(group["ranks"]) for group in groups_of(asked.meshes)]
-    if plan.num_steps and not plan.ordering.pads_first:
-        padding = plan.padding(step=last)
-    return {
-        "samples of an epoch": plan.num_samples,
-        "steps of an epoch": plan.num_steps,
-        "rows of a step": plan.batch_size,
-        "rows of a data rank": plan.batch_size // plan.num_data_ranks,
-        "rows of the last step": plan.num_rows(step=last) if plan.num_steps else 0,
-        "rows of padding in an epoch": padding,
-        "samples dropped in an epoch": plan.num_positions - plan.num_served,
-        "reads of each sample": max(readers) if asked.replicas == "each" else 1,
-    }
+    return head, grid_of(mesh, axes)
 
 
 _AXES = "axes and sizes in row-major order: dp=4,mp=2; of other ranks than 0, 1, ..: dp=2,mp=1@3,1; once for each mesh"
@@ -286,6 +345,7 @@ _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
     ("--epoch", {"type": int, "help": "the epoch that is shown"}),
     ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
     ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
+    ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step, as a picture for a paper"}),
 ]
 _DOES = "Who would read what, and what is wrong with it? Exits with 1 if there is a hazard."
 _EXAMPLE = "--samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3"

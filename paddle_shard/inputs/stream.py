@@ -12,6 +12,7 @@ import paddle.io
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.other_library import is_iterable_dataset
 from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
 from paddle_shard.say_once import say_once
@@ -624,11 +625,18 @@ class Stream(paddle.io.IterableDataset):
         made._stage = stage
         return made
 
-    def __repr__(self) -> str:
+    def _repr_html_(self) -> str:
+        parts = "as many as the loader chooses" if self._num_parts is None else self._num_parts
+        return as_html(self, lambda: {"stages": self._line(), "parts": parts})
+
+    def _line(self) -> str:
         source, *names = [type(stage).__name__ for stage in self._stage.line()][::-1]
         if (num_shards := self._stage.source.num_shards) is not None:
             source += f" of {num_shards} shards"
-        return f"{type(self).__name__}({' > '.join([source, *names])})"
+        return " > ".join([source, *names])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._line()})"
 
     def __bool__(self) -> bool:
         """Return True: only reading the stream shows whether it has a sample."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
+from paddle_shard.cli.page import Page, page_of
 from paddle_shard.delivery import stopping
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
@@ -23,13 +26,19 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
 from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
+from paddle_shard.loader.recording import view_of_loader
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
+from paddle_shard.plan.mesh import grid_of
 from paddle_shard.plan.mixture import Drawn
-from paddle_shard.plan.shard_plan import ShardPlan, Where
+from paddle_shard.plan.shard_plan import ShardPlan, Where, facts_of_plan
+from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.reading.batch import NO_STAND_IN
+
+_MOST_SHOWN = 64
+"""Ranks of a mesh that is shown as a grid."""
 
 
 @dataclass
@@ -104,6 +113,41 @@ class ShardDataloader(PaddleShardDataloader):
             f"{dict(zip(own.layout.axes, own.layout.shape, strict=True))}, epoch {self.epoch}"
             + (f", {self.stats.who_reads})" if self.stats.who_reads else ")")
         )
+
+    def _repr_html_(self) -> str:
+        own = self._shared.setup.own_layout
+        axes = dict(zip(own.layout.axes, own.layout.shape, strict=True))
+
+        def facts() -> dict[str, Any]:
+            source, plan = self._shared.setup.source, self.plan
+            found = {"data set": type(self.dataset).__name__, "epoch": self.epoch, "tail": source.tail}
+            found["mesh"] = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+            split = [own.layout.axes[axis] for axis in own.data_axes]
+            found["split over"] = f"{', '.join(split) or 'nothing'}: {own.num_data_ranks} data ranks"
+            return {**found, **({"rows of a step": source.batch_size} if plan is None else facts_of_plan(plan))}
+
+        few = len(own.layout.process_ids) <= _MOST_SHOWN
+        return as_html(self, facts, lambda: grid_of(own.layout, own.data_axes) if few else [])
+
+    def explain(self, path: str | os.PathLike[str] | None = None) -> Page:
+        """Return a page of HTML that draws who reads which sample, when. It loads nothing: it computes the order.
+
+        With `record=`, on the rank that writes it, the page shows the life of the run as its lines tell it, as
+        `paddle-shard plan run.jsonl --html` does. Otherwise it shows the run up to its position. Nothing is read.
+
+        Args:
+            path: A file to write the page into; None: none. In a notebook, the page shows itself.
+
+        Raises:
+            ArgumentError: Nobody but the loader knows the order, or a page cannot compute it.
+
+        Examples:
+            >>> page = loader.explain("plan.html")  # doctest: +SKIP
+        """
+        page = page_of(view_of_loader(self._shared.setup))
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
 
     def __len__(self) -> int:
         return self._run.num_batches()

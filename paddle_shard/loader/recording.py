@@ -1,4 +1,4 @@
-"""What does the record of a run say of its loader, in the line with which a job begins?"""
+"""What do the record of a run, in the line with which a job begins, and a page say of a loader?"""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_shard.cli.page import life_of, view_of
+from paddle_shard.delivery.placing import PassSetup
+from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.handlers import length_or_none
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.position.run import Run
+from paddle_shard.record.lines import read
+from paddle_shard.record.timeline import timeline
 from paddle_shard.version import VERSION
 
 _TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "balance", "record"}
@@ -57,6 +62,32 @@ def facts_of_run(
         "options": {name: _shown(value) for name, value in given_options.items() if value is not None},
         "data": data,
     }
+
+
+def view_of_loader(setup: PassSetup) -> dict[str, Any]:
+    """Return what the page of a loader shows; see `view_of`.
+
+    Args:
+        setup: Of the loader.
+
+    Raises:
+        ArgumentError: Nobody but the loader knows the order, or the page cannot compute it.
+    """
+    run, source, own = setup.run, setup.source, setup.own_layout
+    stream, plan = source.stream, run.plan
+    drawn: Any = plan if stream is None else stream.plan
+    if drawn is None or source.item_is_batch:
+        raise ArgumentError(f"explain: the order is that of {run.no_order()}, so only its steps are known.")
+    lines = [] if run.recorder is None else read(run.recorder.path)[0]
+    if any(line["line"] == "pass" for line in lines):
+        more = life_of(timeline(lines))
+    else:
+        at = run.state()
+        told = {"epoch": at.epoch, "first": 0, "end": at.samples, "run": "this run"}
+        more = {"skips": run.skips, "stretches": [told] if at.samples else [], "dealt": source.costs is not None}
+    if plan is not None:
+        more["plans"] = {**more.get("plans", {}), run.epoch: plan}
+    return view_of(drawn, own.layout, own.data_axes, **more)
 
 
 def _mesh(layout: FieldLayout) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from paddle_shard.plan.mixture import Mixing, source_and_index
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.skips import Skips, counted, united
 from paddle_shard.plan.step import Ids, as_ids
 
@@ -242,6 +243,16 @@ class Certificate:
     def exact(self) -> bool:
         """True if each sample of the epoch was delivered exactly once."""
         return not self.problems
+
+    def _repr_html_(self) -> str:
+        def facts() -> dict[str, Any]:
+            names = ("epoch", "num_samples", "delivered", "missed", "repeated", "dropped", "skipped")
+            numbers = {name.removeprefix("num_"): getattr(self, name) for name in names}
+            problems = {f"problem {number}": problem for number, problem in enumerate(self.problems, 1)}
+            of_sources = {f"of {name}": number for name, number in (self.sources or {}).items()}
+            return {"exactly once": "yes" if self.exact else "no", **numbers, **of_sources, **problems}
+
+        return as_html(self, facts)
 
     def __str__(self) -> str:
         what = f"each of {self.num_samples} samples"

@@ -16,6 +16,7 @@ from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_rows, slice_rows
 from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.step import Deal, GlobalBatch, Step, all_rows, rank_steps
@@ -226,6 +227,10 @@ class ShardPlan:
                 "or choose tail='pad', 'fill' or 'drop'."
             )
 
+    def _repr_html_(self) -> str:
+        how = {"order": type(self.ordering).__name__, "seed": self.seed, "tail": self.tail}
+        return as_html(self, lambda: {**how, "data ranks": self.num_data_ranks, **facts_of_plan(self)})
+
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last step.
 
@@ -377,6 +382,22 @@ class ShardPlan:
         # An order of blocks keeps the micro-batches with which the epoch began.
         width = (self.segments[0][1] if self.segments else self.batch_size) // self.accumulation
         return self.ordering.order(self.num_positions, self.seed, epoch, max(1, width))
+
+
+def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
+    """Return numbers of an epoch, by what they count."""
+    last, padding = plan.num_steps - 1, plan.num_positions - plan.num_samples
+    if plan.num_steps and not plan.ordering.pads_first:
+        padding = plan.padding(step=last)
+    return {
+        "samples of an epoch": plan.num_samples,
+        "steps of an epoch": plan.num_steps,
+        "rows of a step": plan.batch_size,
+        "rows of a data rank": plan.batch_size // plan.num_data_ranks,
+        "rows of the last step": plan.num_rows(step=last) if plan.num_steps else 0,
+        "rows of padding in an epoch": padding,
+        "samples dropped in an epoch": plan.num_positions - plan.num_served,
+    }
 
 
 def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:

@@ -42,17 +42,17 @@ class Recorder:
         """
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"record must be the path of a file, got {type(path).__name__}: {path!r}.")
-        self._path, self._pending, self._busy, self._over = os.path.abspath(path), deque[dict[str, Any]](), False, False
+        self.path, self._pending, self._busy, self._over = os.path.abspath(path), deque[dict[str, Any]](), False, False
         self._job, self._history = "", None
         try:
             if os.path.isfile(path):
                 with open(path, "rb") as file:
                     if not _BEGINNING.startswith(file.read(len(_BEGINNING))):
-                        raise ArgumentError(f"record={self._path!r} is a file of something else. Give another name.")
+                        raise ArgumentError(f"record={self.path!r} is a file of something else. Give another name.")
             self._job = self._append("begin", {"format": FORMAT, **facts})
         except OSError as error:
             raise_if_a_handlers(error)
-            what = f"record={self._path!r} cannot be written ({error})"
+            what = f"record={self.path!r} cannot be written ({error})"
             raise ArgumentError(f"{what}. {_WAY_OUT}") from error
 
     def note(self, kind: str, history: Any, **facts: Any) -> None:
@@ -76,13 +76,13 @@ class Recorder:
         except OSError as error:
             raise_if_a_handlers(error)
             self._over = True
-            _LOG.warning("record=%r cannot be written any more (%s). The run continues without it.", self._path, error)
+            _LOG.warning("record=%r cannot be written any more (%s). The run continues without it.", self.path, error)
         finally:
             self._busy = False
 
     def _append(self, kind: str, facts: Mapping[str, Any]) -> str:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        digest, half = append(self._path, {"line": kind, "time": now, **facts})
+        digest, half = append(self.path, {"line": kind, "time": now, **facts})
         if half:
-            _LOG.warning("record=%r: a crash had cut its last line. The %d bytes were taken off.", self._path, half)
+            _LOG.warning("record=%r: a crash had cut its last line. The %d bytes were taken off.", self.path, half)
         return digest

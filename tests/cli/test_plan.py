@@ -8,6 +8,7 @@ import pytest
 from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard import Mixture
+from paddle_shard.cli.answer import cell
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import Made, sharded
@@ -48,7 +49,15 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
 @pytest.mark.parametrize(("text", "axes", "ids", "names"), MESHES, ids=[mesh[0] for mesh in MESHES])
 @pytest.mark.parametrize(
     ("samples", "batch_size", "accumulation", "tail", "shuffle"),
-    [(43, 8, 1, "pad", "True"), (43, 4, 2, "fill", "False"), (43, 8, 1, "drop", "paddle"), (41, 8, 1, "pad", "paddle")],
+    [
+        (43, 8, 1, "pad", "True"),
+        (43, 4, 2, "fill", "False"),
+        (43, 8, 1, "drop", "paddle"),
+        (41, 8, 1, "pad", "paddle"),
+        (42, 8, 1, "fill", "True"),
+        (70, 16, 4, "fill", "True"),
+        (33, 8, 2, "pad", "True"),
+    ],
 )
 def test_the_plan_is_what_loaders_deliver(
     text, axes, ids, names, samples, batch_size, accumulation, tail, shuffle, capsys
@@ -77,6 +86,9 @@ def test_the_plan_is_what_loaders_deliver(
     served = sum(row is not None for of_step in rows for row in of_step)
     assert real["samples dropped in an epoch"] == (samples - served if shuffle != "paddle" else 4 * (tail == "drop"))
     assert real["reads of each sample"] == len(groups[0])
+    starved = [at for at, ranks in enumerate(groups) if not any(one is not None for one in per_rank[ranks[0]][-1])]
+    told = [one["what"] for one in found["hazards"] if "nothing else" in one["what"]]
+    assert [one.partition("data ranks ")[2] for one in told] == [f"{cell(starved)} get nothing else"] * bool(starved)
     for step in {0, steps // 2, steps - 1}:
         for one in planned(capsys, *flags, "--step", step)["step"]:
             assert [per_rank[rank][step] for rank in one["ranks"]] == [one["samples"]] * len(one["ranks"])
@@ -113,7 +125,7 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
         (
             [*FINE[:4], "--mesh", "mp=4,dp=2", "--data-axes", "mp", "--replicas", "leader"],
             "axis 'dp' of 2 ranks carries no data",
-            "['mp', 'dp']",
+            "shard_dims=['dp'] splits the rows over it instead of 'mp'; ['mp', 'dp'] over both",
         ),
         ([*FINE[:4], "--mesh", "dp=2,mp=2"], "2 ranks of each replica group all read", 'replicas="leader"'),
         ([*FINE, "--tail", "drop", "--samples", "70"], "drops 6 of 70 samples", "tail='pad'"),
@@ -121,6 +133,26 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
             ["--source", "web=100:0.5", "--source", "chat=2:0.5", *FINE],
             "source 'chat' has 2 samples, and an epoch draws 32: each 16 times",
             "is 4 times",
+        ),
+        (
+            ["--source", "web=1000:0.7", "--source", "chat=10:0.3", "--samples", "32", *FINE[2:]],
+            "source 'chat' has 10 samples: while the run reads 'web' once, each of them is drawn 43 times",
+            "A share of 0.038 instead of 0.3 is 4 times",
+        ),
+        (
+            [*FINE[:4], "--mesh", "mp=2,dp=2", "--replicas", "leader"],
+            "axis 'mp' is further apart than 'dp': ranks 0 and 2 share the work on the same rows",
+            "--mesh dp=2,mp=2",
+        ),
+        (
+            [*FINE[:4], "--mesh", "dp=2,mp=2@0,2,1,3", "--replicas", "leader"],
+            "axis 'mp' is further apart than 'dp': ranks 0 and 2 share the work on the same rows",
+            "--mesh dp=2,mp=2",
+        ),
+        (
+            [*FINE[:4], "--mesh", "dp=4", "--samples", "66"],
+            "step 8, the last of the epoch, has 2 samples and 2 rows of padding: data ranks 2 3 get nothing else",
+            "tail='drop' leaves such a step out",
         ),
         ([*FINE, "--tail", "error", "--samples", "70"], "70 samples do not fill the last batch of 8", "tail='pad'"),
         ([*FINE, "--shuffle", "blocks"], "1 parts, which 4 data ranks cannot share evenly", "choose a batch size"),
@@ -147,10 +179,12 @@ def test_files_of_very_different_sizes_are_a_hazard(capsys, tmp_path):
     assert hazards(100, 100, 100, 100) == []
     (uneven,) = hazards(100, 100, 100, 140)  # four parts: 440 of 560 bytes
     assert "about 21% of all rows are padding" in uneven
+    assert f"The largest is {tmp_path / '3.txt'} with 140 bytes, the smallest {tmp_path / '0.txt'} with 100" in uneven
     (uneven,) = hazards(100, 100, 100, 140, tail="drop")  # 400 of 440 bytes
     assert "about 9% of the data is dropped" in uneven
     (uneven,) = hazards(100, 100, 100, 900)
     assert "in_parts() is missing: the stream's 4 files are not counted and differ so much" in uneven
+    assert f"The largest is {tmp_path / '3.txt'} with 900 bytes, the smallest {tmp_path / '0.txt'} with 100" in uneven
     (few,) = hazards(100, 100, 100, 100, mesh="dp=8")
     assert "made of 4 shards, but 8 data ranks are to read it" in few
 

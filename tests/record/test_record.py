@@ -7,32 +7,16 @@ from collections import Counter
 import pytest
 
 from tests.record.record_worker import SOURCES
-from tests.record.runs import Given, asked, asked_elsewhere, deliveries
+from tests.record.runs import COUNTED, Given, asked, asked_elsewhere, deliveries, whole_run
 
 pytestmark = pytest.mark.multiprocess
-GRID, LINE = [[0, 1], [2, 3]], [1, 0]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A kill, two resumes on other meshes and batch sizes, a switch of weights, a skip; an epoch has 96 samples."""
-    given = Given(tmp_path_factory.mktemp("run"))
-    given.job(
-        *(GRID, ["mp", "dp"], "dp", 8),
-        *[["take", 3], ["weights", {"web": 1, "code": 0, "chat": 1}], ["take", 2], ["save", "a"], ["take", 2]],
-        *[["kill", None]],
-    )
-    does = ["load", "a"], ["take", 6], ["save", "b"], ["take", 1], ["save", "x"]
-    given.job(LINE, ["dp"], "dp", 4, *does, certificates=True)
-    given.job(
-        *([[0, 2], [1, 3]], ["dp", "sharding"], ["dp", "sharding"], 16),
-        *[["load", "b"], ["skip", {"steps": [12], "samples": [["web", 7], ["chat", 1]]}], ["take", 99]],
-        *[["take", 2], ["save", "c"]],
-    )
-    return given
+    return whole_run(tmp_path_factory.mktemp("run"))
 
 
-COUNTED = {1: 5, 2: 6, 3: None}
 RANKS = {1: [0, 1], 2: [1, 0], 3: [0, 2, 1, 3]}
 """A rank of each data rank."""
 
@@ -67,6 +51,17 @@ def test_each_step_has_the_samples_of_each_rank(run):
             for rank in on["ranks"]:
                 ids, valid = of_ranks[rank]
                 assert [name_of(i) if real else None for i, real in zip(ids, valid, strict=True)] == names
+
+
+def test_the_plan_of_the_run_says_the_same_of_each_step_as_the_delivery(run, tmp_path):
+    for _, (epoch, step), _ in counted(run):
+        flags = run.record, "--epoch", epoch, "--step", step
+        delivered = asked("batch", *flags, "--json")["delivered"]
+        planned = asked("plan", *flags, "--svg", tmp_path / "step.svg", "--json", code=1)["step"]
+        assert planned == [{name: on[name] for name in planned[0]} for on in delivered]
+        drawn = (tmp_path / "step.svg").read_text()
+        assert all(f"data rank {on['data_rank']}, on ranks" in drawn for on in delivered)
+        assert drawn.count("<title>") == sum(len(on["ranks"]) for on in delivered)
 
 
 def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
@@ -153,7 +148,9 @@ def test_the_page_has_the_life_of_the_run(run, tmp_path):
         ("job 2: dp=2", 0, 40, 40 + 6 * 4),
         ("job 3: dp=2,sharding=2", 0, 64, 64 + 16),  # the step after it is left out
         ("job 3: dp=2,sharding=2", 1, 0, 2 * 16),
+        ("job 2: dp=2", 0, 64, 64 + 4),  # does not count
     ]
+    assert [one["counts"] for one in view["stretches"]] == [True] * 4 + [False]
 
 
 def test_no_line_is_written_for_a_step(run):

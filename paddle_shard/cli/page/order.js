@@ -339,7 +339,16 @@ function makePlan(view, blake2b) {
     };
   });
 
-  /** First position, rows, and rows of a micro-batch at a step: `ShardPlan._extent` and `Stretches`. */
+  const planned = { mesh: view.mesh, accumulation: view.accumulation, dealt: view.dealt };
+  const delivered = view.stretches
+    .filter((one) => "mesh" in one && one.counts !== false)
+    .map((one) => ({ ...one, mesh: view.meshes[one.mesh] }));
+
+  /** Who has read a position, as far as it is known, or else would. */
+  const readerOf = (epoch, position) =>
+    delivered.findLast((one) => one.epoch === epoch && one.first <= position && position < one.end) ?? planned;
+
+  /** First position, rows, rows of a micro-batch, and who reads it, at a step: `ShardPlan._extent` and `Stretches`. */
   function extent(epoch, step) {
     const { segments, steps, lastRows } = epochOf(epoch);
     let begin = 0; // the step at which the segment begins
@@ -352,23 +361,23 @@ function makePlan(view, blake2b) {
     const [first, size] = segments[at];
     const rows = step === steps - 1 ? lastRows : size;
     const whole = order.padsFirst ? view.batchSize : rows;
-    return {
-      first: first + (step - begin) * size,
-      rows,
-      microSize: Math.max(1, Math.floor(whole / view.accumulation)),
-    };
+    const position = first + (step - begin) * size;
+    const reader = readerOf(epoch, position);
+    return { first: position, rows, microSize: Math.max(1, Math.floor(whole / reader.accumulation)), reader };
   }
 
-  /** Whether these data ranks can share a batch evenly; if not, it was read on another mesh. */
-  const isShared = ({ rows, microSize }) => rows % view.dataRanks === 0 && microSize % view.dataRanks === 0;
+  /** Whether it is known who has which row: nobody knows it if rows are dealt by cost, or another mesh has read them. */
+  const isShared = ({ rows, microSize, reader: { mesh, dealt } }) =>
+    !dealt && rows % mesh.count === 0 && microSize % mesh.count === 0;
 
   /** [data rank, row in its slice] of a row of a global batch: `partition.place_of_rows`; nulls if it is not shared. */
   function placeOfRow(row, batch) {
     if (!isShared(batch)) return [null, null];
     const { rows, microSize } = batch;
+    const { count } = batch.reader.mesh;
     const [micro, within] = [Math.floor(row / microSize), row % microSize];
-    const part = Math.floor(Math.min(microSize, rows - micro * microSize) / view.dataRanks);
-    return [Math.floor(within / part), micro * Math.floor(microSize / view.dataRanks) + (within % part)];
+    const part = Math.floor(Math.min(microSize, rows - micro * microSize) / count);
+    return [Math.floor(within / part), micro * Math.floor(microSize / count) + (within % part)];
   }
 
   /** The step that holds a position. */
@@ -428,7 +437,7 @@ function makePlan(view, blake2b) {
   function loads(epoch, step) {
     const batch = extent(epoch, step);
     const asks = order.padsFirst || leftOut.size > 0;
-    const found = Array.from({ length: isShared(batch) ? view.dataRanks : 1 }, () => ({
+    const found = Array.from({ length: isShared(batch) ? batch.reader.mesh.count : 1 }, () => ({
       real: 0,
       padding: 0,
       "left out": 0,

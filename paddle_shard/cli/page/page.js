@@ -4,7 +4,8 @@
 const view = JSON.parse(document.getElementById("view").textContent);
 const { Plot } = drawing;
 const plan = makePlan(view, drawing.blake2b);
-const { order, mesh, dataRanks } = view;
+const { order } = view;
+const meshes = [view.mesh, ...view.meshes];
 
 const MOST_ROWS = 1000; // of a table
 const MOST_BOXES = 24; // in a column of the picture of a step
@@ -25,11 +26,19 @@ function colours(domain) {
   }
   return Plot.scale({ color: { type: "categorical", scheme: "observable10", domain } }).apply;
 }
-const ranksInOrder = Array.from({ length: dataRanks }, (_, rank) => rank);
+const ranksInOrder = Array.from({ length: Math.max(...meshes.map((one) => one.count)) }, (_, rank) => rank);
 const colourOfRank = colours(ranksInOrder);
-const colour = (rank) => (rank === null ? "var(--mixed)" : colourOfRank(rank)); // null: read on another mesh
-const byRank = new Map([null, ...ranksInOrder].map((rank) => [rank, []])); // data rank -> its global ranks
-mesh.ranks.forEach((rank, at) => byRank.get(mesh.dataRanks[at]).push(rank));
+const colour = (rank) => (rank === null ? "var(--mixed)" : colourOfRank(rank)); // null: nobody knows
+for (const mesh of meshes) {
+  mesh.byRank = new Map([null, ...ranksInOrder.slice(0, mesh.count)].map((rank) => [rank, []])); // its global ranks
+  mesh.ranks.forEach((rank, at) => mesh.byRank.get(mesh.dataRanks[at]).push(rank));
+}
+const isDealt = view.dealt || view.stretches.some((one) => one.dealt);
+const unknown = isDealt ? "dealt by cost" : "another mesh";
+
+/** Who reads the step that is shown. */
+const reader = () =>
+  plan.epochOf(state.epoch).steps ? plan.extent(state.epoch, state.step).reader : { mesh: view.mesh };
 
 /** Black or white, whichever can be read on a colour. */
 function onColour(fill) {
@@ -120,6 +129,7 @@ function save(svg, name) {
 }
 
 function drawMesh(width) {
+  const { mesh, run } = reader();
   const { axes, shape, ranks, dataRanks: of } = mesh;
   const columns = shape.length > 1 ? shape.at(-1) : Math.min(ranks.length, 16);
   const names = axes.slice(0, -1);
@@ -171,12 +181,13 @@ function drawMesh(width) {
       wide > 22 ? Plot.text(cells, { x: "x", y: "row", text: written, fill: (d) => onColour(d.fill) }) : null,
     ],
   });
-  const groups = [...byRank].slice(1).map(([rank, members]) => [rank, members.length, stretchesOf(members)]);
-  const replicas = ranks.length / dataRanks;
+  const groups = [...mesh.byRank].slice(1).map(([rank, members]) => [rank, members.length, stretchesOf(members)]);
+  const replicas = ranks.length / mesh.count;
   const others = axes.filter((axis) => !mesh.dataAxes.includes(axis));
   const caption =
+    (run ? `${run}. ` : "") +
     `${count(ranks.length, "rank")} on ${axes.map((axis, at) => `${axis}=${shape[at]}`).join(" × ")}; ` +
-    `the batch is split over ${mesh.dataAxes.join(" × ") || "no axis"}: ${count(dataRanks, "data rank")}. ` +
+    `the batch is split over ${mesh.dataAxes.join(" × ") || "no axis"}: ${count(mesh.count, "data rank")}. ` +
     (replicas > 1
       ? `Each data rank is a group of ${replicas} replicas along ${others.join(" × ")}, which read the same samples. `
       : "") +
@@ -194,6 +205,8 @@ function drawStep(width) {
       rows: () => [],
     };
   const batch = plan.extent(epoch, step);
+  const { mesh, dealt } = batch.reader;
+  const { byRank } = mesh;
   // Boxes: rows that follow each other on one data rank, alike; single ones if they are few.
   const single = batch.rows <= 24;
   const looked = Math.min(batch.rows, 4096);
@@ -222,7 +235,7 @@ function drawStep(width) {
       : [{ dataRank: rank, text: ranksAs(rank) }],
   );
   const place = (list) => list.forEach((one, at) => (one.y = (at + 0.5) / list.length));
-  const middles = ranks.map((rank) => ({ dataRank: rank, text: rank === null ? "another mesh" : `data rank ${rank}` }));
+  const middles = ranks.map((rank) => ({ dataRank: rank, text: rank === null ? unknown : `data rank ${rank}` }));
   [boxes, middles, ends].forEach(place);
   const middleOf = new Map(middles.map((one) => [one.dataRank, one.y]));
   for (const box of boxes) {
@@ -319,8 +332,10 @@ function drawStep(width) {
     (batch.microSize < batch.rows ? `, in micro-batches of ${number(batch.microSize)}` : "") +
     (total("real")
       ? plan.isShared(batch)
-        ? `. Each data rank reads ${count(batch.rows / dataRanks, "row")}.${hidden}`
-        : `. ${count(dataRanks, "data rank")} cannot share them evenly: they were read on another mesh.${hidden}`
+        ? `. Each data rank reads ${count(batch.rows / mesh.count, "row")}.${hidden}`
+        : dealt
+          ? `. Rows are dealt by cost (balance=): it is not known here which data rank reads which.${hidden}`
+          : `. ${count(mesh.count, "data rank")} cannot share them evenly: they were read on another mesh.${hidden}`
       : ". The loader passes over this step.");
   byId("now").textContent = caption;
   return {
@@ -409,7 +424,7 @@ function drawLoads(width) {
     `The epoch has ${count(padded, "row")} of padding` +
     (order.padsFirst ? " among its positions" : padded ? `, in step ${number(steps - 1)}` : "") +
     (rest > 0 ? `, and ${count(rest, "sample")} that tail='${view.tail}' does not serve` : "") +
-    `. Dashes: the real rows that the fullest data rank has, times ${dataRanks}; where a bar ends lower, data ranks have unequal work.` +
+    `. Dashes: the real rows that the fullest data rank has, times the data ranks; where a bar ends lower, data ranks have unequal work.` +
     (steps ? ` Steps ${number(from)} to ${number(from + looked - 1)} of ${number(steps)}.` : " There is no step.");
   return {
     picture,
@@ -490,7 +505,7 @@ function drawHeat(width) {
     cell.fill = cell.mixed ? "var(--mixed)" : colour(rank);
     cell.text = [...cell.of]
       .sort((a, b) => a[0] - b[0])
-      .map(([one, times]) => `${one ?? "another mesh"}: ${times}`)
+      .map(([one, times]) => `${one ?? unknown}: ${times}`)
       .join(", ");
   }
   const stepOf = (position) => (position >= positions ? steps : plan.stepOf(epoch, position));
@@ -498,7 +513,7 @@ function drawHeat(width) {
     .filter(([of]) => of === epoch)
     .map(([, first, end]) => ({ x1: stepOf(first), x2: stepOf(end - 1) + 1, text: "left out" }));
   const begun = view.stretches
-    .filter((one) => one.epoch === epoch)
+    .filter((one) => one.epoch === epoch && one.counts !== false)
     .map((one) => ({ x: stepOf(one.first), text: one.run }));
   const named = apart(begun.map((one) => [(one.x / steps) * (width - 82), one.text, one])).map((one) => one[2]);
   const end = steps ? plan.extent(epoch, steps - 1) : null;
@@ -595,7 +610,8 @@ function drawHeat(width) {
       ? `All ${number(heat.found.length)} rows of the epoch`
       : `${number(heat.found.length)} of ${number(positions)} positions, evenly spread`) +
     `; a cell is ${count(perX, "step")} by ${count(perY, "sample")}. Its colour is the data rank that reads more than half of what is in it, grey if none does; the fuller, the stronger. Dots: the step.` +
-    (begun.length ? " Lines: where a job begins; the data ranks are those of the mesh above, whoever has read." : "") +
+    (begun.length ? " Lines: where a job begins; its data ranks are those of its own mesh." : "") +
+    (isDealt ? " Grey, too: rows that are dealt by cost (balance=)." : "") +
     (padded
       ? ` The last step has padding.`
       : dropped
@@ -605,7 +621,7 @@ function drawHeat(width) {
     picture,
     caption,
     legend:
-      dataRanks <= 10
+      ranksInOrder.length <= 10
         ? [...ranksInOrder.map((rank) => [`data rank ${rank}`, colour(rank)]), ["mixed", "var(--mixed)"]]
         : [],
     head: ["first step", "first sample", "rows in the cell", "data rank: rows"],
@@ -678,11 +694,16 @@ function drawDrift(width) {
 function drawLife(width) {
   const runs = [...new Set(view.stretches.map((one) => one.run))];
   const fill = colours(runs);
+  const counted = view.stretches.filter((one) => one.counts !== false);
+  const lost = view.stretches.filter((one) => one.counts === false);
+  const low = lost.length ? 14 : 0; // pixels for them, below the others
+  const sizeOf = (epoch) =>
+    Math.max(plan.epochOf(epoch).positions, ...view.stretches.map((one) => (one.epoch === epoch ? one.end : 0)));
   const epochs = [...new Set(view.stretches.map((one) => one.epoch))].sort((a, b) => a - b);
   /** Positions of an epoch that were delivered, and those that were delivered again. */
   function coverage(epoch) {
     let [once, twice, upto] = [0, 0, 0];
-    for (const { first, end } of view.stretches
+    for (const { first, end } of counted
       .filter((one) => one.epoch === epoch)
       .sort((a, b) => a.first - b.first)) {
       once += Math.max(0, end - Math.max(first, upto));
@@ -690,20 +711,22 @@ function drawLife(width) {
       upto = Math.max(upto, end);
     }
     return (
-      `epoch ${epoch}: ${number(once)} of ${count(plan.epochOf(epoch).positions, "position")}` +
+      (view.parts
+        ? `epoch ${epoch}: ${count(once, "position")}`
+        : `epoch ${epoch}: ${number(once)} of ${count(plan.epochOf(epoch).positions, "position")}`) +
       (twice ? `, ${number(twice)} twice` : "")
     );
   }
-  const written = view.stretches.filter(
-    (one) => (one.end - one.first) / plan.epochOf(one.epoch).positions > (6.5 * one.run.length) / (width - 82),
+  const written = counted.filter(
+    (one) => (one.end - one.first) / Math.max(...epochs.map(sizeOf)) > (6.5 * one.run.length) / (width - 82),
   );
   const picture = Plot.plot({
     width,
-    height: 50 + 34 * epochs.length,
+    height: 50 + (34 + low) * epochs.length,
     marginLeft: 62,
     x: {
       label: "position",
-      domain: [0, Math.max(...epochs.map((epoch) => plan.epochOf(epoch).positions))],
+      domain: [0, Math.max(...epochs.map(sizeOf))],
       tickFormat: short,
       ticks: Math.max(3, Math.floor(width / 90)),
     },
@@ -713,22 +736,36 @@ function drawLife(width) {
       Plot.barX(epochs, {
         y: (d) => d,
         x1: 0,
-        x2: (d) => plan.epochOf(d).positions,
+        x2: sizeOf,
+        insetBottom: low,
         fill: "none",
         stroke: "var(--quiet)",
         strokeDasharray: "3,3",
       }),
-      Plot.barX(view.stretches, {
+      Plot.barX(counted, {
         y: "epoch",
         x1: "first",
         x2: "end",
         fill: (d) => fill(d.run),
         fillOpacity: 0.8,
+        insetBottom: low,
         title: (d) => `${d.run}: epoch ${d.epoch}, positions ${d.first}–${d.end - 1}`,
+      }),
+      Plot.barX(lost, {
+        y: "epoch",
+        x1: "first",
+        x2: "end",
+        fill: "var(--mixed)",
+        fillOpacity: 0.3,
+        stroke: (d) => fill(d.run),
+        strokeWidth: 1.5,
+        insetTop: 28,
+        title: (d) => `${d.run}: epoch ${d.epoch}, positions ${d.first}–${d.end - 1}, does not count`,
       }),
       Plot.text(written, {
         y: "epoch",
         x: (d) => (d.first + d.end) / 2,
+        dy: -low / 2,
         text: "run",
         fill: (d) => onColour(fill(d.run)),
       }),
@@ -736,10 +773,53 @@ function drawLife(width) {
   });
   return {
     picture,
-    caption: `What was delivered, by which job; ${epochs.map(coverage).join("; ")}. Dashed: not delivered.`,
+    caption: `What was delivered, by which job; ${epochs.map(coverage).join("; ")}.` +
+      (view.parts ? "" : " Dashed: not delivered.") +
+      (lost.length ? " Thin: delivered, but the run was resumed from before it, so it does not count." : ""),
     legend: runs.map((run) => [run, fill(run)]),
-    head: ["epoch", "first position", "position after the last", "job"],
-    rows: () => view.stretches.map((one) => [one.epoch, one.first, one.end, one.run]),
+    head: ["epoch", "first position", "position after the last", "job", "counts"],
+    rows: () =>
+      [...counted, ...lost].map((one) => [one.epoch, one.first, one.end, one.run, one.counts === false ? "no" : "yes"]),
+  };
+}
+
+/** Of a stream: who reads which part. */
+function drawParts(width) {
+  const jobs = new Map(view.stretches.map((one) => [one.run, view.meshes[one.mesh] ?? view.mesh]));
+  const readers = [...jobs].map(([run, mesh]) => ({ run, mesh }));
+  if (!readers.length) readers.push({ run: "the plan", mesh: view.mesh });
+  const cells = readers.flatMap(({ run, mesh }) =>
+    mesh.parts.flatMap((parts, rank) => parts.map((part) => ({ run, part, rank }))),
+  );
+  const left = Math.min(150, 16 + 6.5 * Math.max(...readers.map((one) => one.run.length)));
+  const picture = Plot.plot({
+    width,
+    height: 50 + 30 * readers.length,
+    marginLeft: left,
+    x: { type: "band", label: "part", ticks: view.parts > width / 30 ? [] : undefined },
+    y: { type: "band", label: null, tickSize: 0, domain: readers.map((one) => one.run), padding: 0.1 },
+    color: { type: "identity" },
+    marks: [
+      Plot.cell(cells, {
+        x: "part",
+        y: "run",
+        fill: (d) => colour(d.rank),
+        title: (d) => `${d.run}: part ${d.part} is read by data rank ${d.rank}`,
+      }),
+      view.parts > width / 30
+        ? null
+        : Plot.text(cells, { x: "part", y: "run", text: "rank", fill: (d) => onColour(colour(d.rank)) }),
+    ],
+  });
+  const files = view.files.length ? ` The files: ${view.files.slice(0, 8).join(", ")}${view.files[8] ? ", …" : ""}.` : "";
+  return {
+    picture,
+    caption: `${count(view.parts, "part")}, each read as a whole by one data rank, whose number and colour it has.${files}`,
+    head: ["job", "data rank", "global ranks", "parts"],
+    rows: () =>
+      readers.flatMap(({ run, mesh }) =>
+        mesh.parts.map((parts, rank) => [run, rank, stretchesOf(mesh.byRank.get(rank)), stretchesOf(parts)]),
+      ),
   };
 }
 
@@ -748,9 +828,12 @@ function drawLife(width) {
 const pictures = byId("pictures");
 const pair = pictures.appendChild(Object.assign(document.createElement("div"), { className: "pair" }));
 const updateMesh = figure("mesh", "The mesh, coloured by data rank", pair, drawMesh);
-const updateStep = figure("flow", "The samples of a step, on their way to the ranks", pair, drawStep);
-const updateHeat = figure("heat", "When each sample is read, and by which data rank", pictures, drawHeat);
-const updateLoads = figure("loads", "Padding and imbalance, step by step", pictures, drawLoads);
+/** A picture that only data with an index has. */
+const ofIndex = (...what) => (view.parts ? () => {} : figure(...what));
+const updateStep = ofIndex("flow", "The samples of a step, on their way to the ranks", pair, drawStep);
+const updateHeat = ofIndex("heat", "When each sample is read, and by which data rank", pictures, drawHeat);
+const updateLoads = ofIndex("loads", "Padding and imbalance, step by step", pictures, drawLoads);
+const updateParts = view.parts ? figure("parts", "Who reads which part of the stream", pair, drawParts) : () => {};
 const updateDrift =
   order.kind === "mixture" ? figure("drift", "The mixture, beside its weights", pictures, drawDrift) : () => {};
 const updateLife = view.stretches.length ? figure("life", "The life of the run", pictures, drawLife) : () => {};
@@ -764,6 +847,11 @@ function summary() {
     paddle: "in Paddle's order",
     mixture: "of a mixture",
   };
+  byId("controls").hidden = Boolean(view.parts);
+  if (view.parts) {
+    byId("summary").textContent = `A stream in global batches of ${number(view.batchSize)}, tail '${view.tail}'.`;
+    return;
+  }
   byId("summary").textContent =
     `${count(samples, "sample")} ${names[order.kind]}, in global batches of ${number(view.batchSize)}: ${count(steps, "step")} an epoch; seed ${view.seed}, tail '${view.tail}'.`;
 }
@@ -777,17 +865,18 @@ function show(epoch, step) {
   byId("stepSlider").max = byId("step").max = last(state.epoch);
   for (const name of ["epoch", "step"]) byId(name).value = byId(`${name}Slider`).value = state[name];
   summary();
+  updateMesh();
   updateStep();
   updateLoads();
   if (changed) {
     updateDrift();
-    computeHeat(updateHeat);
+    if (!view.parts) computeHeat(updateHeat);
     updateHeat();
-  } else moveHeatLine();
+  } else if (!view.parts) moveHeatLine();
   const hash = new URLSearchParams(location.hash.slice(1));
   hash.set("epoch", state.epoch);
   hash.set("step", state.step);
-  history.replaceState(null, "", `#${hash}`);
+  if (location.protocol !== "about:") history.replaceState(null, "", `#${hash}`); // a notebook's frame has no address
 }
 
 let due = null; // one drawing a frame, however fast the slider moves
@@ -813,11 +902,12 @@ function fromHash() {
 }
 addEventListener("hashchange", fromHash);
 fromHash();
-updateMesh();
+updateParts();
 updateLife();
+if (view.parts) document.body.dataset.busy = "no";
 let widthBefore = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth === widthBefore) return; // a phone hides its bars
   widthBefore = innerWidth;
-  for (const update of [updateMesh, updateStep, updateHeat, updateLoads, updateDrift, updateLife]) update();
+  for (const update of [updateMesh, updateStep, updateHeat, updateLoads, updateDrift, updateParts, updateLife]) update();
 });
