@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +41,20 @@ def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: 
     shown = [f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}." for what, remedy in hazards]
     told = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
     return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
+
+
+class Progress:
+    """Says on stderr how far a command is, if it takes over two seconds."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done, self._due = what, total, 0, time.monotonic() + 2
+
+    def add(self, number: int = 1) -> None:
+        """Count what was done since the last call."""
+        self._done += number
+        if time.monotonic() > self._due:
+            print(f"{self._done} of {self._total} {self._what}", file=sys.stderr, flush=True)
+            self._due = time.monotonic() + 2
 
 
 class Command(NamedTuple):
