@@ -45,7 +45,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
         {"numpy", "paddle"},
     ),
     "testing": (PURE | {"ranks", "loader"}, {"numpy", "paddle"}),
-    "cli": (PURE | {"version", "stages", "sources", "record"}, {"numpy"}),
+    "cli": (PURE | {"version", "collate", "stages", "sources", "record"}, {"numpy"}),
     "__main__": ({"cli"}, set()),
     "__init__": (PURE | {"version"}, set()),
 }

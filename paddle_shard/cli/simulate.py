@@ -219,7 +219,7 @@ def _in_lockstep(leg: _Leg, found: _Found, deadline: float) -> None:
     """Check that ranks make the same steps, from the first one to the last."""
     epoch, skips = leg.start.epoch, leg.start.history.skips
     for mesh, axes in leg.meshes:
-        most = max(_MOST_RANKS, _MOST_OF_RANKS // (leg.end - leg.start.steps))
+        most = max(_MOST_RANKS, _MOST_OF_RANKS // max(1, leg.end - leg.start.steps))
         ranks, total, number = _some(mesh.process_ids, most), Total(), leg.start.steps
         whose = [mesh.data_rank(rank, axes) for rank in ranks]
         steps = range(leg.start.steps, leg.end)
