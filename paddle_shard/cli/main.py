@@ -7,12 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-from paddle_shard.cli import ask, change, doctor, index_shards, lint, plan, show, simulate
+from paddle_shard.cli import ask, change, doctor, index_shards, lengths, lint, plan, show, simulate
 from paddle_shard.errors import PaddleShardError
 
 COMMANDS = {
     name: command
-    for of_file in (plan, simulate, ask, show, change, lint, index_shards, doctor)
+    for of_file in (plan, simulate, ask, show, change, lint, index_shards, lengths, doctor)
     for name, command in of_file.COMMANDS.items()
 }
 """All commands, by name."""
