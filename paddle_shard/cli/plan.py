@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, run_of, with_hazards
+from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, run_of, shapes_of, with_hazards
 from paddle_shard.cli.page import page_of, view_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
@@ -147,8 +147,7 @@ def _of_record(options: argparse.Namespace) -> Planned:
 
 def _name(leg: Leg) -> str:
     """Return a job by its number and its meshes."""
-    shapes = [",".join(f"{axis}={size}" for axis, size in zip(m.axes, m.shape, strict=True)) for m, _ in leg.job.meshes]
-    return f"job {leg.job.number}: {' and '.join(shapes)}"
+    return f"job {leg.job.number}: {shapes_of(leg.job.meshes)}"
 
 
 def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, int]) -> None:

@@ -43,10 +43,14 @@ def write(folder, **shards):
     return folder / "*.tar"
 
 
-def hazards(*arguments):
+def faults(*arguments):
+    """[fault: sample of file: why]; each kind of fault is a hazard."""
     found = asked("lint", *arguments, "--json", code=1)
-    assert found["hazards"]
-    return [f"{hazard['what']}. {hazard['remedy']}" for hazard in found["hazards"]]
+    kinds = [one["fault"] for one in found["faults"]]
+    assert sorted(hazard["what"] for hazard in found["hazards"]) == sorted(
+        f"{kinds.count(kind)} times: {kind}" for kind in set(kinds)
+    )
+    return [f"{one['fault']}: sample {one['sample']} of {one['file']}: {one['why']}" for one in found["faults"]]
 
 
 @pytest.mark.parametrize("kind", sorted({kind.ending for kind in FILE_KINDS.values()}))
@@ -69,11 +73,11 @@ def test_unreadable_samples_are_named_by_shard_and_number_with_the_reason(tmp_pa
     bad = [*(sample(number) for number in range(20, 23)), ("0023", {"npy": b"no array", "cls": b"3"}), sample(24)]
     urls = write(tmp_path, a=good, cut=cut[:6000], bad=bad)
 
-    found = hazards(urls)
+    found = faults(urls)
 
     assert len(found) == 2
-    assert any(f"sample 3 of {tmp_path}/bad.tar cannot be read" in one and "'npy'" in one for one in found)
-    assert any(f"of {tmp_path}/cut.tar cannot be read" in one and "No sample from there on" in one for one in found)
+    assert any(f"sample 3 of {tmp_path}/bad.tar: " in one and "'npy'" in one for one in found)
+    assert any(f"of {tmp_path}/cut.tar: " in one and "no sample from there on" in one for one in found)
     assert asked("lint", urls, "--json", code=1)["files"][f"{tmp_path}/bad.tar"] == 5
 
 
@@ -82,41 +86,41 @@ def test_a_line_that_is_not_json_is_named_and_the_lines_after_it_are_read(tmp_pa
     lines[3] = "{broken"
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
 
-    (found,) = hazards(tmp_path / "a.jsonl.gz")
+    (found,) = faults(tmp_path / "a.jsonl.gz")
 
-    assert f"sample 3 of {tmp_path}/a.jsonl.gz cannot be read" in found
+    assert f"unreadable: sample 3 of {tmp_path}/a.jsonl.gz: " in found
     assert "line 4 is not JSON" in found
     assert asked("lint", tmp_path / "a.jsonl.gz", "--json", code=1)["samples"] == 8
 
 
 def test_keys_that_are_doubled_within_a_shard_and_across_shards_are_named(tmp_path):
     a, b = [sample(number) for number in (0, 1, 2, 1)], [sample(number) for number in (5, 2, 6)]
-    found = hazards(write(tmp_path, a=a, b=b))
+    found = faults(write(tmp_path, a=a, b=b))
 
     assert len(found) == 2
-    assert f"sample 1 of {tmp_path}/a.tar and sample 3 of {tmp_path}/a.tar have the same key" in found[0] + found[1]
-    assert f"sample 2 of {tmp_path}/a.tar and sample 1 of {tmp_path}/b.tar have the same key" in found[0] + found[1]
+    assert f"same key: sample 3 of {tmp_path}/a.tar: the key of sample 1 of {tmp_path}/a.tar" in found
+    assert f"same key: sample 1 of {tmp_path}/b.tar: the key of sample 2 of {tmp_path}/a.tar" in found
 
 
 def test_a_field_is_the_key_if_it_is_named(tmp_path):
     for name, ids in {"a": [1, 2, 3], "b": [4, 2]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"id": i}) + "\n" for i in ids))
     asked("lint", tmp_path / "*.jsonl")
-    (found,) = hazards(tmp_path / "*.jsonl", "--key", "id")
-    assert f"sample 1 of {tmp_path}/a.jsonl and sample 1 of {tmp_path}/b.jsonl have the same id" in found
-    (found,) = hazards(tmp_path / "*.jsonl", "--key", "name")
-    assert "no sample has the field 'name'" in found
+    (found,) = faults(tmp_path / "*.jsonl", "--key", "id")
+    assert found == f"same key: sample 1 of {tmp_path}/b.jsonl: the key of sample 1 of {tmp_path}/a.jsonl"
+    assert "no sample has the field 'name'" in asked("lint", tmp_path / "*.jsonl", "--key", "name", code=1)
 
 
 def test_fields_that_are_missing_or_there_besides_are_named(tmp_path):
     a, b = [sample(number) for number in range(5)], [sample(number) for number in range(5, 8)]
     del a[2][1]["cls"]
     b[1][1]["txt"] = b"more"
-    found = hazards(write(tmp_path, a=a, b=b))
+    found = faults(write(tmp_path, a=a, b=b))
 
-    assert any(f"1 samples, first sample 2 of {tmp_path}/a.tar, have no 'cls'" in one for one in found)
-    assert any(f"1 samples, first sample 1 of {tmp_path}/b.tar, have 'txt' besides" in one for one in found)
-    assert len(found) == 2
+    assert sorted(found) == [
+        f"other fields: sample 1 of {tmp_path}/b.tar: also 'txt' (1 like it)",
+        f"other fields: sample 2 of {tmp_path}/a.tar: no 'cls' (1 like it)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,50 +136,51 @@ def test_shapes_and_dtypes_that_would_make_no_batch_are_named_and_others_not(odd
     b[1] = sample(6, **odd)
     urls = write(tmp_path, a=a, b=b)
     if reason is None:  # as the file says it, not as an array: reading it fails
-        assert "sample 1" in hazards(urls)[0]
+        assert "sample 1" in faults(urls)[0]
         return
-    (found,) = hazards(urls)
-    assert f"1 samples, first sample 1 of {tmp_path}/b.tar, would make no batch with most others: {reason}" in found
+    (found,) = faults(urls)
+    assert found == f"other form: sample 1 of {tmp_path}/b.tar: {reason} (1 like it)"
 
 
 def test_lists_of_different_lengths_make_no_batch(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [1, 2, 3]}\n{"ids": [4, 5]}\n')
-    (found,) = hazards(tmp_path / "a.jsonl")
-    assert "first sample 1" in found
+    (found,) = faults(tmp_path / "a.jsonl")
+    assert "other form: sample 1 of" in found
     assert "differ in their number of fields at field ['ids']: 2, 3" in found
-    assert "pad rows of different lengths in a collate_fn" in found
+    assert "pad them in a collate_fn" in asked("lint", tmp_path / "a.jsonl", code=1)
 
 
 def test_a_limit_reads_the_first_samples_of_each_shard_only(tmp_path):
     a = [sample(number) for number in range(6)]
     a[4] = sample(4, shape=(1,))
     urls = write(tmp_path, a=a)
-    assert len(hazards(urls)) == 1
+    assert len(faults(urls)) == 1
     assert asked("lint", urls, "--limit", 4, "--json")["samples"] == 4
-    assert "at most 4 of each" in asked("lint", urls, "--limit", 4)
 
 
 def test_an_empty_file_and_one_that_is_not_there_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    found = hazards(tmp_path / "a.txt", tmp_path / "none.txt")
-    assert f"{tmp_path}/a.txt has no sample" in "".join(found)
-    assert f"sample 0 of {tmp_path}/none.txt cannot be read" in "".join(found)
+    found = faults(tmp_path / "a.txt", tmp_path / "none.txt")
+    assert [one.partition(": ")[0] for one in found] == ["unreadable", "empty"]
+    assert f"sample 0 of {tmp_path}/none.txt: " in found[0]
+    assert f"sample 0 of {tmp_path}/a.txt: there is no sample" in found[1]
 
 
-def test_many_hazards_are_cut_for_people_and_not_for_programs(tmp_path):
+def test_many_faults_are_cut_for_people_and_not_for_programs(tmp_path):
     (tmp_path / "a.jsonl").write_text("{\n" * 50)
     shown = asked("lint", tmp_path / "a.jsonl", code=1)
-    assert shown.count("HAZARD") == 20
-    assert "and 30 more hazards" in shown
-    assert len(hazards(tmp_path / "a.jsonl")) == 50
+    assert shown.count("is not JSON") == 20
+    assert "and 30 more, which --json shows" in shown
+    assert "HAZARD: 50 times: unreadable" in shown
+    assert len(faults(tmp_path / "a.jsonl")) == 50
 
 
 def test_shards_are_read_over_http_and_a_broken_one_is_named_without_its_secrets():
     fine, bad = [sample(number) for number in range(4)], tar([sample(number) for number in range(9, 12)])[:3000]
     with serving({"a.tar": tar(fine), "b.tar": bad}) as server:
         assert asked("lint", f"{server.url}/a.tar", "--json")["samples"] == 4
-        found = hazards(f"{server.url}/a.tar?token=secret", f"{server.url}/b.tar?token=secret")
-    assert any("b.tar cannot be read" in one for one in found)
+        found = faults(f"{server.url}/a.tar?token=secret", f"{server.url}/b.tar?token=secret")
+    assert [one.partition(": ")[0] for one in found] == ["unreadable"]
     assert "secret" not in str(found)
 
 
