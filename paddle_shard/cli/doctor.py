@@ -18,7 +18,7 @@ from typing import Any
 from paddle_shard.cli.answer import Answer, Command, Hazard, with_hazards
 from paddle_shard.cli.plan import MESH
 from paddle_shard.errors import PeerLostError, described
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.version import VERSION
 
@@ -136,6 +136,7 @@ def _collective(timeout: float) -> str:
         command = [sys.executable, "-c", _ALL_REDUCE]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
+        raise_if_a_handlers(error)
         return f"not in {timeout:g} s" if isinstance(error, subprocess.TimeoutExpired) else described(error)
     said = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
     return said[-1] if said else f"exit code {done.returncode}"

@@ -61,16 +61,17 @@ class _Shard:
     """(number of the sample in the file, why it cannot be read)."""
     keys: array[int] = field(default_factory=lambda: array("Q"))
     """A hash of each sample's key; 0 if it has none."""
-    forms: Counter[tuple[str, Any]] = field(default_factory=Counter)
-    """(field, shape and dtype of its value) -> how many samples have it; ("", names of all fields), too."""
-    examples: dict[tuple[str, Any], tuple[int, Any]] = field(default_factory=dict)
+    forms: Counter[tuple[str | None, Any]] = field(default_factory=Counter)
+    """(field, shape and dtype of its value) -> how many samples have it; (None, names of all fields), too."""
+    examples: dict[tuple[str | None, Any], tuple[int, Any]] = field(default_factory=dict)
     """One of `forms` -> (number of the first sample that has it, a value of this form)."""
 
     def look(self, sample: Any, key: str) -> None:
         """Note what the next sample is made of."""
         fields = sample if isinstance(sample, Mapping) else {"sample": sample}
         values = {str(name): value for name, value in fields.items() if not str(name).startswith("__")}
-        for name, value in {"": frozenset(values), **values}.items():
+        parts: dict[str | None, Any] = {None: frozenset(values), **values}
+        for name, value in parts.items():
             what = name, value if isinstance(value, frozenset) else _form(value)
             if what in self.forms or len(self.forms) < _MOST_FORMS * (1 + len(values)):
                 self.forms[what] += 1
@@ -144,7 +145,7 @@ def _doubled(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
 
 def _unlike(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
     """Yield samples whose fields are not those of most, or that would make no batch with most."""
-    forms, examples, usual = Counter[tuple[str, Any]](), dict[Any, tuple[_Shard, int, Any]](), dict[str, Any]()
+    forms, examples, usual = Counter[Any](), dict[Any, tuple[_Shard, int, Any]](), dict[str | None, Any]()
     for shard in shards:
         forms.update(shard.forms)
         for what, example in shard.examples.items():
@@ -152,7 +153,7 @@ def _unlike(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
     for (name, form), num in forms.most_common():
         shard, number, value = examples[name, form]
         most, so_many = usual.setdefault(name, value), f" ({num} like it)"
-        if not name:
+        if name is None:
             differ = [f"no {one!r}" for one in sorted(most - value)] + [f"also {one!r}" for one in sorted(value - most)]
             if differ:
                 yield _fault("other fields", shard, number, f"{', '.join(differ)}{so_many}")

@@ -212,3 +212,8 @@ def test_bad_arguments_exit_with_2(flags, text):
 def test_it_needs_no_paddle(tmp_path):
     found = asked_elsewhere("lint", write(tmp_path, a=[sample(number) for number in range(3)]))
     assert found["samples"] == 3
+
+
+def test_a_column_without_a_name_is_a_field_as_others(tmp_path):
+    (tmp_path / "a.csv").write_text(",id\n1,2\n3,4\n")
+    assert asked("lint", tmp_path / "a.csv", "--json")["samples"] == 2
