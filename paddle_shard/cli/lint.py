@@ -70,8 +70,7 @@ class _Shard:
         """Note what the next sample is made of."""
         fields = sample if isinstance(sample, Mapping) else {"sample": sample}
         values = {str(name): value for name, value in fields.items() if not str(name).startswith("__")}
-        parts: dict[str | None, Any] = {None: frozenset(values), **values}
-        for name, value in parts.items():
+        for name, value in [(None, frozenset(values)), *values.items()]:
             what = name, value if isinstance(value, frozenset) else _form(value)
             if what in self.forms or len(self.forms) < _MOST_FORMS * (1 + len(values)):
                 self.forms[what] += 1
@@ -211,7 +210,7 @@ _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
         {
             "metavar": "FIELD",
             "default": _KEY,
-            "help": "a field that no two samples share; of tars, the key of the sample",
+            "help": "a field that no two samples share",
         },
     ),
     ("--decode", {"metavar": "HANDLER", "help": "also decode the images of tars, as WebDataset does: rgb8, pil, .."}),

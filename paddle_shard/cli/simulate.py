@@ -29,7 +29,7 @@ from paddle_shard.plan.balance import Costs, dealt, loads
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.certificate import Total, minus, plus, total_of
 from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.mixture import Mixing, MixtureOrder, sample_ids
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, sample_ids, source_and_index
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.partition import place_of_rows, slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, global_batch, step_of_plan
@@ -217,7 +217,7 @@ def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> 
         else:
             number = leg.end
         done, of = (number - steps.start) * len(ranks), len(steps) * len(mesh.process_ids)
-        found.add(_EQUAL, "steps of ranks, each from its first to its last", done, of)
+        found.add(_EQUAL, "steps of ranks, one after the other", done, of)
 
 
 # All samples
@@ -228,11 +228,9 @@ class _Part:
     """What a thread has counted."""
 
     num: int = 0
-    """Positions."""
+    """Positions, or what belongs there."""
     total: Total = field(default_factory=Total)
     """The ids that were delivered there, minus those that belong: nothing, once all parts are added."""
-    cut: bool = False
-    """True if time was over before its end."""
     lost: bool = False
     """True if the way back, from samples to their positions, does not lead to where they came from."""
     looked_at: int = 0
@@ -248,9 +246,9 @@ def _counted(count: Callable[[_Part, int, int], None], first: int, end: int, dea
     found = _Part()
     for at in range(first, end, _CHUNK):
         if time.monotonic() > deadline:
-            found.cut = True
             break
         count(found, at, min(at + _CHUNK, end))
+        found.num += min(at + _CHUNK, end) - at
     return found
 
 
@@ -266,7 +264,6 @@ def _of_plan(plan: ShardPlan, epoch: int, found: _Part, first: int, end: int) ->
             found.moved = float(np.abs(ids - np.linspace(first, end, len(ids))).sum()) / plan.num_samples
             # The inverse of Paddle's order would need another table.
             found.lost = not plan.ordering.pads_first and not np.array_equal(order.inverse(ids), np.arange(first, end))
-    found.num += end - first
 
 
 def _of_data(found: _Part, first: int, end: int) -> None:
@@ -298,35 +295,39 @@ def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
     """Return how far a source is from its share, at most, after each of the samples from a position on."""
     mixing, width = order.mixing, len(order.mixing.names)
     ids = ids[: max(1, _JOB // width)]
-    drawn = (ids[:, None] >> 40) % 4096 == np.arange(width)
+    drawn = source_and_index(ids)[0][:, None] == np.arange(width)
     counts = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0)
     return float(np.abs(counts - _shares(mixing, order.first + at + 1 + np.arange(len(ids)))[0]).max())
 
 
 def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> _Part:
     """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
-    epoch, jobs, whole = legs[0].start.epoch, list[tuple[Any, int, int]](), legs[0].plan.num_positions
-    size = max(_JOB, -(-whole // _MOST_JOBS))
-    order, belongs = legs[0].plan.order(epoch=epoch), [(_of_data, 0, legs[0].plan.num_samples)]
-    delivered = [(partial(_of_plan, leg.plan, epoch), *leg.positions()) for leg in legs]
+    plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
+    order, belongs = plan.order(epoch=epoch), [("samples that belong there", _of_data, 0, plan.num_samples)]
     if isinstance(order, MixtureOrder):
-        drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, whole)]
+        drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
         spans = enumerate(zip(*drawn, strict=True))
-        belongs = [(partial(_of_source, order, source), *span) for source, span in spans]
-    for count, first, end in (*delivered, *belongs):
-        jobs += [(count, at, min(at + size, end)) for at in range(first, end, size)]
-    draw.shuffle(jobs)  # so that what is counted when time is over is spread over the epoch
-    all_of, progress = _Part(), Progress("positions counted", whole)
+        belongs = [("draws that belong there", partial(_of_source, order, source), *span) for source, span in spans]
+    delivered = [("positions of the epoch", partial(_of_plan, leg.plan, epoch), *leg.positions()) for leg in legs]
+    for what, count, first, end in (*delivered, *belongs):
+        starts = range(first, end, _JOB)
+        some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
+        jobs += [(what, count, at, min(at + _JOB, end)) for at in some]
+        found.add(_ONCE, what, 0, end - first)
+    draw.shuffle(jobs)
+    all_of, progress = _Part(), Progress("ids counted", sum(end - first for _, _, first, end in jobs))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for future in as_completed([pool.submit(_counted, *job, deadline) for job in jobs]):
-            part = future.result()
+        tasks = {pool.submit(_counted, count, at, end, deadline): what for what, count, at, end in jobs}
+        for task in as_completed(tasks):
+            part = task.result()
             progress.add(part.num)
+            found.add(_ONCE, tasks[task], part.num, 0)
             all_of.total, all_of.drift = plus(all_of.total, part.total), max(all_of.drift, part.drift)
-            for name in ("num", "cut", "lost", "looked_at", "moved", "kept"):
+            for name in ("lost", "looked_at", "moved", "kept"):
                 setattr(all_of, name, getattr(all_of, name) + getattr(part, name))
-    found.expect(_ONCE, all_of.cut or all_of.total == Total(), "samples are missing, or there more than once")
+    complete = all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE)
+    found.expect(_ONCE, not complete or all_of.total == Total(), "samples are missing, or there more than once")
     found.expect(_ONCE, not all_of.lost, "the order and its inverse do not fit together")
-    found.add(_ONCE, "positions of the epoch", all_of.num, whole)
     return all_of
 
 

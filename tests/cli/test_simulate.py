@@ -165,6 +165,17 @@ def test_a_planted_fault_is_found_and_its_law_named(plant, flags, laws, capsys, 
     assert {at for at, law in enumerate(found["laws"]) if law["holds"] == "NO"} >= laws
 
 
+def test_what_time_is_too_short_for_is_never_said_to_be_counted(capsys, monkeypatch):
+    doubled(monkeypatch)
+    seen = set()
+    for seconds in (0.01, 0.2, 0.4, 0.8, 30):
+        found = simulated(capsys, "--samples", 10**6, *FINE[2:], "--shuffle", "--seconds", seconds)
+        law = found["laws"][0]
+        assert law["holds"] == "NO" or "SAMPLED" in law["counted"], law
+        seen.add(law["holds"])
+    assert seen >= {"NO"}
+
+
 def test_the_quality_of_an_order_is_what_brute_force_finds(capsys):
     for order in ("True", "False", "blocks"):
         plan = ShardPlan(num_samples=5000, batch_size=64, num_data_ranks=4, shuffle=find_ordering(order == "True"))
@@ -240,15 +251,17 @@ def test_a_billion_samples_on_a_hundred_thousand_ranks_take_as_long_as_they_may_
     found = asked_elsewhere("simulate", *flags, "--seconds", 6)
 
     assert [law["holds"] for law in found["laws"]] == ["yes"] * 3
-    counted = re.fullmatch(r"SAMPLED (\d+) of 1000000000 positions of the epoch", found["laws"][0]["counted"])
+    counted = re.fullmatch(
+        r"SAMPLED (\d+) of 1000000000 positions of the epoch; SAMPLED \d+ .*", found["laws"][0]["counted"]
+    )
     assert 0 < int(counted[1]) < 10**9
     assert re.search(r"SAMPLED \d+ of 10000 steps, of all ranks", found["laws"][1]["counted"])
 
 
 def test_how_far_it_is_is_said_on_stderr_only_if_it_takes_long():
     flags = "--samples", 10**8, "--batch-size", 10**5, "--mesh", "dp=4", "--shuffle"
-    assert "positions counted" in asked("simulate", *flags, "--seconds", 5)
-    assert "positions counted" not in asked("simulate", *FINE)
+    assert "ids counted" in asked("simulate", *flags, "--seconds", 5)
+    assert "ids counted" not in asked("simulate", *FINE)
 
 
 @pytest.mark.parametrize(
