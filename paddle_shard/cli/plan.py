@@ -16,7 +16,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.parts import PartsPlan, check_count
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
@@ -102,6 +102,7 @@ def planned(options: argparse.Namespace) -> Planned:
     Raises:
         ArgumentError: They do not say it.
     """
+    check_count("--epoch", options.epoch or 0, 0)
     if options.record is not None:
         return _of_record(options)
     if not options.mesh or options.batch_size is None or not (options.samples or options.source or options.files):

@@ -261,7 +261,9 @@ def _of_plan(plan: ShardPlan, epoch: int, found: _Part, first: int, end: int) ->
         if isinstance(order, MixtureOrder):
             found.drift = _drift(order, first, ids)
         else:
-            found.moved = float(np.abs(ids - np.linspace(first, end, len(ids))).sum()) / plan.num_samples
+            found.moved = (
+                float(np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum()) / plan.num_samples
+            )
             # The inverse of Paddle's order would need another table.
             found.lost = not plan.ordering.pads_first and not np.array_equal(order.inverse(ids), np.arange(first, end))
 

@@ -164,6 +164,7 @@ def test_files_of_very_different_sizes_are_a_hazard(capsys, tmp_path):
         ([*FINE[:4], "--mesh", "mp=2"], "--data-axes is missing: which of mp split the rows"),
         ([*FINE, "--data-axes", "DP"], "the mesh has no axis 'DP'"),
         ([*FINE, "--step", "99"], "step must be in range"),
+        ([*FINE, "--shuffle", "paddle", "--epoch", "-1", "--step", "0"], "--epoch must be an int >= 0"),
         (["none.jsonl"], "none.jsonl cannot be read"),
     ],
 )

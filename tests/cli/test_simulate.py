@@ -165,6 +165,11 @@ def test_a_planted_fault_is_found_and_its_law_named(plant, flags, laws, capsys, 
     assert {at for at, law in enumerate(found["laws"]) if law["holds"] == "NO"} >= laws
 
 
+def test_a_sample_that_stays_where_it_is_moves_by_nothing(capsys):
+    quality = simulated(capsys, "--samples", 5, "--batch-size", 8, "--mesh", "dp=8")["quality"]
+    assert quality["how far a sample moves"].startswith("0.0%")
+
+
 def test_what_time_is_too_short_for_is_never_said_to_be_counted(capsys, monkeypatch):
     doubled(monkeypatch)
     seen = set()
@@ -272,6 +277,7 @@ def test_how_far_it_is_is_said_on_stderr_only_if_it_takes_long():
         (["--lengths", "none.npz"], "'none.npz' is no file of lengths"),
         (["--samples", 10**9, "--shuffle", "paddle"], "Paddle's order is a table"),
         (["--mesh", "dp4"], "must be axes and sizes"),
+        (["--epoch", -1, "--shuffle", "paddle"], "--epoch must be an int >= 0"),
     ],
 )
 def test_bad_arguments_exit_with_2_and_say_what_to_do(flags, text):
