@@ -336,34 +336,32 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
 # The answer
 
 
-def _quality(plan: ShardPlan, epoch: int, all_of: _Part, found: _Found) -> tuple[dict[str, Any], list[Hazard]]:
-    """Return what is said of the order and the shares, and what is wrong with them."""
-    looked, quality, hazards = max(1, all_of.looked_at), dict[str, Any](), list[Hazard]()
-    quality["neighbours that stay neighbours"] = f"{all_of.kept / looked:.2%}"
+def _quality(plan: ShardPlan, epoch: int, all_of: _Part, found: _Found) -> tuple[dict[str, float], list[Hazard]]:
+    """Return measures of the order and of the shares, and what is wrong with them."""
+    looked, hazards = max(1, all_of.looked_at), list[Hazard]()
+    measures = {"neighbours that stay neighbours, of all": all_of.kept / looked}
     if isinstance(plan.ordering, Mixing):
-        last = plan.ordering.first_position(epoch, plan.num_samples) + plan.num_samples
-        bound = _shares(plan.ordering, np.array([last]))[1]
-        quality["drift of a source, in samples"] = f"at most {all_of.drift:.3f}; proved: {bound:.3f}"
+        end = plan.ordering.first_position(epoch, plan.num_samples) + plan.num_samples
+        bound = _shares(plan.ordering, np.array([end]))[1]
+        measures |= {"drift of a source, in samples": all_of.drift, "bound of the drift": bound}
         if all_of.drift > bound + 1e-6:
-            hazards.append((f"a source drifts by {all_of.drift:.3f} samples", "Report it: the bound is proved"))
+            hazards.append((f"a source drifts by {all_of.drift:.3f} samples", "Report it: less is proved"))
     else:
-        quality["how far a sample moves"] = f"{all_of.moved / looked:.1%} of the data; 33.3% if all is mixed"
-    if found.blocks:
-        few, blocks = float(np.mean(found.blocks)), -(-plan.num_samples // plan.ordering.size)  # type: ignore[attr-defined]
-        quality["blocks of which a batch is"] = f"{few:.1f} of {blocks}"
+        measures["how far a sample moves, of all (mixed: 0.333)"] = all_of.moved / looked
+    if isinstance(plan.ordering, Blocks):
+        few, blocks = float(np.mean(found.blocks)), -(-plan.num_samples // plan.ordering.size)
+        measures |= {"blocks of which a batch is": few, "blocks of the data": blocks}
         if few < min(_FEW_BLOCKS, blocks, plan.batch_size):
-            what = (
-                f"a batch is of {few:.1f} blocks of {blocks} on average: samples that lie together are trained together"
-            )
+            what = f"a batch is of {few:.1f} blocks on average: samples that lie together are trained together"
             hazards.append((what, "Blocks(window=) of more blocks, or a smaller size=, mixes more"))
     if found.costs:
-        (now, best, padding), worst = np.mean(found.costs, axis=0), max(found.costs)[0]
-        quality["longest data rank, by the mean"] = f"{now:.3f} on average, {worst:.3f} at worst; balance=: {best:.3f}"
-        quality["padding to the longest row"] = f"{padding:.1%}"
+        now, best, padding = np.mean(found.costs, axis=0).tolist()
+        measures |= {"longest data rank, by the mean": now, "the same at the worst step": max(found.costs)[0]}
+        measures |= {"the same with balance=": best, "padding to the longest row, of all": padding}
         if now > _UNEVEN and now - best > (now - 1) / 2:
             what = f"the data rank with most has {now:.2f} times the mean of its step, and the others wait for it"
             hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))
-    return quality, hazards
+    return {name: round(value, 4) for name, value in measures.items()}, hazards
 
 
 def _simulate(options: argparse.Namespace) -> Answer:
@@ -414,7 +412,7 @@ def _simulate(options: argparse.Namespace) -> Answer:
     spans = [(leg.start.steps, leg.end, shapes_of(leg.meshes)) for leg in legs]
     starts = [{"from_step": first, "steps": end - first, "mesh": mesh} for first, end, mesh in spans]
     head = f"{plan.num_samples} samples in {plan.num_steps} steps of {plan.batch_size}, simulated in {seconds:.1f} s"
-    said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "here": one} for name, one in quality.items()]]
+    said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "number": one} for name, one in quality.items()]]
     told = {"laws": laws, "starts": starts, "quality": quality, "seconds": seconds}
     return with_hazards(told, said, [*broken, *hazards])
 
