@@ -71,9 +71,8 @@ def _doctor(options: argparse.Namespace) -> Answer:
     hazards, group = [(what, remedy) for bad, what, remedy in checks if bad], dict[str, str]()
     check_count("--timeout", options.timeout)
     if (size := int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)) > 1 and paddle != "not installed":
-        more, group = _group(
-            size, options, {name: found[name] for name in ("paddle_shard", "paddle", "numpy", "python")}
-        )
+        versions = {name: found[name] for name in ("paddle_shard", "paddle", "numpy", "python")}
+        more, group = _group(size, options, versions)
         hazards += more
     shown = [{"what": name, "here": one} for name, one in {**found, **group}.items()]
     return with_hazards({"machine": found, "group": group}, [shown], hazards)
@@ -108,16 +107,11 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
         what, _, remedy = str(lost).partition(". ")
         return [(what, remedy or "Look for the reason in the logs of these ranks")], found
     found["an all-reduce"] = works[0]
-    for rank, one in enumerate(works):
-        if not one.startswith("works"):
-            hazards.append(
-                (f"collectives fail on rank {rank}: {one}", "Check the network, drivers and GLOO_SOCKET_IFNAME")
-            )
-    for mesh in options.mesh:
-        if missing := sorted({*mesh.process_ids} - {*ranks}):
-            hazards.append(
-                (f"--mesh has the ranks {missing}, and the job has {size}", "Start so many ranks, or correct it")
-            )
+    failed = [(rank, one) for rank, one in enumerate(works) if not one.startswith("works")]
+    remedy = "Check the network, drivers and GLOO_SOCKET_IFNAME"
+    hazards += [(f"collectives fail on rank {rank}: {one}", remedy) for rank, one in failed]
+    if missing := sorted({rank for mesh in options.mesh for rank in mesh.process_ids} - {*ranks}):
+        hazards.append((f"--mesh has the ranks {missing}, and the job has {size}", "Start more ranks, or correct it"))
     return hazards, found
 
 

@@ -54,14 +54,9 @@ def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
     return first, found, failed
 
 
-def _lengths(options: argparse.Namespace) -> Answer:
-    documents, key, path = opened(options.open), options.key, options.output
-    check_indexed(f"--open {options.open}", documents, "A stream is packed by its stage pack().")
-    check_count("--workers", options.workers)
+def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
+    """Count the documents, and write the file when all are counted; return what was in the way."""
     number, part = len(documents), f"{path}.{key}.part"
-    if os.path.exists(path):
-        total = int(check_lengths(path, documents, key).sum())
-        return Answer(found={"documents": number, "tokens": total}, said=[f"{path} has all {number} lengths already"])
     if not os.path.exists(part):
         with replacing(part) as file:
             np.save(file, np.full(number, _UNKNOWN))
@@ -69,10 +64,10 @@ def _lengths(options: argparse.Namespace) -> Answer:
     if known.shape != (number,):
         raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. Remove it to count anew.")
     _given.update(documents=documents, key=key)
-    size, hazards = max(1, min(_CHUNK, number // (8 * options.workers))), list[Hazard]()
+    size, hazards = max(1, min(_CHUNK, number // (8 * workers))), list[Hazard]()
     spans = [(at, min(at + size, number)) for at in range(0, number, size) if (known[at : at + size] < 0).any()]
     progress = Progress("documents counted", sum(end - first for first, end in spans))
-    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("fork"), _begin) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin) as pool:
         try:
             for task in as_completed([pool.submit(_counted, *span) for span in spans]):
                 first, counts, failed = task.result()
@@ -81,13 +76,23 @@ def _lengths(options: argparse.Namespace) -> Answer:
                 progress.add(len(counts))
         except BrokenProcessPool as error:
             hazards.append((f"a process that counts has died: {error}", "Run this again: what was counted is kept"))
+    if not hazards:
+        write_lengths(path, np.array(known), key)
+        os.remove(part)
+    return hazards
+
+
+def _lengths(options: argparse.Namespace) -> Answer:
+    documents, key, path = opened(options.open), options.key, options.output
+    check_indexed(f"--open {options.open}", documents, "A stream is packed by its stage pack().")
+    check_count("--workers", options.workers)
+    number = check_count(f"--open {options.open}: its length", len(documents))
+    hazards = [] if os.path.exists(path) else _count(documents, key, path, options.workers)
     if hazards:
-        return with_hazards({"documents": number, "counted": int((known >= 0).sum())}, [], hazards)
-    write_lengths(path, np.array(known), key)
-    check_lengths(path, documents, key)
-    os.remove(part)
-    total, said = int(known.sum()), f"{path}: {number} documents with {int(known.sum())} tokens"
-    return Answer(found={"documents": number, "tokens": total}, said=[said])
+        return with_hazards({"documents": number}, [], hazards)
+    tokens = int(check_lengths(path, documents, key).sum())
+    said = f"{path}: {number} documents with {tokens} tokens"
+    return Answer(found={"documents": number, "tokens": tokens}, said=[said])
 
 
 _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [

@@ -108,9 +108,7 @@ def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | No
         (samples,) = KINDS[kind][1](name).open(Opening(parts=(0,), num_parts=1, skip_errors=True))
         for sample in islice(samples, options.limit):
             try:
-                value = (
-                    decode(sample) if decode and kind == "webdataset" and not isinstance(sample, Unreadable) else sample
-                )
+                value = sample if decode is None or isinstance(sample, Unreadable) else decode(sample)
             except ShardReadError as error:
                 value = Unreadable(str(error))
             if isinstance(value, Unreadable):
@@ -169,9 +167,8 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         ending = re.sub(r"\.(gz|bz2|xz)$", "", base_name(url).lower())
         kinds = [options.kind] if options.kind else [name for name, (ends, _) in KINDS.items() if ending.endswith(ends)]
         if not kinds:
-            raise ArgumentError(
-                f"{shown(url)}: its name does not tell what it holds. Give --kind {' or '.join(KINDS)}."
-            )
+            what = f"{shown(url)}: its name does not tell what it holds"
+            raise ArgumentError(f"{what}. Give --kind {' or '.join(KINDS)}.")
         for name in expand([url]) if kinds[0] == "webdataset" else matched([url]):
             yield name, kinds[0]
 
@@ -183,14 +180,13 @@ def _lint(options: argparse.Namespace) -> Answer:
     decoder = Decode(*decode or ()) if any(kind == "webdataset" for _, kind in jobs) else None
     progress = Progress("files read", len(jobs))
     with ThreadPoolExecutor(options.workers) as pool:
-        tasks = [pool.submit(_read, *job, options, decoder) for job in jobs]
+        tasks = [pool.submit(_read, *job, options, decoder if job[1] == "webdataset" else None) for job in jobs]
         for _ in as_completed(tasks):
             progress.add()
         shards = [task.result() for task in tasks]
     faults = [_fault("unreadable", shard, *one) for shard in shards for one in shard.unreadable]
-    faults += [
-        _fault("empty", shard, 0, "there is no sample") for shard in shards if not shard.keys and not shard.unreadable
-    ]
+    empty = [shard for shard in shards if not shard.keys and not shard.unreadable]
+    faults += [_fault("empty", shard, 0, "there is no sample") for shard in empty]
     faults += [*_doubled(shards), *_unlike(shards)]
     counts, total = Counter(one["fault"] for one in faults), sum(len(shard.keys) for shard in shards)
     hazards = [(f"{num} times: {fault}", _REMEDIES[fault]) for fault, num in counts.items()]
@@ -205,14 +201,7 @@ def _lint(options: argparse.Namespace) -> Answer:
 _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
     ("urls", {"nargs": "+", "metavar": "URL", "help": "files or URLs; patterns; for tars also braces: {00..99}.tar"}),
     ("--kind", {"choices": list(KINDS), "help": "what the files hold; by default, their names tell"}),
-    (
-        "--key",
-        {
-            "metavar": "FIELD",
-            "default": _KEY,
-            "help": "a field that no two samples share",
-        },
-    ),
+    ("--key", {"metavar": "FIELD", "default": _KEY, "help": "a field that no two samples share"}),
     ("--decode", {"metavar": "HANDLER", "help": "also decode the images of tars, as WebDataset does: rgb8, pil, .."}),
     ("--limit", {"type": int, "help": "read at most so many samples of each file"}),
     ("--workers", {"type": int, "default": 8, "help": "files that are read at once"}),

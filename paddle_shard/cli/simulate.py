@@ -113,9 +113,7 @@ class _Found:
     def law(self, law: str) -> dict[str, str]:
         """Return what is said of a law."""
         of_law = [(what, *numbers) for (one, what), numbers in self.counted.items() if one == law]
-        counted = [
-            f"all {of} {what}" if of == number else f"SAMPLED {number} of {of} {what}" for what, number, of in of_law
-        ]
+        counted = [f"{f'SAMPLED {done} of' if done != of else 'all'} {of} {what}" for what, done, of in of_law]
         return {"law": law, "holds": "NO" if self.broken.get(law) else "yes", "counted": "; ".join(counted)}
 
 
@@ -369,9 +367,8 @@ def _simulate(options: argparse.Namespace) -> Answer:
     if asked.plan is None:
         if asked.hazards:
             return with_hazards({}, [], asked.hazards)
-        raise ArgumentError(
-            f"{' '.join(map(str, asked.said))} There is no order to simulate: give --samples or --source."
-        )
+        why = " ".join(map(str, asked.said))
+        raise ArgumentError(f"{why} There is no order to simulate: give --samples or --source.")
     plan = replace(asked.plan, segments=(), ended=False)  # of a record: from its beginning, as the newest job does it
     if options.restarts < 0 or options.seconds <= 0:
         raise ArgumentError(f"--restarts {options.restarts} --seconds {options.seconds}: neither may be negative.")
@@ -380,9 +377,7 @@ def _simulate(options: argparse.Namespace) -> Answer:
         raise ArgumentError(f"{what}; at most {_MOST_IN_TABLE} are simulated. --shuffle True needs no table.")
     costs = None if options.lengths is None else read_lengths(options.lengths)[0].astype(float)[:, None]
     if costs is not None and (len(costs) != plan.num_samples or plan.ordering.own_ids):
-        raise ArgumentError(
-            f"--lengths {options.lengths} has {len(costs)} lengths, not one for each sample of the data set."
-        )
+        raise ArgumentError(f"--lengths {options.lengths} has {len(costs)} lengths, not one for each sample.")
     if not plan.num_steps:
         what = f"tail={plan.tail!r} leaves no step: {plan.num_samples} samples fill no batch of {plan.batch_size}"
         return with_hazards({}, [], [(what, "Use tail='pad', or a smaller batch")])
@@ -419,10 +414,7 @@ def _simulate(options: argparse.Namespace) -> Answer:
 
 _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
     *PLANNED,
-    (
-        "--restarts",
-        {"type": int, "default": 0, "help": "so many restarts, at random steps on random meshes (by --seed)"},
-    ),
+    ("--restarts", {"type": int, "default": 0, "help": "restarts at random steps, on random meshes (by --seed)"}),
     ("--lengths", {"metavar": "FILE", "help": "the length of each sample: what `paddle-shard lengths` writes"}),
     ("--seconds", {"type": float, "default": 50.0, "help": "what does not fit into this time is sampled"}),
 ]

@@ -69,7 +69,9 @@ def test_the_file_is_what_packed_writes_itself_and_reads(workers, tmp_path, modu
     assert found == {"documents": 300, "tokens": sum(lengths_of(300))}
     assert len(Packed(documents, 64, lengths="ours.npz")) == len(Packed(documents, 64))
     assert not list(tmp_path.glob("*.part"))
-    assert "has all 300 lengths already" in asked("lengths", "--open", name, "-o", "ours.npz")
+    before = sum(reads(tmp_path).values())
+    assert "ours.npz: 300 documents" in asked("lengths", "--open", name, "-o", "ours.npz")
+    assert sum(reads(tmp_path).values()) - before == 32  # it is there: some are read to see that it is of them
 
 
 def test_a_run_that_is_killed_goes_on_and_its_processes_end(tmp_path, module):
@@ -129,3 +131,13 @@ def test_bad_arguments_exit_with_2(tmp_path, module):
     (tmp_path / "a.npz.input_ids.part.npy").rename(tmp_path / "a.npz.input_ids.part")
     assert "is of 7 documents, and there are 300" in asked("lengths", "--open", name, "-o", "a.npz", code=2)
     assert "--output" in asked("lengths", "--open", name, code=2)
+    assert "its length must be an int >= 1" in asked("lengths", "--open", module("none", 0), "-o", "b.npz", code=2)
+
+
+def test_a_file_of_other_documents_is_refused_and_counted_anew_when_it_is_removed(tmp_path, module):
+    asked("lengths", "--open", module("old_documents"), "-o", "found.npz")
+    longer = module("new_documents", does="at += 1")
+    assert "'found.npz' is of other documents" in asked("lengths", "--open", longer, "-o", "found.npz", code=2)
+    (tmp_path / "found.npz").unlink()
+    asked("lengths", "--open", longer, "-o", "found.npz")
+    assert read_lengths("found.npz")[0].tolist() == lengths_of(301)[1:]

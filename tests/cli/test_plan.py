@@ -1,6 +1,7 @@
 """`paddle-shard plan`: what it shows is what loaders deliver, and each hazard is named with its remedy."""
 
 import json
+import tarfile
 
 import numpy as np
 import paddle.distributed as dist
@@ -177,3 +178,15 @@ def test_each_command_has_help_with_an_example(name):
     shown = asked(name, "--help")
     assert f"example: paddle-shard {name} " in shown.replace("\n", " ")
     assert "--json" in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan", *FINE, "--html"], ["index", "some.tar", "-o"], ["lengths", "--open", "data_of_this:texts", "-o"]],
+)
+def test_a_file_that_cannot_be_written_exits_with_2(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data_of_this.py").write_text("texts = [[1, 2], [3]]")
+    with tarfile.open("some.tar", "w") as archive:
+        archive.add("data_of_this.py", "0.txt")
+    assert "No such file or directory: " in asked(*command, "no/such/folder", code=2)
