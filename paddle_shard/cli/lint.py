@@ -134,6 +134,7 @@ def _doubled(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
     firsts = np.cumsum([0, *(len(shard.keys) for shard in shards)])
     order = np.argsort(keys, kind="stable")
     again = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (keys[order][1:] != 0))
+    again = again[np.argsort(order[again + 1])]
     of_shard = np.searchsorted(firsts, order, "right") - 1
     places = [(shards[of_shard[at]], int(order[at] - firsts[of_shard[at]])) for one in again for at in (one, one + 1)]
     for (first, number), (other, again_at) in zip(places[::2], places[1::2], strict=True):
@@ -192,8 +193,9 @@ def _lint(options: argparse.Namespace) -> Answer:
     hazards = [(f"{num} times: {fault}", _REMEDIES[fault]) for fault, num in counts.items()]
     if options.key != _KEY and not any(any(shard.keys) for shard in shards):
         hazards.append((f"no sample has the field {options.key!r}", "Give another --key"))
-    said: list[str | Rows] = [f"{total} samples in {len(shards)} files", "", faults[:_MOST_SHOWN]]
-    said += [f"and {len(faults) - _MOST_SHOWN} more, which --json shows"] if len(faults) > _MOST_SHOWN else []
+    some = [one for kind in counts for one in [one for one in faults if one["fault"] == kind][:_MOST_SHOWN]]
+    said: list[str | Rows] = [f"{total} samples in {len(shards)} files", "", some]
+    said += [f"and {len(faults) - len(some)} more, which --json shows"] if len(faults) > len(some) else []
     files = {shard.name: len(shard.keys) for shard in shards}
     return with_hazards({"samples": total, "files": files, "faults": faults}, said, hazards)
 

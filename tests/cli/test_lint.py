@@ -97,9 +97,10 @@ def test_keys_that_are_doubled_within_a_shard_and_across_shards_are_named(tmp_pa
     a, b = [sample(number) for number in (0, 1, 2, 1)], [sample(number) for number in (5, 2, 6)]
     found = faults(write(tmp_path, a=a, b=b))
 
-    assert len(found) == 2
-    assert f"same key: sample 3 of {tmp_path}/a.tar: the key of sample 1 of {tmp_path}/a.tar" in found
-    assert f"same key: sample 1 of {tmp_path}/b.tar: the key of sample 2 of {tmp_path}/a.tar" in found
+    assert found == [
+        f"same key: sample 3 of {tmp_path}/a.tar: the key of sample 1 of {tmp_path}/a.tar",
+        f"same key: sample 1 of {tmp_path}/b.tar: the key of sample 2 of {tmp_path}/a.tar",
+    ]
 
 
 def test_a_field_is_the_key_if_it_is_named(tmp_path):
@@ -166,8 +167,10 @@ def test_an_empty_file_and_one_that_is_not_there_are_named(tmp_path):
     assert f"sample 0 of {tmp_path}/a.txt: there is no sample" in found[1]
 
 
-def test_many_faults_are_cut_for_people_and_not_for_programs(tmp_path):
+def test_of_many_faults_people_see_some_of_each_kind_and_programs_all(tmp_path):
     (tmp_path / "a.jsonl").write_text("{\n" * 50)
+    (tmp_path / "b.jsonl").write_text('{"id": 1}\n{"id": 2}\n{"id": [1]}\n')
+    assert "other form" in asked("lint", tmp_path / "*.jsonl", code=1)
     shown = asked("lint", tmp_path / "a.jsonl", code=1)
     assert shown.count("is not JSON") == 20
     assert "and 30 more, which --json shows" in shown
