@@ -114,7 +114,8 @@ class _Found:
         """Return what is said of a law."""
         of_law = [(what, *numbers) for (one, what), numbers in self.counted.items() if one == law]
         counted = [f"{f'SAMPLED {done} of' if done != of else 'all'} {of} {what}" for what, done, of in of_law]
-        return {"law": law, "holds": "NO" if self.broken.get(law) else "yes", "counted": "; ".join(counted)}
+        holds = "NO" if self.broken.get(law) else "yes" if any(done for _, done, _ in of_law) else "not counted"
+        return {"law": law, "holds": holds, "counted": "; ".join(counted)}
 
 
 # The run

@@ -17,9 +17,9 @@ ENV = {"PYTHONPATH": str(WORKER.parents[2])}
 pytestmark = pytest.mark.multiprocess
 
 
-def told(folder, ranks=3, *, run=run_ranks, all=("--mesh", "dp=3"), **flags):
+def told(folder, ranks=3, *, run=run_ranks, all=("--mesh", "dp=3"), timeout=110, **flags):
     """What each rank is told; all exit with 1 if, and only if, there is a hazard."""
-    args = [json.dumps({"all": all, **flags})]
+    args = [json.dumps({"all": ["--timeout", str(timeout), *all], **flags})]
     reports = run(WORKER, ranks, folder, args=args, env=ENV, timeout=HANG)
     for one in reports:
         assert one["code"] == bool(one["hazards"])
@@ -50,7 +50,7 @@ def test_ranks_that_fit_together_have_no_hazard_and_say_what_an_agreement_costs(
          r"--mesh differs: .*ranks \(0, 1, 2\) on rank 0, .*ranks \(0, 2, 1\) on rank 2"),
         ({"all": ["--mesh", "dp=4"]}, r"--mesh has the ranks \[3\], and the job has 3"),
         ({"does": {"0": "no network", "1": "no network", "2": "no network"}}, "on rank 0: OSError: no network"),
-        ({"all": ["--timeout", "4"], "does": {"0": "hangs", "1": "hangs", "2": "hangs"}}, "on rank 0: not in 4 s"),
+        ({"timeout": 10, "does": {"0": "hangs", "1": "hangs", "2": "hangs"}}, "on rank 0: not in 10 s"),
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_fit_together_are_told_alike(flags, what, tmp_path):

@@ -28,7 +28,8 @@ FINE = ["--samples", 5000, "--batch-size", 64, "--mesh", "dp=4"]
 
 
 def simulated(capsys, *arguments):
-    code = main(["simulate", *map(str, arguments), "--json"])
+    enough = [] if "--seconds" in arguments else ["--seconds", "900"]  # also where the machine is busy
+    code = main(["simulate", *map(str, arguments), *enough, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == bool(found["hazards"])
     return found
@@ -173,12 +174,12 @@ def test_a_sample_that_stays_where_it_is_moves_by_nothing(capsys):
 def test_what_time_is_too_short_for_is_never_said_to_be_counted(capsys, monkeypatch):
     doubled(monkeypatch)
     seen = set()
-    for seconds in (0.01, 0.2, 0.4, 0.8, 30):
+    for seconds in (1e-9, 0.2, 0.4, 0.8, 900):
         found = simulated(capsys, "--samples", 10**6, *FINE[2:], "--shuffle", "--seconds", seconds)
         law = found["laws"][0]
         assert law["holds"] == "NO" or "SAMPLED" in law["counted"], law
         seen.add(law["holds"])
-    assert seen >= {"NO"}
+    assert seen >= {"NO", "not counted"}
 
 
 def test_the_quality_of_an_order_is_what_brute_force_finds(capsys):
@@ -257,16 +258,16 @@ def test_a_billion_samples_on_a_hundred_thousand_ranks_take_as_long_as_they_may_
     flags = "--samples", 10**9, "--batch-size", 10**5, "--mesh", "dp=50000,mp=2", "--shuffle", "--restarts", 2
     found = asked_elsewhere("simulate", *flags, "--seconds", 6)
 
-    assert [law["holds"] for law in found["laws"]] == ["yes"] * 3
+    assert {law["holds"] for law in found["laws"]} <= {"yes", "not counted"}
     counted = re.fullmatch(
         r"SAMPLED (\d+) of 1000000000 positions of the epoch; SAMPLED \d+ .*", found["laws"][0]["counted"]
     )
-    assert 0 < int(counted[1]) < 10**9
+    assert int(counted[1]) < 10**9
     assert re.search(r"SAMPLED \d+ of 10000 steps, of all ranks", found["laws"][1]["counted"])
 
 
 def test_how_far_it_is_is_said_on_stderr_only_if_it_takes_long():
-    flags = "--samples", 10**8, "--batch-size", 10**5, "--mesh", "dp=4", "--shuffle"
+    flags = "--samples", 10**9, "--batch-size", 10**5, "--mesh", "dp=4", "--shuffle"
     assert "ids counted" in asked("simulate", *flags, "--seconds", 5)
     assert "ids counted" not in asked("simulate", *FINE)
 
