@@ -3,8 +3,8 @@
     python -m paddle.distributed.launch --nproc_per_node 2 demos/webdataset_digits.py
 
 Rank 0 writes scikit-learn's digits as ten tars of 37 to 253 samples and counts them with the command
-`python -m paddle_shard.cli.index_shards`, so that they are cut into equal parts in mid-file. Two processes with two
-workers each train from them. It asserts that every epoch delivers each image exactly once, that both ranks make the
+`paddle-shard index`, so that they are cut into equal parts in mid-file. Two processes with two workers each
+train from them. It asserts that every epoch delivers each image exactly once, that both ranks make the
 same steps, that the test accuracy is above 93 %, and that the losses over HTTP are those from disk.
 """
 
@@ -44,7 +44,7 @@ def write_tars(folder, images, labels):
         with webdataset.TarWriter(str(folder / f"digits-{number:02}.tar")) as tar:
             for key, (image, label) in (next(samples) for _ in range(size)):
                 tar.write({"__key__": f"{key:05}", "npy": image, "cls": int(label)})
-    command = [sys.executable, "-m", "paddle_shard.cli.index_shards", str(folder / "digits-{00..09}.tar")]
+    command = [sys.executable, "-m", "paddle_shard", "index", str(folder / "digits-{00..09}.tar")]
     subprocess.run([*command, "-o", str(folder / "index.json")], check=True)
 
 

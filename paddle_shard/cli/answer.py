@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.record.lines import read
+from paddle_shard.record.places import Meshes
 from paddle_shard.record.timeline import Leg, Timeline, timeline
 
 Rows = Sequence[Mapping[str, Any]]
@@ -40,6 +42,20 @@ def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: 
     shown = [f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}." for what, remedy in hazards]
     told = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
     return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
+
+
+class Progress:
+    """Says on stderr how far a command is, if it takes over two seconds."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done, self._due = what, total, 0, time.monotonic() + 2
+
+    def add(self, number: int = 1) -> None:
+        """Count what was done since the last call."""
+        self._done += number
+        if time.monotonic() > self._due:
+            print(f"{self._done} of {self._total} {self._what}", file=sys.stderr, flush=True)
+            self._due = time.monotonic() + 2
 
 
 class Command(NamedTuple):
@@ -89,6 +105,12 @@ def cell(value: Any) -> str:
         else:
             found.append([name])
     return " ".join(f"{one[0]}-{one[-1]}" if len(one) > 2 else " ".join(map(cell, one)) for one in found)
+
+
+def shapes_of(meshes: Meshes) -> str:
+    """Return the axes and sizes of meshes, such as dp=2,mp=4."""
+    shapes = (zip(mesh.axes, mesh.shape, strict=True) for mesh, _ in meshes)
+    return " and ".join(",".join(f"{axis}={size}" for axis, size in shape) for shape in shapes)
 
 
 def run_of(path: str) -> Timeline:

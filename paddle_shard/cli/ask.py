@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of, shapes_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
@@ -46,9 +46,14 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 def _facts(leg: Leg, counts: str) -> dict[str, Any]:
     facts, start = leg.job.facts, leg.start
-    mesh = " and ".join(",".join(f"{axis}={n}" for axis, n in one["axes"].items()) for one in facts["meshes"])
     size = facts["plan"] and facts["plan"]["batch_size"]
-    found = {"job": leg.job.number, "mesh": mesh, "batch_size": size, "epoch": leg.epoch, "counts": counts}
+    found = {
+        "job": leg.job.number,
+        "mesh": shapes_of(leg.job.meshes),
+        "batch_size": size,
+        "epoch": leg.epoch,
+        "counts": counts,
+    }
     found |= {"first_step": start.steps, "end_step": leg.steps}
     return {**found, "first_position": start.samples, "end_position": leg.samples}
 

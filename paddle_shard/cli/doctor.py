@@ -1,19 +1,41 @@
-"""`paddle-shard doctor`: has this machine what loaders need?"""
+"""`paddle-shard doctor`: has this machine what loaders need, and under the launcher: do its ranks fit together?"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import socket
+import statistics
+import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from paddle_shard.cli.answer import Answer, Command, with_hazards
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.cli.answer import Answer, Command, Hazard, with_hazards
+from paddle_shard.cli.plan import MESH
+from paddle_shard.errors import PeerLostError, described
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.parts import check_count
 from paddle_shard.version import VERSION
 
 _FILES = 4096
 _SHARED_MB = 256
+_STEPS = 200
+"""Agreements that are timed."""
+_ALL_REDUCE = """
+import paddle, paddle.distributed as dist
+dist.init_parallel_env()
+ones = paddle.ones([4])
+dist.all_reduce(ones)
+assert ones.tolist() == [dist.get_world_size()] * 4, f"the sum of ones over all ranks is {ones.tolist()}"
+dist.barrier()
+print("works by", dist.get_backend())
+"""
+"""In a process of its own: it may hang or crash, and is ended then."""
 
 
 def _installed(*names: str) -> str:
@@ -46,9 +68,78 @@ def _doctor(options: argparse.Namespace) -> Answer:
         (0 <= files < _FILES, f"a process may open {files} files", f"ulimit -n {_FILES}"),
         (free < _SHARED_MB, f"/dev/shm, by which workers hand over batches, has {free} MB", "docker run --shm-size=8g"),
     ]
-    hazards = [(what, remedy) for bad, what, remedy in checks if bad]
-    return with_hazards({"machine": found}, [[{"what": name, "here": one} for name, one in found.items()]], hazards)
+    hazards, group = [(what, remedy) for bad, what, remedy in checks if bad], dict[str, str]()
+    check_count("--timeout", options.timeout)
+    if (size := int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)) > 1 and paddle != "not installed":
+        versions = {name: found[name] for name in ("paddle_shard", "paddle", "numpy", "python")}
+        more, group = _group(size, options, versions)
+        hazards += more
+    shown = [{"what": name, "here": one} for name, one in {**found, **group}.items()]
+    return with_hazards({"machine": found, "group": group}, [shown], hazards)
 
 
-COMMANDS = {"doctor": Command("Has this machine what loaders need?", "--json", [], _doctor)}
+# A live group
+
+
+def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) -> tuple[list[Hazard], dict[str, str]]:
+    """Return what is wrong with the ranks that the launcher has started, and what they have told."""
+    from paddle_shard.ranks.agreeing import gather_of, open_agreement
+    from paddle_shard.ranks.verdict import Terms
+
+    ranks, found, timeout = tuple(range(size)), dict[str, str](), float(options.timeout)
+    meshes = [f"{mesh.shape} of axes {mesh.axes} with ranks {mesh.process_ids}" for mesh in options.mesh]
+    mine = {**versions, "host": socket.gethostname(), "--mesh": "; ".join(meshes), "--data-axes": options.data_axes}
+    try:
+        said = [json.loads(one) for one in gather_of(ranks, json.dumps(mine), timeout, "doctor")]
+        hosts = dict.fromkeys(one.pop("host") for one in said)
+        found["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
+        hazards = [hazard for what in said[0] for hazard in _different(what, [one[what] for one in said])]
+        times, agreement = list[float](), open_agreement(ranks, Terms(name="doctor", timeout=timeout))
+        for step in range(_STEPS):
+            begun = time.perf_counter()
+            agreement.announce_ok()
+            agreement.deliver(step)
+            times.append(time.perf_counter() - begun)
+        agreement.close()
+        found["an agreement"] = f"{1e6 * statistics.median(times):.0f} us, the median of {_STEPS}"
+        works = gather_of(ranks, _collective(timeout), 2 * timeout, "doctor, after the collectives")
+    except PeerLostError as lost:
+        what, _, remedy = str(lost).partition(". ")
+        return [(what, remedy or "Look for the reason in the logs of these ranks")], found
+    found["an all-reduce"] = works[0]
+    failed = [(rank, one) for rank, one in enumerate(works) if not one.startswith("works")]
+    remedy = "Check the network, drivers and GLOO_SOCKET_IFNAME"
+    hazards += [(f"collectives fail on rank {rank}: {one}", remedy) for rank, one in failed]
+    if missing := sorted({rank for mesh in options.mesh for rank in mesh.process_ids} - {*ranks}):
+        hazards.append((f"--mesh has the ranks {missing}, and the job has {size}", "Start more ranks, or correct it"))
+    return hazards, found
+
+
+def _different(what: str, values: Sequence[Any]) -> list[Hazard]:
+    """Return the hazard that not all ranks say the same."""
+    if all(value == values[0] for value in values):
+        return []
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    text = f"{what} differs: {values[0]} on rank 0, {values[other]} on rank {other}"
+    return [(text, "All ranks need the same: install one version, and give all of them the same meshes")]
+
+
+def _collective(timeout: float) -> str:
+    """Return how an all-reduce of all ranks went, in their own group."""
+    try:
+        command = [sys.executable, "-c", _ALL_REDUCE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise_if_a_handlers(error)
+        return f"not in {timeout:g} s" if isinstance(error, subprocess.TimeoutExpired) else described(error)
+    said = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
+    return said[-1] if said else f"exit code {done.returncode}"
+
+
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    *MESH,
+    ("--timeout", {"type": int, "default": 60, "help": "under the launcher: seconds for which a rank is waited for"}),
+]
+_DOES = "Has this machine what loaders need? Under paddle.distributed.launch, also: do its ranks fit together?"
+COMMANDS = {"doctor": Command(_DOES, "--json", _ARGUMENTS, _doctor)}
 """The command, by name."""

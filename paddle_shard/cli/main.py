@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 
-from paddle_shard.cli import ask, change, doctor, index_shards, plan, show
+from paddle_shard.cli import ask, change, doctor, index_shards, lengths, lint, plan, show, simulate
 from paddle_shard.errors import PaddleShardError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 
 COMMANDS = {
     name: command
-    for of_file in (plan, ask, show, change, index_shards, doctor)
+    for of_file in (plan, simulate, ask, show, change, lint, index_shards, lengths, doctor)
     for name, command in of_file.COMMANDS.items()
 }
 """All commands, by name."""
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         answer = COMMANDS[options.command].answer(options)
-    except PaddleShardError as error:
+    except (PaddleShardError, OSError) as error:  # also a file that cannot be written
+        raise_if_a_handlers(error)
         print(f"paddle-shard {options.command}: {error}", file=sys.stderr)
         return 2
     print(json.dumps(answer.found, indent=2) if options.json else answer)

@@ -20,7 +20,7 @@ from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.parts import PartsPlan, check_count
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
@@ -45,7 +45,7 @@ _MOST_SHOWN = 64
 
 
 @dataclass(kw_only=True)
-class _Planned:
+class Planned:
     """What is asked about."""
 
     meshes: Meshes
@@ -109,14 +109,20 @@ def _source_of(text: str) -> tuple[str, int, float]:
     return found[1], int(found[2]), float(found[3])
 
 
-def _planned(options: argparse.Namespace) -> _Planned:
+def planned(options: argparse.Namespace) -> Planned:
+    """Return what the flags `PLANNED` ask about.
+
+    Raises:
+        ArgumentError: They do not say it.
+    """
+    check_count("--epoch", options.epoch or 0, 0)
     if options.record is not None:
         return _of_record(options)
     if not options.mesh or options.batch_size is None or not (options.samples or options.source or options.files):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
     meshes = with_data_axes(options.mesh, options.data_axes)
-    found = _Planned(meshes=meshes, holders=meshes, replicas=options.replicas)
+    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas)
     found.epoch, times = options.epoch or 0, options.accumulation
     ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in found.meshes))
     cut = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
@@ -137,10 +143,10 @@ def _planned(options: argparse.Namespace) -> _Planned:
     return found
 
 
-def _of_record(options: argparse.Namespace) -> _Planned:
+def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
     job, newest = run.last, run.passes[-1][0] if run.passes else None
-    found = _Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
+    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         if "num_parts" in job.facts["data"]:
@@ -159,7 +165,7 @@ def _of_record(options: argparse.Namespace) -> _Planned:
     return found
 
 
-def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, int]) -> None:
+def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, int]) -> None:
     """Look at files that are not counted, each of which belongs to one part as a whole."""
     names = matched(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
@@ -189,7 +195,7 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
 # What is wrong with it
 
 
-def _hazards(asked: _Planned) -> Iterator[Hazard]:
+def _hazards(asked: Planned) -> Iterator[Hazard]:
     yield from asked.hazards
     for mesh, axes in asked.meshes:
         yield from _hazards_of_mesh(mesh, axes, asked.replicas)
@@ -284,7 +290,7 @@ def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
 
 
 def _plan(options: argparse.Namespace) -> Answer:
-    asked = _planned(options)
+    asked = planned(options)
     found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes))}
     said = [*(line for number in range(len(asked.meshes)) for line in _grid(asked.meshes, number)), *asked.said]
     if (plan := asked.plan) is not None:
@@ -330,7 +336,7 @@ MESH: Sequence[tuple[str, dict[str, Any]]] = [
 ]
 """The arguments that name meshes."""
 _SOURCE = {"type": _source_of, "action": "append", "help": "a source of a mixture, as samples and weight: web=1000:0.7"}
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+PLANNED: Sequence[tuple[str, dict[str, Any]]] = [
     ("record", {"nargs": "?", "metavar": "RECORD", "help": "the file of shard_dataloader(record=); or flags:"}),
     *MESH,
     ("--batch-size", {"type": int, "help": "rows of a global batch, before accumulation"}),
@@ -342,7 +348,11 @@ _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
     ("--seed", {"type": int, "default": 0}),
     ("--accumulation", {"type": int, "default": 1, "help": "micro-batches of a step"}),
     ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
-    ("--epoch", {"type": int, "help": "the epoch that is shown"}),
+    ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
+]
+"""The arguments of commands that begin with a plan."""
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    *PLANNED,
     ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
     ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
     ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step, as a picture for a paper"}),

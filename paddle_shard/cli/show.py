@@ -36,6 +36,12 @@ def named(path: str) -> Any:
         raise ArgumentError(f"{path}: {described(error)}. Give module:name, such as my_module:dataset.") from error
 
 
+def opened(path: str) -> Any:
+    """Return a data set that a user names by module:name, or the function that makes it; see `named`."""
+    found = named(path)
+    return found() if callable(found) and not hasattr(found, "__getitem__") else found
+
+
 def shown(value: Any) -> str:
     """Return a sample as text, long arrays and texts cut."""
     with np.printoptions(threshold=_MOST_VALUES):
@@ -51,9 +57,7 @@ def _show(options: argparse.Namespace) -> Answer:
         _, legs = leg_of(run_of(options.record), options.epoch, options.step)
         plan, skips = legs[-1].plan, legs[-1].skips
         samples = [one for one in samples_at(plan, legs[-1].epoch, options.step, skips) if one is not None]
-    dataset, decode = named(options.open), shown if options.decode is None else named(options.decode)
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        dataset = dataset()
+    dataset, decode = opened(options.open), shown if options.decode is None else named(options.decode)
     found = []
     for sample in samples:
         try:
@@ -68,11 +72,11 @@ def _show(options: argparse.Namespace) -> Answer:
     return Answer(found={"samples": found}, said=[f"{cell([one['sample']])}: {one['text']}" for one in found])
 
 
-_OPEN = "the data set, or a function that returns it; of a mixture, also a dict of its sources"
+OPEN = {"required": True, "metavar": "MODULE:NAME", "help": "the data set, or a function that returns it"}
 _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
     ("--step", {"type": int, "help": "step of the epoch, from 0"}),
     ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
-    ("--open", {"required": True, "metavar": "MODULE:NAME", "help": _OPEN}),
+    ("--open", {**OPEN, "help": f"{OPEN['help']}; of a mixture, also a dict of its sources"}),
     ("--decode", {"metavar": "MODULE:FUNCTION", "help": "makes of a sample what is shown, such as its text"}),
 ]
 _EXAMPLE = "run.jsonl --epoch 0 --step 3 --open my_module:dataset"

@@ -302,8 +302,8 @@ class Stream(paddle.io.IterableDataset):
             shuffle_shards: If True, permute the tars, in another order each epoch. Samples keep their order within a
                 tar: add a `shuffle` stage to permute them, too.
             resample: If True, each part is an endless stream of tars, sampled with replacement; set `num_batches=`.
-            index: An index file, which `python -m paddle_shard.cli.index_shards` makes; True: `index.json` beside the
-                first tar. With an index, parts are equal, their lengths are known, and a resume is cheap. None: count
+            index: An index file, which `paddle-shard index` makes; True: `index.json` beside the first tar. With an
+                index, parts are equal, their lengths are known, and a resume is cheap. None: count
                 the tars now by their headers, if all are local, none is compressed, and neither `select` nor
                 `resample` is given. False: count nothing.
             cache_dir: The same as for `lines`.

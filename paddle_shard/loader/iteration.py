@@ -31,7 +31,7 @@ from paddle_shard.tree import named_leaves
 
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (
-    "Files that are counted (counts=True; for tars index=, made by `python -m paddle_shard.cli.index_shards`) are cut "
+    "Files that are counted (counts=True; for tars index=, made by `paddle-shard index`) are cut "
     f"into equal parts. Else fewer parts (in_parts()), or many files of one size, make them more alike. {_REPEAT}"
 )
 _FEWER = (

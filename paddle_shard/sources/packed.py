@@ -259,10 +259,8 @@ def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             with open(f"{file}.lock", "wb") as lock, held(lock):
                 if not file.exists():
-                    counted, about = _counted(documents, key), np.array(json.dumps({"version": VERSION, "key": key}))
-                    with replacing(file) as target:
-                        np.savez(target, lengths=counted, about=about)
-        return _read(file, documents, key)
+                    write_lengths(file, _counted(documents, key), key)
+        return check_lengths(file, documents, key)
     found = np.asarray(lengths)
     if found.shape != (len(documents),):
         raise ArgumentError(
@@ -290,14 +288,48 @@ def _counted(documents: Any, key: str) -> Indices:
     return found
 
 
-def _read(file: Path, documents: Any, key: str) -> Indices:
-    way_out = f"Remove {str(file)!r} to count again, or give another path."
+_WAY_OUT = "Remove {!r} to count again, or give another path."
+
+
+def write_lengths(file: str | os.PathLike[str], lengths: Indices, key: str) -> None:
+    """Write a file of lengths, which `Packed(lengths=)` reads; nobody ever reads half of it.
+
+    Args:
+        file: Its path.
+        lengths: The tokens of each document.
+        key: Field of the tokens, in documents that are dicts.
+    """
+    with replacing(file) as target:
+        np.savez(target, lengths=lengths, about=np.array(json.dumps({"version": VERSION, "key": key})))
+
+
+def read_lengths(file: str | os.PathLike[str]) -> tuple[Indices, dict[str, Any]]:
+    """Return the lengths that a file has, and the version and key of it.
+
+    Raises:
+        StateError: It is no file of lengths.
+    """
     try:
         with open(file, "rb") as source, np.load(source) as kept:
-            lengths, about = kept["lengths"], json.loads(str(kept["about"]))
+            return np.asarray(kept["lengths"]), dict(json.loads(str(kept["about"])))
     except Exception as error:
         raise_if_a_handlers(error)
+        way_out = _WAY_OUT.format(str(file))
         raise StateError(f"Packed: {str(file)!r} is no file of lengths: {described(error)}. {way_out}") from error
+
+
+def check_lengths(file: str | os.PathLike[str], documents: Any, key: str) -> Indices:
+    """Return the lengths that a file has of some documents, of which a few are read to see that it is of them.
+
+    Args:
+        file: Its path.
+        documents: A data set with an index.
+        key: Field of the tokens, in documents that are dicts.
+
+    Raises:
+        StateError: It is of other documents.
+    """
+    way_out, (lengths, about) = _WAY_OUT.format(str(file)), read_lengths(file)
     if about != {"version": VERSION, "key": key} or lengths.shape != (len(documents),):
         raise StateError(
             f"Packed: {str(file)!r} has {len(lengths)} lengths of the field {about.get('key')!r} (version "

@@ -19,10 +19,7 @@ from paddle_shard.plan.step import Content
 from paddle_shard.sources.files import failures_named, local_size, shown, version_of, within_their_folder
 from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable, timed
 
-RECOUNT = (
-    "count again (make the stream anew; for an index file: `python -m paddle_shard.cli.index_shards URL... "
-    "-o index.json`)"
-)
+RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard index URL... -o index.json`)"
 
 _PRIME = (1 << 61) - 1
 """Sums over files are taken modulo this."""
@@ -194,7 +191,7 @@ class ShardSource(Stage):
             raise ArgumentError(
                 f"in_parts({parts}): {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
                 f"that work: in_parts() with at most {shards}; counted samples, so that shards are cut in mid-file "
-                "(counts=True; for tars an index file, index=, made by `python -m paddle_shard.cli.index_shards`); "
+                "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
                 "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all."
             )
 

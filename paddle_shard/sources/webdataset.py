@@ -185,8 +185,8 @@ def webdataset_source(
         shuffle_shards: If True, permute the shards, in another order each epoch. Samples keep their order within a
             shard: add a `Shuffle` to permute them, too.
         resample: If True, each part is an endless stream of shards, sampled with replacement.
-        index: An index file (path or URL), which `python -m paddle_shard.cli.index_shards` makes; True: `index.json`
-            beside the first shard. With an index, parts are equal, their lengths are known, and a resume is cheap.
+        index: An index file (path or URL), which `paddle-shard index` makes; True: `index.json` beside the first
+            shard. With an index, parts are equal, their lengths are known, and a resume is cheap.
             None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
             `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: count nothing.

@@ -1,6 +1,7 @@
 """`paddle-shard plan`: what it shows is what loaders deliver, and each hazard is named with its remedy."""
 
 import json
+import tarfile
 
 import numpy as np
 import paddle.distributed as dist
@@ -198,6 +199,7 @@ def test_files_of_very_different_sizes_are_a_hazard(capsys, tmp_path):
         ([*FINE[:4], "--mesh", "mp=2"], "--data-axes is missing: which of mp split the rows"),
         ([*FINE, "--data-axes", "DP"], "the mesh has no axis 'DP'"),
         ([*FINE, "--step", "99"], "step must be in range"),
+        ([*FINE, "--shuffle", "paddle", "--epoch", "-1", "--step", "0"], "--epoch must be an int >= 0"),
         (["none.jsonl"], "none.jsonl cannot be read"),
     ],
 )
@@ -210,3 +212,15 @@ def test_each_command_has_help_with_an_example(name):
     shown = asked(name, "--help")
     assert f"example: paddle-shard {name} " in shown.replace("\n", " ")
     assert "--json" in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan", *FINE, "--html"], ["index", "some.tar", "-o"], ["lengths", "--open", "data_of_this:texts", "-o"]],
+)
+def test_a_file_that_cannot_be_written_exits_with_2(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data_of_this.py").write_text("texts = [[1, 2], [3]]")
+    with tarfile.open("some.tar", "w") as archive:
+        archive.add("data_of_this.py", "0.txt")
+    assert "No such file or directory: " in asked(*command, "no/such/folder", code=2)

@@ -283,4 +283,4 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     for command in commands_of_the_page():
         asked_for.add(command[0])
         assert main(command) in (0, 1), command
-    assert asked_for == set(COMMANDS) - {"doctor", "index"}
+    assert asked_for == set(COMMANDS) - {"doctor", "index", "lint", "lengths"}

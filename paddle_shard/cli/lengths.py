@@ -1,0 +1,106 @@
+"""`paddle-shard lengths`: how many tokens has each document? Writes the file that `Packed(lengths=)` reads."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.cli.answer import Answer, Command, Hazard, Progress, with_hazards
+from paddle_shard.cli.show import OPEN, opened
+from paddle_shard.errors import ArgumentError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.parts import check_count
+from paddle_shard.sources.arrays import check_indexed
+from paddle_shard.sources.files import replacing
+from paddle_shard.sources.packed import check_lengths, write_lengths
+from paddle_shard.stages.pack import tokens_of
+
+_CHUNK = 1024
+_UNKNOWN = -1
+_given: dict[str, Any] = {}
+"""The documents and their key, for processes that are forked."""
+
+
+def _begin() -> None:
+    """In a worker: end when the process that has forked it has been killed."""
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
+    """Return the first of some documents, the tokens of each, and why some could not be counted."""
+    found, failed = list[int](), list[str]()
+    for number in range(first, end):
+        try:
+            found.append(len(tokens_of(_given["documents"][number], _given["key"])))
+        except Exception as error:  # whatever the user's data set raises
+            raise_if_a_handlers(error)
+            found.append(_UNKNOWN)
+            failed.append(f"the tokens of document {number} cannot be counted: {described(error)}")
+    return first, found, failed
+
+
+def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
+    """Count the documents, and write the file when all are counted; return what was in the way."""
+    number, part = len(documents), f"{path}.{key}.part"
+    if not os.path.exists(part):
+        with replacing(part) as file:
+            np.save(file, np.full(number, _UNKNOWN))
+    known = np.load(part, mmap_mode="r+")  # a kill leaves what is in it
+    if known.shape != (number,):
+        raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. Remove it to count anew.")
+    _given.update(documents=documents, key=key)
+    size, hazards = max(1, min(_CHUNK, number // (8 * workers))), list[Hazard]()
+    spans = [(at, min(at + size, number)) for at in range(0, number, size) if (known[at : at + size] < 0).any()]
+    progress = Progress("documents counted", sum(end - first for first, end in spans))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin) as pool:
+        try:
+            for task in as_completed([pool.submit(_counted, *span) for span in spans]):
+                first, counts, failed = task.result()
+                known[first : first + len(counts)] = counts
+                hazards += [(what, "Mend it, or name the field by --key, and run this again") for what in failed]
+                progress.add(len(counts))
+        except BrokenProcessPool as error:
+            hazards.append((f"a process that counts has died: {error}", "Run this again: what was counted is kept"))
+    if not hazards:
+        write_lengths(path, np.array(known), key)
+        os.remove(part)
+    return hazards
+
+
+def _lengths(options: argparse.Namespace) -> Answer:
+    documents, key, path = opened(options.open), options.key, options.output
+    check_indexed(f"--open {options.open}", documents, "A stream is packed by its stage pack().")
+    check_count("--workers", options.workers)
+    number = check_count(f"--open {options.open}: its length", len(documents))
+    hazards = [] if os.path.exists(path) else _count(documents, key, path, options.workers)
+    if hazards:
+        return with_hazards({"documents": number}, [], hazards)
+    tokens = int(check_lengths(path, documents, key).sum())
+    said = f"{path}: {number} documents with {tokens} tokens"
+    return Answer(found={"documents": number, "tokens": tokens}, said=[said])
+
+
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    ("--open", OPEN),
+    ("-o --output", {"required": True, "metavar": "FILE", "help": "the file of lengths, such as lengths.npz"}),
+    ("--key", {"default": "input_ids", "help": "field of the tokens, in documents that are dicts"}),
+    ("--workers", {"type": int, "default": os.cpu_count() or 1, "help": "processes that count"}),
+]
+_DOES = "Count the tokens of all documents, in parallel, for Packed(lengths=). Run it again after a kill: it goes on."
+COMMANDS = {"lengths": Command(_DOES, "--open my_module:documents -o lengths.npz", _ARGUMENTS, _lengths)}
+"""The command, by name."""

@@ -1,0 +1,215 @@
+"""`paddle-shard lint`: can each file be read to its end, and would its samples make batches with others?"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.cli.answer import Answer, Command, Progress, Rows, with_hazards
+from paddle_shard.collate import collate
+from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, described
+from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.seeding import derive_seed
+from paddle_shard.sources.files import base_name, matched, shown
+from paddle_shard.sources.parquet import parquet_source
+from paddle_shard.sources.shards import ShardSource
+from paddle_shard.sources.text import CSV_DICTS, JSON_LINES, LINES, text_source
+from paddle_shard.sources.webdataset import Decode, expand, webdataset_source
+from paddle_shard.stages.stage import Opening, Unreadable
+
+_MOST_FORMS, _MOST_SHOWN = 64, 20
+_KEY = "__key__"
+"""Field of a WebDataset sample; those that begin with two underscores tell where it is from."""
+
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[str], ShardSource]]] = {
+    "webdataset": ((".tar", ".tgz"), partial(webdataset_source, index=False)),
+    "jsonl": ((".jsonl", ".ndjson", ".json"), partial(text_source, form=JSON_LINES, counts=False)),
+    "csv": ((".csv",), partial(text_source, form=CSV_DICTS, counts=False)),
+    "lines": ((".txt",), partial(text_source, form=LINES, counts=False)),
+    "parquet": ((".parquet",), partial(parquet_source, shuffle_shards=False)),
+}
+"""Sources of files by name: how their files end, and what reads one."""
+
+
+_REMEDIES = {
+    "unreadable": "Write the file anew; on_error='skip' leaves out a sample if those after it can be read",
+    "empty": "Leave the file out",
+    "same key": "Keep one of them, or give them different keys",
+    "other fields": "Samples of a batch need the same fields: write them anew, or map or filter them",
+    "other form": "Make arrays of one shape and dtype of them by map, or pad them in a collate_fn",
+}
+"""What may be wrong with a sample, and what helps."""
+
+
+@dataclass
+class _Shard:
+    """What a file holds."""
+
+    name: str
+    unreadable: list[tuple[int, str]] = field(default_factory=list)
+    """(number of the sample in the file, why it cannot be read)."""
+    keys: array[int] = field(default_factory=lambda: array("Q"))
+    """A hash of each sample's key; 0 if it has none."""
+    forms: Counter[tuple[str | None, Any]] = field(default_factory=Counter)
+    """(field, shape and dtype of its value) -> how many samples have it; (None, names of all fields), too."""
+    examples: dict[tuple[str | None, Any], tuple[int, Any]] = field(default_factory=dict)
+    """One of `forms` -> (number of the first sample that has it, a value of this form)."""
+
+    def look(self, sample: Any, key: str) -> None:
+        """Note what the next sample is made of."""
+        fields = sample if isinstance(sample, Mapping) else {"sample": sample}
+        values = {str(name): value for name, value in fields.items() if not str(name).startswith("__")}
+        for name, value in [(None, frozenset(values)), *values.items()]:
+            what = name, value if isinstance(value, frozenset) else _form(value)
+            if what in self.forms or len(self.forms) < _MOST_FORMS * (1 + len(values)):
+                self.forms[what] += 1
+                if what not in self.examples:
+                    self.examples[what] = len(self.keys), _stand_in(value)
+        self.keys.append(derive_seed(str(fields[key])) if key in fields else 0)
+
+
+def _form(value: Any) -> Any:
+    """Return what has to be the same in all rows of a batch, if it may be: something that can be hashed."""
+    if isinstance(value, np.ndarray | np.generic):
+        return str(value.dtype), value.shape
+    if isinstance(value, Mapping):
+        return tuple((str(name), _form(one)) for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return len(value), tuple(dict.fromkeys(map(_form, value)))
+    return type(value).__name__
+
+
+def _stand_in(value: Any) -> Any:
+    """Return a value of the same form that needs little memory."""
+    if isinstance(value, np.ndarray):
+        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+    if isinstance(value, Mapping):
+        return {name: _stand_in(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stand_in(one) for one in value]
+    return type(value)() if isinstance(value, str | bytes) else value
+
+
+def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | None) -> _Shard:
+    """Read a file to its end, or so many samples of it, and note what it holds."""
+    found = _Shard(shown(name))
+    try:
+        (samples,) = KINDS[kind][1](name).open(Opening(parts=(0,), num_parts=1, skip_errors=True))
+        for sample in islice(samples, options.limit):
+            try:
+                value = sample if decode is None or isinstance(sample, Unreadable) else decode(sample)
+            except ShardReadError as error:
+                value = Unreadable(str(error))
+            if isinstance(value, Unreadable):
+                found.unreadable.append((len(found.keys), value.why))
+                found.keys.append(0)
+            else:
+                found.look(value, options.key)
+    except MissingDependencyError:
+        raise
+    except Exception as error:  # whatever a file, a server or a store has to say
+        raise_if_a_handlers(error)
+        found.unreadable.append((len(found.keys), f"{described(error)} (no sample from there on is read)"))
+    return found
+
+
+def _fault(fault: str, shard: _Shard, number: int, why: str) -> dict[str, Any]:
+    return {"fault": fault, "file": shard.name, "sample": number, "why": why}
+
+
+def _doubled(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
+    """Yield the samples whose key one before them has."""
+    keys = np.concatenate([np.array(shard.keys, np.uint64) for shard in shards])
+    firsts = np.cumsum([0, *(len(shard.keys) for shard in shards)])
+    order = np.argsort(keys, kind="stable")
+    again = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (keys[order][1:] != 0))
+    again = again[np.argsort(order[again + 1])]
+    of_shard = np.searchsorted(firsts, order, "right") - 1
+    places = [(shards[of_shard[at]], int(order[at] - firsts[of_shard[at]])) for one in again for at in (one, one + 1)]
+    for (first, number), (other, again_at) in zip(places[::2], places[1::2], strict=True):
+        yield _fault("same key", other, again_at, f"the key of sample {number} of {first.name}")
+
+
+def _unlike(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
+    """Yield samples whose fields are not those of most, or that would make no batch with most."""
+    forms, examples, usual = Counter[Any](), dict[Any, tuple[_Shard, int, Any]](), dict[str | None, Any]()
+    for shard in shards:
+        forms.update(shard.forms)
+        for what, example in shard.examples.items():
+            examples.setdefault(what, (shard, *example))
+    for (name, form), num in forms.most_common():
+        shard, number, value = examples[name, form]
+        most, so_many = usual.setdefault(name, value), f" ({num} like it)"
+        if name is None:
+            differ = [f"no {one!r}" for one in sorted(most - value)] + [f"also {one!r}" for one in sorted(value - most)]
+            if differ:
+                yield _fault("other fields", shard, number, f"{', '.join(differ)}{so_many}")
+            continue
+        try:
+            collate([most, value], path=f"[{name!r}]")
+        except (TypeError, ValueError) as error:
+            yield _fault("other form", shard, number, f"{str(error).partition('. ')[0]}{so_many}")
+
+
+def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield each file with what it holds."""
+    for url in options.urls:
+        ending = re.sub(r"\.(gz|bz2|xz)$", "", base_name(url).lower())
+        kinds = [options.kind] if options.kind else [name for name, (ends, _) in KINDS.items() if ending.endswith(ends)]
+        if not kinds:
+            what = f"{shown(url)}: its name does not tell what it holds"
+            raise ArgumentError(f"{what}. Give --kind {' or '.join(KINDS)}.")
+        for name in expand([url]) if kinds[0] == "webdataset" else matched([url]):
+            yield name, kinds[0]
+
+
+def _lint(options: argparse.Namespace) -> Answer:
+    check_count("--workers", options.workers)
+    check_count("--limit", 1 if options.limit is None else options.limit)
+    jobs, decode = list(_jobs(options)), options.decode and [options.decode]
+    decoder = Decode(*decode or ()) if any(kind == "webdataset" for _, kind in jobs) else None
+    progress = Progress("files read", len(jobs))
+    with ThreadPoolExecutor(options.workers) as pool:
+        tasks = [pool.submit(_read, *job, options, decoder if job[1] == "webdataset" else None) for job in jobs]
+        for _ in as_completed(tasks):
+            progress.add()
+        shards = [task.result() for task in tasks]
+    faults = [_fault("unreadable", shard, *one) for shard in shards for one in shard.unreadable]
+    empty = [shard for shard in shards if not shard.keys and not shard.unreadable]
+    faults += [_fault("empty", shard, 0, "there is no sample") for shard in empty]
+    faults += [*_doubled(shards), *_unlike(shards)]
+    counts, total = Counter(one["fault"] for one in faults), sum(len(shard.keys) for shard in shards)
+    hazards = [(f"{num} times: {fault}", _REMEDIES[fault]) for fault, num in counts.items()]
+    if options.key != _KEY and not any(any(shard.keys) for shard in shards):
+        hazards.append((f"no sample has the field {options.key!r}", "Give another --key"))
+    some = [one for kind in counts for one in [one for one in faults if one["fault"] == kind][:_MOST_SHOWN]]
+    said: list[str | Rows] = [f"{total} samples in {len(shards)} files", "", some]
+    said += [f"and {len(faults) - len(some)} more, which --json shows"] if len(faults) > len(some) else []
+    files = {shard.name: len(shard.keys) for shard in shards}
+    return with_hazards({"samples": total, "files": files, "faults": faults}, said, hazards)
+
+
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    ("urls", {"nargs": "+", "metavar": "URL", "help": "files or URLs; patterns; for tars also braces: {00..99}.tar"}),
+    ("--kind", {"choices": list(KINDS), "help": "what the files hold; by default, their names tell"}),
+    ("--key", {"metavar": "FIELD", "default": _KEY, "help": "a field that no two samples share"}),
+    ("--decode", {"metavar": "HANDLER", "help": "also decode the images of tars, as WebDataset does: rgb8, pil, .."}),
+    ("--limit", {"type": int, "help": "read at most so many samples of each file"}),
+    ("--workers", {"type": int, "default": 8, "help": "files that are read at once"}),
+]
+_DOES = (
+    "Read files of samples, and name what is unreadable, doubled, missing or of another shape. Exits with 1 if any is."
+)
+COMMANDS = {"lint": Command(_DOES, "'train-*.tar' --limit 100", _ARGUMENTS, _lint)}
+"""The command, by name."""

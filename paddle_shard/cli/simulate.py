@@ -1,0 +1,425 @@
+"""`paddle-shard simulate`: do the laws hold for a whole epoch of a plan, and how good are its order and its shares?
+
+The epoch is delivered in legs: each but the last one ends with a restart, at a random step, on a random mesh. What is
+counted are the ids that the orders of loaders give: of all positions, of all ranks at some steps, and of all steps on
+some ranks. What does not fit into the time is sampled, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.cli.answer import Answer, Command, Hazard, Progress, Rows, shapes_of, with_hazards
+from paddle_shard.cli.plan import PLANNED, Planned, planned
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.balance import Costs, dealt, loads
+from paddle_shard.plan.blocks import Blocks
+from paddle_shard.plan.certificate import Total, minus, plus, total_of
+from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, sample_ids, source_and_index
+from paddle_shard.plan.order import Indices
+from paddle_shard.plan.partition import place_of_rows, slice_rows
+from paddle_shard.plan.shard_plan import ShardPlan, global_batch, step_of_plan
+from paddle_shard.plan.state import History, LoaderState
+from paddle_shard.plan.step import Step, rank_steps
+from paddle_shard.record.places import Meshes, groups_of
+from paddle_shard.samplers import PlanBatches
+from paddle_shard.sources.packed import read_lengths
+
+_ONCE = "each sample exactly once, as the tail says"
+_EQUAL = "equal steps and equal rows on all ranks"
+_ALIKE = "replicas get the same rows"
+
+_CHUNK = 1 << 14
+"""Positions whose ids are computed at once: they stay in the cache."""
+_JOB = 1 << 20
+"""Positions that a thread counts before it takes others."""
+_MOST_JOBS = 1 << 14
+_MOST_STEPS = 1024
+"""Steps at which all ranks are looked at."""
+_MOST_RANKS, _MOST_OF_RANKS = 8, 20_000
+"""Ranks of a mesh that read: so many, or more as long as they have no more steps together."""
+_MOST_IN_TABLE = 50_000_000
+"""Samples of an order that is a table, so that it stays below 1 GB."""
+_MOST_SEARCHED = 1 << 24
+"""Ranks of a mesh that are searched, to ask some of them for their data rank."""
+_UNEVEN = 1.1
+_FEW_BLOCKS = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Leg:
+    """What a run delivers of the epoch from one start to the next."""
+
+    plan: ShardPlan
+    meshes: Meshes
+    start: LoaderState
+    end: int
+    """Step before which it ends."""
+
+    def positions(self) -> tuple[int, int]:
+        """Return the first position and the one after the last, with what the tail drops."""
+        last = self.end == self.plan.num_steps
+        return self.start.samples, self.plan.num_positions if last else self.plan.first_position(step=self.end)
+
+    def steps_of(self, mesh: MeshLayout, axes: Sequence[str], rank: int, steps: Iterable[int]) -> Iterator[Step]:
+        """Yield what a global rank reads at some steps, of which the first begins at the position of the start."""
+        plan, epoch, of = self.plan, self.start.epoch, (mesh.num_data_ranks(axes), mesh.data_rank(rank, axes))
+        return rank_steps(
+            (global_batch(plan, epoch, step) for step in steps),
+            epoch,
+            self.start.samples,
+            lambda num_rows, micro_size: slice_rows(num_rows, *of, micro_size),
+            skips=self.start.history.skips,
+        )
+
+
+@dataclass
+class _Found:
+    """What was counted."""
+
+    broken: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Law -> how it is broken."""
+    counted: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    """(law, what was counted for it) -> how many of how many."""
+    blocks: list[int] = field(default_factory=list)
+    """Blocks on disk of which each of some batches is."""
+    costs: list[tuple[float, float, float]] = field(default_factory=list)
+    """(imbalance, the same with `balance=`, share of padding to the longest row) of some batches."""
+
+    def expect(self, law: str, holds: Any, what: str) -> None:
+        """Note that a law is broken, unless it holds."""
+        if not holds and what not in self.broken[law]:
+            self.broken[law].append(what)
+
+    def add(self, law: str, what: str, number: int, of: int) -> None:
+        """Note what was counted for a law, of how many."""
+        sofar = self.counted[law, what]
+        sofar[:] = sofar[0] + number, sofar[1] + of
+
+    def law(self, law: str) -> dict[str, str]:
+        """Return what is said of a law."""
+        of_law = [(what, *numbers) for (one, what), numbers in self.counted.items() if one == law]
+        counted = [f"{f'SAMPLED {done} of' if done != of else 'all'} {of} {what}" for what, done, of in of_law]
+        holds = "NO" if self.broken.get(law) else "yes" if any(done for _, done, _ in of_law) else "not counted"
+        return {"law": law, "holds": holds, "counted": "; ".join(counted)}
+
+
+# The run
+
+
+def _legs(asked: Planned, plan: ShardPlan, restarts: int, draw: random.Random) -> list[_Leg]:
+    stops = sorted(draw.sample(range(1, plan.num_steps), max(0, min(restarts, plan.num_steps - 1))))
+    history, known = History(skips=asked.skips), plan.fingerprint()
+    rows = plan.batch_size // plan.accumulation
+    # The loader would refuse to resume an order that depends on the number of data ranks on another number.
+    fine = [ranks for ranks in range(1, rows + 1) if rows % ranks == 0]
+    fine = [one for one in fine if replace(plan, num_data_ranks=one).fingerprint() == known]
+    found, now, start, meshes = list[_Leg](), plan, LoaderState(epoch=asked.epoch, history=history), asked.meshes
+    for stop in stops:
+        found.append(_Leg(plan=now, meshes=meshes, start=start, end=stop))
+        at, segments = now.first_position(step=stop), ((0, plan.batch_size),)
+        state = replace(start, samples=at, steps=stop, segments=segments, fingerprint=known)
+        ranks, replicas = draw.choice(fine), draw.choice([1, 2, 3])
+        batches = PlanBatches(replace(plan, num_data_ranks=ranks))
+        start = LoaderState.from_dict(json.loads(json.dumps(state.to_dict())), batches.fingerprint())
+        batches.resume(start)
+        now = batches.plan_of(start)
+        axes = dict(draw.sample([("dp", ranks), ("mp", replicas)], 2))
+        ids = draw.sample(range(ranks * replicas), ranks * replicas)
+        meshes = [(MeshLayout(shape=tuple(axes.values()), axes=tuple(axes), process_ids=tuple(ids)), ["dp"])]
+    return [*found, _Leg(plan=now, meshes=meshes, start=start, end=now.num_steps)]
+
+
+def _some(numbers: Sequence[int], most: int) -> list[int]:
+    """Return some numbers, spread evenly, with the first and the last one."""
+    return [numbers[at] for at in np.unique(np.linspace(0, len(numbers) - 1, min(most, len(numbers))).astype(int))]
+
+
+# Who reads what
+
+
+def _look_at_meshes(leg: _Leg, found: _Found) -> None:
+    """Check that the ranks of each mesh are cut into equal groups, each of one data rank."""
+    groups = list(groups_of(leg.meshes))
+    for number, (mesh, axes) in enumerate(leg.meshes):
+        mine = [group["ranks"] for group in groups if group["mesh"] == number]
+        what = f"the ranks of mesh {mesh.shape} are not cut into {mesh.num_data_ranks(axes)} equal groups"
+        sizes = {len(ranks) for ranks in mine}
+        fine = len(sizes) == 1 and len(mine) == mesh.num_data_ranks(axes)
+        found.expect(_EQUAL, fine and sorted(chain(*mine)) == sorted(mesh.process_ids), what)
+        whose = {rank: data_rank for data_rank, ranks in enumerate(mine) for rank in ranks}
+        asked = _some(mesh.process_ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
+        wrong = [rank for rank in asked if mesh.data_rank(rank, axes) != whose[rank]]
+        found.expect(_ALIKE, not wrong, f"ranks {wrong[:8]} of mesh {mesh.shape} read the rows of other data ranks")
+        found.add(_ALIKE, "ranks and the data ranks that they take", len(asked), len(whose))
+
+
+def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: Costs | None) -> None:
+    """Check the rows of all ranks at a step, and what some of the ranks read."""
+    plan, epoch, skips = leg.plan, leg.start.epoch, leg.start.history.skips
+    num_rows, micro_size, first = plan.num_rows(step=step), plan.micro_size(step=step), plan.first_position(step=step)
+    end, rows = min(first + num_rows, plan.num_positions), np.arange(num_rows)
+    fine = end == (plan.num_served if step + 1 == plan.num_steps else plan.first_position(step=step + 1))
+    found.expect(_ONCE, fine, f"step {step} does not end where the next one begins")
+    if (batch := step_of_plan(plan, epoch, step, skips)) is None:  # all of it is left out
+        return
+    real, ids = np.ones(num_rows, bool) if batch.real is None else batch.real, np.asarray(batch.ids)
+    fine = skips.concerns(epoch) or np.array_equal(ids[real], plan.samples(epoch=epoch, first=first, end=end))
+    found.expect(_ONCE, fine, f"step {step} has other samples than its positions")
+    here = replace(leg, start=replace(leg.start, samples=first))
+    for mesh, axes in leg.meshes:
+        ranks, read_by = mesh.num_data_ranks(axes), _some(mesh.process_ids, most_ranks)
+        data_rank, local = place_of_rows(rows, num_rows, ranks, micro_size)
+        places = data_rank * (num_rows // ranks) + local
+        fine = np.array_equal(np.sort(places), rows)
+        found.expect(_EQUAL, fine, f"the ranks of {mesh.shape} do not share step {step} evenly")
+        own = np.argsort(places).reshape(ranks, -1)
+        for rank in read_by:
+            (read,), mine = here.steps_of(mesh, axes, rank, [step]), own[mesh.data_rank(rank, axes)]
+            kept = np.ones(len(mine), bool) if read.real is None else read.real
+            fine = np.array_equal(kept, real[mine]) and np.array_equal(np.asarray(read.ids)[kept], ids[mine[kept]])
+            found.expect(_EQUAL, fine, f"rank {rank} of {mesh.shape} reads other rows at step {step} than its own")
+    if isinstance(plan.ordering, Blocks):
+        found.blocks.append(len(np.unique(ids[real] // plan.ordering.size)))
+    if costs is not None:
+        ranks, of_rows = plan.num_data_ranks, costs[ids]
+        parts = [loads(of_rows[at : at + micro_size], ranks) for at in range(0, num_rows, micro_size)]
+        most, mean = np.sum(parts, axis=0) + 1e-9
+        _, (best, _) = dealt(ids, micro_size, num_data_ranks=ranks, costs_of=costs.__getitem__)
+        found.costs.append((most / mean, best / mean, 1 - of_rows.mean() / max(1.0, of_rows.max())))
+
+
+def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> None:
+    """Check that some ranks make the same steps, from the first one to the last."""
+    for mesh, axes in leg.meshes:
+        ranks, number, steps = _some(mesh.process_ids, most_ranks), leg.start.steps, range(leg.start.steps, leg.end)
+        for of_ranks in zip_longest(*(leg.steps_of(mesh, axes, rank, steps) for rank in ranks)):
+            if time.monotonic() > deadline:
+                break
+            same = {one and (one.number, one.num_rows, len(one.ids)) for one in of_ranks}
+            number = max(one.number for one in of_ranks if one is not None)
+            found.expect(_EQUAL, len(same) == 1, f"the ranks of {mesh.shape} differ in step {number} or in its rows")
+        else:
+            number = leg.end
+        done, of = (number - steps.start) * len(ranks), len(steps) * len(mesh.process_ids)
+        found.add(_EQUAL, "steps of ranks, one after the other", done, of)
+
+
+# All samples
+
+
+@dataclass
+class _Part:
+    """What a thread has counted."""
+
+    num: int = 0
+    """Positions, or what belongs there."""
+    total: Total = field(default_factory=Total)
+    """The ids that were delivered there, minus those that belong: nothing, once all parts are added."""
+    lost: bool = False
+    """True if the way back, from samples to their positions, does not lead to where they came from."""
+    looked_at: int = 0
+    moved: float = 0.0
+    """Sum of how far samples lie from where they are in the data set, as shares of it."""
+    kept: int = 0
+    """Samples that follow the one that they follow in the data set."""
+    drift: float = 0.0
+
+
+def _counted(count: Callable[[_Part, int, int], None], first: int, end: int, deadline: float) -> _Part:
+    """Count from one number to another, a chunk at a time, as far as time allows."""
+    found = _Part()
+    for at in range(first, end, _CHUNK):
+        if time.monotonic() > deadline:
+            break
+        count(found, at, min(at + _CHUNK, end))
+        found.num += min(at + _CHUNK, end) - at
+    return found
+
+
+def _of_plan(plan: ShardPlan, epoch: int, found: _Part, first: int, end: int) -> None:
+    """Count the samples at positions [first, end); of the first of them, look at what the order has done."""
+    ids, order = plan.samples(epoch=epoch, first=first, end=end), plan.order(epoch=epoch)
+    found.total = plus(found.total, total_of(ids))
+    if found.num == 0:
+        found.looked_at, found.kept = len(ids), int(np.count_nonzero(np.diff(ids) == 1))
+        if isinstance(order, MixtureOrder):
+            found.drift = _drift(order, first, ids)
+        else:
+            found.moved = (
+                float(np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum()) / plan.num_samples
+            )
+            # The inverse of Paddle's order would need another table.
+            found.lost = not plan.ordering.pads_first and not np.array_equal(order.inverse(ids), np.arange(first, end))
+
+
+def _of_data(found: _Part, first: int, end: int) -> None:
+    """Take away the samples [first, end) of the data set."""
+    found.total = minus(found.total, total_of(np.arange(first, end)))
+
+
+def _of_source(order: MixtureOrder, source: int, found: _Part, first: int, end: int) -> None:
+    """Take away the ids that the draws [first, end) of a source have."""
+    draws, mixing = np.arange(first, end), order.mixing
+    sources = np.full_like(draws, source)
+    epochs, lengths, places = mixing.draws.epochs(sources, draws)
+    indices = order.many(sources, epochs, lengths, places) if mixing.shuffles else places
+    found.total = minus(found.total, total_of(sample_ids(sources, epochs, indices)))
+
+
+def _shares(mixing: Mixing, positions: Indices) -> tuple[Any, float]:
+    """Return the share of each source before some positions of the run, and the bound of the drift from it."""
+    shares, bound, ends = np.zeros((len(positions), len(mixing.names))), 0.0, [s.first for s in mixing.segments[1:]]
+    for segment, end in zip(mixing.segments, [*ends, int(positions[-1]) + 1], strict=True):
+        parts = np.array(segment.parts, float)
+        shares += np.clip(positions - segment.first, 0, end - segment.first)[:, None] * (parts / parts.sum())
+        if segment.first <= positions[-1] and (drawn := np.count_nonzero(parts)) > 1:
+            bound += 1 - 1 / (2 * drawn - 2)
+    return shares, bound
+
+
+def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
+    """Return how far a source is from its share, at most, after each of the samples from a position on."""
+    mixing, width = order.mixing, len(order.mixing.names)
+    ids = ids[: max(1, _JOB // width)]
+    drawn = source_and_index(ids)[0][:, None] == np.arange(width)
+    counts = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0)
+    return float(np.abs(counts - _shares(mixing, order.first + at + 1 + np.arange(len(ids)))[0]).max())
+
+
+def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> _Part:
+    """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
+    plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
+    order, belongs = plan.order(epoch=epoch), [("samples that belong there", _of_data, 0, plan.num_samples)]
+    if isinstance(order, MixtureOrder):
+        drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
+        spans = enumerate(zip(*drawn, strict=True))
+        belongs = [("draws that belong there", partial(_of_source, order, source), *span) for source, span in spans]
+    delivered = [("positions of the epoch", partial(_of_plan, leg.plan, epoch), *leg.positions()) for leg in legs]
+    for what, count, first, end in (*delivered, *belongs):
+        starts = range(first, end, _JOB)
+        some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
+        jobs += [(what, count, at, min(at + _JOB, end)) for at in some]
+        found.add(_ONCE, what, 0, end - first)
+    draw.shuffle(jobs)
+    all_of, progress = _Part(), Progress("ids counted", sum(end - first for _, _, first, end in jobs))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        tasks = {pool.submit(_counted, count, at, end, deadline): what for what, count, at, end in jobs}
+        for task in as_completed(tasks):
+            part = task.result()
+            progress.add(part.num)
+            found.add(_ONCE, tasks[task], part.num, 0)
+            all_of.total, all_of.drift = plus(all_of.total, part.total), max(all_of.drift, part.drift)
+            for name in ("lost", "looked_at", "moved", "kept"):
+                setattr(all_of, name, getattr(all_of, name) + getattr(part, name))
+    complete = all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE)
+    found.expect(_ONCE, not complete or all_of.total == Total(), "samples are missing, or there more than once")
+    found.expect(_ONCE, not all_of.lost, "the order and its inverse do not fit together")
+    return all_of
+
+
+# The answer
+
+
+def _quality(plan: ShardPlan, epoch: int, all_of: _Part, found: _Found) -> tuple[dict[str, float], list[Hazard]]:
+    """Return measures of the order and of the shares, and what is wrong with them."""
+    looked, hazards = max(1, all_of.looked_at), list[Hazard]()
+    measures = {"neighbours that stay neighbours, of all": all_of.kept / looked}
+    if isinstance(plan.ordering, Mixing):
+        end = plan.ordering.first_position(epoch, plan.num_samples) + plan.num_samples
+        bound = _shares(plan.ordering, np.array([end]))[1]
+        measures |= {"drift of a source, in samples": all_of.drift, "bound of the drift": bound}
+        if all_of.drift > bound + 1e-6:
+            hazards.append((f"a source drifts by {all_of.drift:.3f} samples", "Report it: less is proved"))
+    else:
+        measures["how far a sample moves, of all (mixed: 0.333)"] = all_of.moved / looked
+    if isinstance(plan.ordering, Blocks):
+        few, blocks = float(np.mean(found.blocks)), -(-plan.num_samples // plan.ordering.size)
+        measures |= {"blocks of which a batch is": few, "blocks of the data": blocks}
+        if few < min(_FEW_BLOCKS, blocks, plan.batch_size):
+            what = f"a batch is of {few:.1f} blocks on average: samples that lie together are trained together"
+            hazards.append((what, "Blocks(window=) of more blocks, or a smaller size=, mixes more"))
+    if found.costs:
+        now, best, padding = np.mean(found.costs, axis=0).tolist()
+        measures |= {"longest data rank, by the mean": now, "the same at the worst step": max(found.costs)[0]}
+        measures |= {"the same with balance=": best, "padding to the longest row, of all": padding}
+        if now > _UNEVEN and now - best > (now - 1) / 2:
+            what = f"the data rank with most has {now:.2f} times the mean of its step, and the others wait for it"
+            hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))
+    return {name: round(value, 4) for name, value in measures.items()}, hazards
+
+
+def _simulate(options: argparse.Namespace) -> Answer:
+    began, asked = time.monotonic(), planned(options)
+    if asked.plan is None:
+        if asked.hazards:
+            return with_hazards({}, [], asked.hazards)
+        why = " ".join(map(str, asked.said))
+        raise ArgumentError(f"{why} There is no order to simulate: give --samples or --source.")
+    plan = replace(asked.plan, segments=(), ended=False)  # of a record: from its beginning, as the newest job does it
+    if options.restarts < 0 or options.seconds <= 0:
+        raise ArgumentError(f"--restarts {options.restarts} --seconds {options.seconds}: neither may be negative.")
+    if plan.ordering.pads_first and plan.num_samples > _MOST_IN_TABLE:
+        what = f"Paddle's order is a table, of {plan.num_samples} samples here"
+        raise ArgumentError(f"{what}; at most {_MOST_IN_TABLE} are simulated. --shuffle True needs no table.")
+    costs = None if options.lengths is None else read_lengths(options.lengths)[0].astype(float)[:, None]
+    if costs is not None and (len(costs) != plan.num_samples or plan.ordering.own_ids):
+        raise ArgumentError(f"--lengths {options.lengths} has {len(costs)} lengths, not one for each sample.")
+    if not plan.num_steps:
+        what = f"tail={plan.tail!r} leaves no step: {plan.num_samples} samples fill no batch of {plan.batch_size}"
+        return with_hazards({}, [], [(what, "Use tail='pad', or a smaller batch")])
+    draw, found, most_ranks = random.Random(options.seed), _Found(), max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
+    legs = _legs(asked, plan, options.restarts, draw)
+    for number, leg in enumerate(legs):
+        _look_at_meshes(leg, found)
+        ends = (legs[number - 1].end, legs[number - 1].positions()[1]) if number else (0, 0)
+        what = f"leg {number} does not begin where the one before it has ended"
+        found.expect(_ONCE, (leg.start.steps, leg.start.samples) == ends, what)
+    seams, looked = [(leg, step) for leg in legs for step in (leg.start.steps, leg.end - 1)], 0
+    some = draw.sample(range(plan.num_steps), min(plan.num_steps, _MOST_STEPS))
+    others = [(leg, step) for step in some for leg in legs if leg.start.steps < step < leg.end - 1]
+    for leg, step in (*dict.fromkeys(seams), *others):
+        if looked >= len(seams) and time.monotonic() > began + 0.1 * options.seconds:
+            break
+        _look_at_step(leg, step, found, most_ranks, costs)
+        looked += 1
+    found.add(_EQUAL, "steps, of all ranks", looked, plan.num_steps)
+    for number, leg in enumerate(legs, 1):
+        _in_lockstep(leg, found, most_ranks, began + options.seconds * (0.1 + 0.1 * number / len(legs)))
+    all_of = _cover(legs, found, began + 0.95 * options.seconds, draw)
+    seconds = time.monotonic() - began
+    quality, hazards = _quality(plan, asked.epoch, all_of, found)
+    broken = [(what, "This is a fault of the library: report it") for one in found.broken.values() for what in one]
+    laws = [found.law(law) for law in (_ONCE, _EQUAL, _ALIKE)]
+    spans = [(leg.start.steps, leg.end, shapes_of(leg.meshes)) for leg in legs]
+    starts = [{"from_step": first, "steps": end - first, "mesh": mesh} for first, end, mesh in spans]
+    head = f"{plan.num_samples} samples in {plan.num_steps} steps of {plan.batch_size}, simulated in {seconds:.1f} s"
+    said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "number": one} for name, one in quality.items()]]
+    told = {"laws": laws, "starts": starts, "quality": quality, "seconds": seconds}
+    return with_hazards(told, said, [*broken, *hazards])
+
+
+_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+    *PLANNED,
+    ("--restarts", {"type": int, "default": 0, "help": "restarts at random steps, on random meshes (by --seed)"}),
+    ("--lengths", {"metavar": "FILE", "help": "the length of each sample: what `paddle-shard lengths` writes"}),
+    ("--seconds", {"type": float, "default": 50.0, "help": "what does not fit into this time is sampled"}),
+]
+_DOES = "Do the laws hold for the whole epoch, how good is the shuffle, how even are the ranks? Exits with 1 if not."
+_EXAMPLE = "--samples 1000000000 --batch-size 100000 --mesh dp=50000,mp=2 --shuffle --restarts 5"
+COMMANDS = {"simulate": Command(_DOES, _EXAMPLE, _ARGUMENTS, _simulate)}
+"""The command, by name."""

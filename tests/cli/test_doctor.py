@@ -1,0 +1,77 @@
+"""`paddle-shard doctor` under the launcher: ranks that do not fit together are told, and nothing hangs."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import HANG
+from tests.jobs import launch_ranks, run_ranks, start_ranks
+from tests.record.runs import asked
+
+WORKER = Path(__file__).with_name("doctor_worker.py")
+ENV = {"PYTHONPATH": str(WORKER.parents[2])}
+
+pytestmark = pytest.mark.multiprocess
+
+
+def told(folder, ranks=3, *, run=run_ranks, all=("--mesh", "dp=3"), timeout=110, **flags):
+    """What each rank is told; all exit with 1 if, and only if, there is a hazard."""
+    args = [json.dumps({"all": ["--timeout", str(timeout), *all], **flags})]
+    reports = run(WORKER, ranks, folder, args=args, env=ENV, timeout=HANG)
+    for one in reports:
+        assert one["code"] == bool(one["hazards"])
+    return reports
+
+
+def the_hazard(reports):
+    """The one hazard, the same on all ranks."""
+    found = [[hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] for one in reports]
+    assert found == [found[0]] * len(found)
+    (one,) = found[0]
+    return f"{one['what']}. {one['remedy']}"
+
+
+def test_ranks_that_fit_together_have_no_hazard_and_say_what_an_agreement_costs(tmp_path):
+    for one in told(tmp_path, 2, run=launch_ranks, all=("--mesh", "dp=2")):
+        assert [hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] == []
+        assert re.match(r"2 on 1 hosts: \S+", one["group"]["ranks"])
+        assert float(re.match(r"(\d+) us, the median of 200", one["group"]["an agreement"])[1]) < 1e6
+        assert one["group"]["an all-reduce"].lower() == "works by gloo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ({"does": {"1": "other version"}}, r"paddle_shard differs: \S+ on rank 0, 0.0.7 on rank 1"),
+        ({"all": [], "0": ["--mesh", "dp=3@0,1,2"], "1": ["--mesh", "dp=3@0,1,2"], "2": ["--mesh", "dp=3@0,2,1"]},
+         r"--mesh differs: .*ranks \(0, 1, 2\) on rank 0, .*ranks \(0, 2, 1\) on rank 2"),
+        ({"all": ["--mesh", "dp=4"]}, r"--mesh has the ranks \[3\], and the job has 3"),
+        ({"does": {"0": "no network", "1": "no network", "2": "no network"}}, "on rank 0: OSError: no network"),
+        ({"timeout": 10, "does": {"0": "hangs", "1": "hangs", "2": "hangs"}}, "on rank 0: not in 10 s"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_together_are_told_alike(flags, what, tmp_path):
+    found = told(tmp_path, **flags)
+    if "network" in what or "not in" in what:
+        assert [len(one["hazards"]) >= 3 for one in found] == [True] * 3
+        assert all(re.search(what, str(one["hazards"])) for one in found)
+    else:
+        assert re.search(what, the_hazard(found))
+
+
+@pytest.mark.parametrize("missing", [0, 2])  # rank 0 has the store by which the others meet
+def test_a_rank_that_is_missing_is_named_after_the_timeout(missing, tmp_path):
+    args, begun = [json.dumps({"all": ["--timeout", "5"], "does": {missing: "killed"}})], time.monotonic()
+    with start_ranks(WORKER, 3, tmp_path, args=args, env=ENV, timeout=HANG) as job:
+        found = job.reports([rank for rank in range(3) if rank != missing], HANG)
+    assert time.monotonic() - begun < HANG / 2
+    for one in found:
+        assert one["code"] == 1
+        assert re.search(rf"ranks? \[?{missing}\b", the_hazard([one]))
+
+
+def test_a_timeout_that_is_none_exits_with_2():
+    assert "--timeout must be an int >= 1" in asked("doctor", "--timeout", "0", code=2)
