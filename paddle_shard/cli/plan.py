@@ -159,8 +159,9 @@ def _of_record(options: argparse.Namespace) -> Planned:
     # An epoch that was never begun is what the newest job would make of it.
     plans = found.view["plans"]
     found.plan = plans.setdefault(found.epoch, job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch)))
+    step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
-        if leg.start.steps <= (options.step or 0) < leg.steps and leg.job.unknown is None:
+        if leg.start.steps <= step < leg.steps and leg.job.unknown is None:
             found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.skips
     return found
 
