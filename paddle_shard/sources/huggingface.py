@@ -96,6 +96,12 @@ class HuggingFaceSource(Stage):
         """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
         return [["huggingface", self.num_shards, derive_key(self._generators, size=16).hex()]]
 
+    def differs(self, saved: list[Any]) -> list[str]:
+        """See `Stage`."""
+        if saved[1] != self.num_shards:
+            return [f"it had {saved[1]} shards, and has {self.num_shards} now"]
+        return [] if [saved] == self.fingerprint() else ["its own shuffles, takes or skips are others now"]
+
     def _check(self, opening: Opening) -> None:
         shards, parts = self.num_shards, opening.num_parts
         if shards < parts:
