@@ -389,6 +389,8 @@ class Run:
         resumed = LoaderState.from_dict(state, batches.fingerprint(), override, batches.explained)
         reached = self._reached()
         batches.resume(resumed)
+        if unlike := batches.unlike_before(resumed):
+            say_once(unlike)
         saved = resumed.fingerprint.get("stream")
         if resumed.samples and not resumed.ended and saved != batches.fingerprint().get("stream"):
             say_once(
