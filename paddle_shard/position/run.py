@@ -453,6 +453,8 @@ class Run:
         """Put what was delivered into the state, as far as JSON can hold it."""
         told = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
         if self._source.stream is None:
+            if any(one.digest is None for one in contents):
+                say_once(NEVER_THE_SAME)
             self._contents, self._resumed_with = tuple(told), ()
             return
         files = {one.sample: one for one in self._contents}

@@ -6,6 +6,7 @@ samples that fail, and how a failure travels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -31,6 +32,8 @@ from paddle_shard.tree import leaves
 
 TRIED = 64
 """Number of samples that are tried to find one that can be read."""
+_TIMES = 3
+"""How often a sample that draws is read again, once a pass, to see if it draws the same: by chance it may, once."""
 
 
 class DrewBesideError(Exception):
@@ -274,7 +277,7 @@ class IdReader(Reader):
             self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
-        contents, listed = self.contents(step), isinstance(samples, list)
+        contents, listed = self.contents(step, drew=drew), isinstance(samples, list)
         if listed and len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
@@ -294,7 +297,7 @@ class IdReader(Reader):
 
     def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
-        samples, failed, seed = list[Any](), dict[int, str](), 0
+        samples, failed, seed, threads = list[Any](), dict[int, str](), 0, threading.active_count()
         read, catches = self.dataset.__getitem__, Exception if self._skips else ()
         for row, index in enumerate(ids):
             if seeded:
@@ -313,7 +316,8 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
-        contents = self.contents(step, ids, samples)  # before collating may change them
+        drew_beside = drew or threading.active_count() > threads  # a thread that was begun may draw now and then
+        contents = self.contents(step, ids, samples, drew=drew_beside)  # before collating may change them
         if seeded:
             self._seed(seed := self._collate_seed(step))
         value, skipped = self._collated(
@@ -329,13 +333,16 @@ class IdReader(Reader):
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
 
-    def contents(self, step: Step, ids: Sequence[Any] = (), samples: Sequence[Any] = ()) -> tuple[Content, ...]:
+    def contents(
+        self, step: Step, ids: Sequence[Any] = (), samples: Sequence[Any] = (), *, drew: bool = False
+    ) -> tuple[Content, ...]:
         """Return what a step's `contents` hold, of which some may be among the samples that were just read.
 
         What cannot be read has no digest. Neither has any if one differs when it is read again with the same seed: the
-        first is read again if other ranks read it, too, and each if its digest is not the expected one.
+        first is read again if other ranks read it, too, each if its digest is not the expected one, and the first
+        several times if samples draw: they may do so in threads of their own, beside those that are seeded.
         """
-        found, same = list[Content](), True
+        found, same, times = list[Content](), True, _TIMES if drew or self._draws else int(self._how.compared)
         for asked in step.contents:
             one = asked._replace(name=f"sample {self._name_of(asked.sample)!r}")
             try:
@@ -343,8 +350,8 @@ class IdReader(Reader):
                 sample = samples[ids.index(one.sample)] if here else None
                 sample = self._again(one) if sample is None else sample
                 told = digest(sample, 0, WHOLE)
-                again = self._how.compared and not found if one.digest is None else one.digest != told
-                same = same and not (again and digest(self._again(one), 0, WHOLE) != told)
+                again = times * (not found) if one.digest is None else int(one.digest != told)
+                same = same and all(digest(self._again(one), 0, WHOLE) == told for _ in range(again))
                 found.append(one._replace(digest=told if same else None, shown=in_words(sample)))
             except Exception as error:
                 raise_if_a_handlers(error)

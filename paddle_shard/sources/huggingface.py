@@ -10,9 +10,10 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.external import ROUND
-from paddle_shard.sources.files import needs
+from paddle_shard.sources.files import needs, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
 
+_MOST_SHOWN = 1000
 _SEEDS = 1 << 64
 """Seeds of this size and above come from the operating system and differ between processes."""
 
@@ -96,6 +97,13 @@ class HuggingFaceSource(Stage):
         """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
         return [["huggingface", self.num_shards, derive_key(self._generators, size=16).hex()]]
 
+    @property
+    def files(self) -> list[str]:
+        """What the first shards of each of its generators are: files, numbers, or which rows of a table."""
+        given = [one for found in _given(self._dataset._ex_iterable) for one in found[:_MOST_SHOWN]]
+        names = iter(within_their_folder([one for one in given if isinstance(one, str)]))
+        return [next(names) if isinstance(one, str) else _rows_of(one) for one in given]
+
     def differs(self, saved: list[Any]) -> list[str]:
         """See `Stage`."""
         if saved[1] != self.num_shards:
@@ -117,6 +125,25 @@ class HuggingFaceSource(Stage):
         mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy, so that its epoch can be set
         mine.set_epoch(opening.epoch + opening.round * ROUND)
         yield from opening.drawn(iter(mine), part)
+
+
+def _given(node: Any) -> Iterator[list[Any]]:
+    """Yield the lists of which each shard of a generator has a stretch; the last step first."""
+    yield from (one for one in getattr(node, "kwargs", {}).values() if isinstance(one, list))
+    for value in vars(node).values():
+        for found in value if isinstance(value, list | tuple) else [value]:
+            if type(found).__module__.startswith("datasets.iterable_dataset"):
+                yield from _given(found)
+
+
+def _rows_of(shard: Any) -> str:
+    """Return a number; or of data with an index, which was made iterable, which rows it has."""
+    if isinstance(shard, int):
+        return str(shard)
+    if not getattr(shard, "num_rows", 0):
+        return type(shard).__name__
+    first = shard.data.column(0).chunk(0).offset if shard._indices is None else shard._indices.column(0)[0]
+    return f"{shard.num_rows} rows from {first}"
 
 
 def _generators(node: Any) -> Iterator[str]:
