@@ -191,7 +191,11 @@ class ShardSource(Stage):
         place = places * pow(total, -1, _PRIME) % _PRIME
         if 1 <= place <= num:
             return [f"the file {shown(self._files[place - 1])} has another {what} (or another name)"]
-        return [f"several of its {num} {files} have another {what}, or another name, or they were not counted alike"]
+        return [
+            f"several of its {num} {files} have another {what}, or another name, or they were not counted alike; if "
+            "they are the same files in the same order, and only folders below their common one differ, "
+            "override=['stream'] goes on with the same samples"
+        ]
 
     def _check(self, opening: Opening) -> None:
         shards, parts = len(self._names), opening.num_parts
