@@ -18,9 +18,6 @@ from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.prefetcher import Prefetcher
 from paddle_shard.samplers import UserBatches
 
-BEGINNING = "its iter(loader) failed"
-"""What a rank tells the others if it cannot begin a pass."""
-
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     """Return a pass from a position on; it yields placed batches."""
@@ -66,7 +63,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         )
     except BaseException as error:  # also a signal handler's
         if isinstance(error, Exception):
-            tell_failed(setup.agreeing_ranks, BEGINNING, error, agreement)
+            tell_failed("its iter(loader) failed", error, setup.agreeing_ranks, by=agreement)
         for begun in (agreement, executor):
             if begun is not None:
                 begun.close()

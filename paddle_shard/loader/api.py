@@ -24,7 +24,7 @@ from paddle_shard.place.field import from_local
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
 from paddle_shard.position.run import gathered
-from paddle_shard.ranks.agreeing import groups, tell_failed, telling
+from paddle_shard.ranks.agreeing import fails_on_all_ranks, groups, tell_failed
 from paddle_shard.reading.ray_pool import RayReaders
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import leaves
@@ -54,7 +54,7 @@ def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             meshes = leaves({**dict(zip(known, args, strict=False)), **kwargs}.get("meshes"))
             ranks = {rank for mesh in meshes for rank in getattr(mesh, "process_ids", ())}
-            tell_failed(tuple(sorted(ranks)), "its loader was not made", error)
+            tell_failed("its loader was not made", error, tuple(sorted(ranks)))
             raise
 
     return checked
@@ -310,6 +310,13 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     return patch
 
 
+def _ranks_of(values: Any = None, valid: Any = None, *_: Any, **__: Any) -> list[tuple[int, ...]]:
+    """Return the ranks of the mesh of `valid`; if it has none, all that this one makes a loader with."""
+    mesh = getattr(valid, "process_mesh", None)
+    return groups() if mesh is None else [tuple(sorted(mesh.process_ids))]
+
+
+@fails_on_all_ranks(_ranks_of)
 def gather_valid(values: Any, valid: Any) -> Any:
     """Return a value for each real row of a global batch, from all ranks, without the padding.
 
@@ -333,23 +340,18 @@ def gather_valid(values: Any, valid: Any) -> Any:
         ...     hits = gather_valid(predicted == labels.reshape(predicted.shape), batches.valid)
         ...     right, total = right + int(hits.sum()), total + len(hits)
     """
-    mesh: Any = getattr(valid, "process_mesh", None)
-    ranks = groups() if mesh is None else [tuple(sorted(mesh.process_ids))]
-    with ExitStack() as stack:
-        for group in ranks:
-            stack.enter_context(telling(group, "its gather_valid() failed"))
-        values = _rows_of(values, valid)
-        placed = [str(one) for one in values.placements] if values.is_dist() else "none"
-        said = {"shape": list(values.shape), "dtype": str(values.dtype), "placements": placed}
-        found = gathered(said, ranks[0], None, "gather_valid()")
-        for name in said:
-            if any(one[name] != said[name] for one in found):
-                raise ArgumentError(
-                    f"values must have the same {name} on all data ranks, got {[one[name] for one in found]}: give one "
-                    "number for each row, or pad the rows to one length."
-                )
+    values = _rows_of(values, valid)
+    placed = [str(one) for one in values.placements] if values.is_dist() else "none"
+    said = {"shape": list(values.shape), "dtype": str(values.dtype), "placements": placed}
+    found = gathered(said, _ranks_of(values, valid)[0], None, "gather_valid()")
+    for name in said:
+        if any(one[name] != said[name] for one in found):
+            raise ArgumentError(
+                f"values must have the same {name} on all data ranks, got {[one[name] for one in found]}: give one "
+                "number for each row, or pad the rows to one length."
+            )
     if in_auto_dp_mode():  # placements say `Replicate` there, though each data rank has rows of its own
-        axis = auto_dp_axis(mesh)
+        mesh, axis = valid.process_mesh, auto_dp_axis(valid.process_mesh)
         split = [dist.Shard(0) if axis in (at, name) else dist.Replicate() for at, name in enumerate(mesh.dim_names)]
         parts = [one._local_value() if one.is_dist() else one for one in (values, valid)]
         values, valid = (from_local(one, mesh, split) for one in parts)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import paddle.io
@@ -27,22 +26,12 @@ from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import telling
+from paddle_shard.ranks.agreeing import fails_on_all_ranks
 from paddle_shard.reading.batch import NO_STAND_IN
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
-
-def _fails_on_all_ranks(method: Method) -> Method:
-    """Have the other ranks of the meshes raise what a call of a method raises on this one."""
-    name = {"__iter__": "iter(loader)"}.get(method.__name__, f"{method.__name__}()")
-
-    @functools.wraps(method)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with telling(self._run.ranks, f"its {name} failed"):
-            return method(self, *args, **kwargs)
-
-    return called  # type: ignore[return-value]
+def _ranks_of(it: ShardDataloader | ShardBatchSampler, *_: Any, **__: Any) -> list[tuple[int, ...]]:
+    return [it._run.ranks]
 
 
 @dataclass
@@ -121,7 +110,7 @@ class ShardDataloader(PaddleShardDataloader):
     def __len__(self) -> int:
         return self._run.num_batches()
 
-    @_fails_on_all_ranks
+    @fails_on_all_ranks(_ranks_of, "iter(loader)")
     def __iter__(self) -> ShardIterator:
         return ShardIterator(self._shared.setup, repr(self), self._take_described())
 
@@ -222,7 +211,7 @@ class ShardDataloader(PaddleShardDataloader):
         """The epoch that the next iterator will serve."""
         return self._run.epoch
 
-    @_fails_on_all_ranks
+    @fails_on_all_ranks(_ranks_of)
     def set_epoch(self, epoch: int, **others: Any) -> None:
         """Choose the epoch of the iterators that are made from now on.
 
@@ -242,7 +231,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         return self._run.save()
 
-    @_fails_on_all_ranks
+    @fails_on_all_ranks(_ranks_of)
     def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
         """Resume from a saved position: iterators of its epoch begin with the next sample.
 
@@ -272,7 +261,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         return self._run.where(sample, epoch)
 
-    @_fails_on_all_ranks
+    @fails_on_all_ranks(_ranks_of)
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
 
@@ -311,7 +300,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         return self._run.sources()
 
-    @_fails_on_all_ranks
+    @fails_on_all_ranks(_ranks_of)
     def skip(self, *, steps: Iterable[int] = (), samples: Iterable[Any] = (), epoch: int | None = None) -> None:
         """Leave out steps or samples: they are never read. It holds for iterators that are made afterwards.
 
@@ -335,7 +324,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         self._run.skip(steps, samples, epoch)
 
-    @_fails_on_all_ranks
+    @fails_on_all_ranks(_ranks_of)
     def certificate(self) -> Certificate:
         """Return a proof of which samples the run has delivered in the epoch of its last batch.
 
@@ -406,7 +395,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
     def __len__(self) -> int:
         return self._run.num_batches()
 
-    @_fails_on_all_ranks
+    @fails_on_all_ranks(_ranks_of)
     def set_epoch(self, epoch: int = 0, **others: Any) -> None:
         """Set the loader's epoch; further arguments go to the `set_epoch` of the sampler that was given."""
         if asked_by_to_static():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import secrets
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import paddle.distributed as dist
 from paddle.framework import core
@@ -25,6 +25,7 @@ from paddle_shard.ranks.star import group_of
 from paddle_shard.ranks.verdict import Terms, described, known_to_all, report_of
 from paddle_shard.reading.channel import Slots, mapped
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _TOKEN = 16
 
 _coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
@@ -50,33 +51,41 @@ def connect(ranks: tuple[int, ...], timeout: float) -> None:
         _coordinator(ranks, timeout).start()
 
 
-@contextmanager
-def telling(ranks: tuple[int, ...], what: str) -> Iterator[None]:
-    """Have the others raise what a call of the user's raises on this rank alone; no rank is waited for.
+def fails_on_all_ranks(
+    groups_of: Callable[..., Sequence[tuple[int, ...]]], name: str = ""
+) -> Callable[[Function], Function]:
+    """Have the others raise what a function of the user's raises on this rank alone; no rank is waited for.
 
     They raise it in their next loop or call; if this rank ends or leaves its loop, in the one that they are in. It is
     said by a pass of its own, so that passes stay in order where all ranks fail alike and go on.
 
     Args:
-        ranks: Global ranks that make this call; nothing happens if this rank is none of them.
-        what: What is told before the error's text.
+        groups_of: Returns, given the arguments, the global ranks that make the call; of several groups, all are told.
+        name: By which the others are told of it; "": the function's own.
     """
-    try:
-        yield
-    except Exception as error:
-        tell_failed(ranks, what, error)
-        raise
+
+    def decorated(function: Function) -> Function:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                tell_failed(f"its {name or f'{function.__name__}()'} failed", error, *groups_of(*args, **kwargs))
+                raise
+
+        return cast(Function, called)
+
+    return decorated
 
 
-def tell_failed(ranks: tuple[int, ...], what: str, error: Exception, by: Agreement | None = None) -> None:
-    """See `telling`; `by` is the agreement of the pass that has failed to begin, if it is open."""
-    if num_ranks() <= max(ranks, default=0) or len(ranks) == 1 or dist.get_rank() not in ranks:
-        return
-    if getattr(error, "known_to_all", False) or raised_by_a_handler(error):
-        return
-    with ignoring(ArgumentError):  # they cannot meet: the error of this rank is the one to raise
-        report = report_of(error, what)
-        (by or open_agreement(ranks, Terms(label=report))).fail(report)
+def tell_failed(what: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None) -> None:
+    """See `fails_on_all_ranks`; `by` is the agreement of the pass that has failed to begin, if it is open."""
+    known = getattr(error, "known_to_all", False) or raised_by_a_handler(error)
+    for ranks in () if known else groups:
+        if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
+            with ignoring(ArgumentError):  # they cannot meet: the error of this rank is the one to raise
+                report = report_of(error, what)
+                (by or open_agreement(ranks, Terms(label=report))).fail(report)
     known_to_all(error)
 
 

@@ -266,14 +266,11 @@ class Agreement:
         return True
 
     def fail(self, report: str) -> None:
-        """Have the others raise why a call of the user's has failed here, in this pass or in one that this rank leaves.
-
-        Args:
-            report: Of `report_of`, with the call.
-        """
-        self.announce_failure(report)
-        self.close()
-        self._coordinator.tell_soon()
+        """Have the others raise why a call of the user's has failed here, in this pass or one that this rank leaves."""
+        with self._changed:
+            self.announce_failure(report)
+            self.close()
+            self._coordinator.untold = True
 
     def close(self) -> None:
         """Leave the pass. The others continue up to the steps that this rank has announced, then learn who left.
@@ -473,7 +470,7 @@ class Coordinator:
         self._answer: list[dict[int, Outlook]] | None = None
         self.lost: PeerLostError | None = None
         """Why nothing will be agreed on any more."""
-        self._untold = False
+        self.untold = False
         """True if a call has failed here since the ranks have told each other how far they are."""
         self._failed: dict[int, tuple[int, str]] = {}
         """Global rank -> (pass, report) of a call that has failed there, as they have told."""
@@ -508,16 +505,10 @@ class Coordinator:
             # A pass that was left is in `_passes` until all ranks have heard of it.
             passes = self._passes.values()
             self.changed.wait_for(lambda: self.lost or all(one.outlook.kind != CLOSED for one in passes), _LEAVE)
-            self.changed.wait_for(lambda: self.lost or not self._untold, self.heartbeat + _LEAVE)
+            self.changed.wait_for(lambda: self.lost or not self.untold, self.heartbeat + _LEAVE)
         if self.group.absent() and self._thread is not None:
             self.group.close()  # a thread in the store's client, when the interpreter is gone, would abort the process
             self._thread.join(_LEAVE)
-
-    def tell_soon(self) -> None:
-        """Tell the others in the next round how far this rank is in each pass."""
-        with self.changed:
-            self._untold = True
-            self.changed.notify_all()
 
     def cause_of(self, ranks: Sequence[int]) -> Exception | None:
         """Return the error of a call that has failed on one of some ranks, in a pass that is not decided yet."""
@@ -604,7 +595,7 @@ class Coordinator:
         return (
             self._opened > self._opened_by_all
             or (self._asking and self._answer is None)
-            or self._untold
+            or self.untold
             or any(self._passes[number].due() for number in self._common)
         )
 
@@ -626,7 +617,7 @@ class Coordinator:
             noted = any(self._passes[number].unsent for number in self._common)
             in_use = [a.timeout for a in self._passes.values() if a.outlook.kind != CLOSED]
             self.group.timeout = max(min(in_use, default=self.timeout), _SHORTEST)
-            asks = self._untold or (self._asking and self._answer is None)
+            asks = self.untold or (self._asking and self._answer is None)
             vector = [self._opened, -int(asks), -int(noted)]
             for number in self._common:
                 vector += self._passes[number].outlook.vector()
@@ -659,7 +650,7 @@ class Coordinator:
             for number, decision in decided.items():
                 self._passes[number].report(decision)
             told = [(number, agreement.outlook.told()) for number, agreement in self._passes.items()]
-            self._untold = False
+            self.untold = False
             notes = [
                 (number, step, payload)
                 for number in self._common

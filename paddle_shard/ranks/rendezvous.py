@@ -32,8 +32,8 @@ _PAUSE = 0.02
 _GONE = "paddle_shard/gone"
 """Key of the number of ranks that have ended before they have met others."""
 _MOST_TEXT = 1000
-_met = _is_child = False
-"""True if this process has met other ranks; if it is a forked child of a rank, whose end is not the rank's."""
+_is_child = False
+"""True if this process is a forked child of a rank, whose end is not the rank's."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _making = threading.RLock()
 """Held while a socket is made and recorded, and while this process is forked."""
@@ -171,7 +171,8 @@ def _say_gone() -> None:
     Who has met it sees its connections end, and needs no word. (A rank that is killed before says nothing.)
     """
     error = getattr(sys, "last_value", None)  # what the interpreter has printed
-    if (_met and error is None) or _is_child or not dist.is_initialized() or num_ranks() == 1:
+    met = any(one.fileno() >= 0 for one in list(_sockets))
+    if (met and error is None) or _is_child or not dist.is_initialized() or num_ranks() == 1:
         return
     why = "" if error is None else f": {type(error).__name__}: {error}"[:_MOST_TEXT]
     with ignoring(Exception):  # the store has gone before
@@ -181,19 +182,8 @@ def _say_gone() -> None:
         store.add(_GONE, 1)
 
 
-def note_met() -> None:
-    """Note that this process has met ranks that will see it end."""
-    global _met
-    _met = True
-
-
 def gone(store: Any, ranks: Iterable[int]) -> tuple[int, str] | None:
-    """Return one of some ranks that has ended before it has met the others, and a text that says so; None if none has.
-
-    Args:
-        store: A client of the store at which they meet.
-        ranks: Global ranks.
-    """
+    """Return one of some ranks that has ended before it has met the others, and a text that says so; or None."""
     found = (rank for rank in ranks if store.add(f"{_GONE}/{rank}", 0)) if store.add(_GONE, 0) else iter(())
     return next(((rank, store.get(f"{_GONE}/why {rank}").decode()) for rank in found), None)
 

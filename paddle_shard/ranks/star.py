@@ -25,7 +25,7 @@ import paddle.distributed as dist
 from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.ranks.group import ABSENT, FINE, LOST, Group, TwoLevelGroup, loss, told_loss
-from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, note_met, noted, rendezvous_of
+from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, noted, rendezvous_of
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")
@@ -96,7 +96,6 @@ class StarGroup(Group):
         deadline = time.monotonic() + self.timeout
         if len(self._peers) < (1 if self.rank else self.size - 1):
             (self._listen if self.rank == 0 else self._join)(deadline)
-            note_met()
             self._connect_store = None  # rank 0 of the job need not keep a connection for each rank
         if self.rank:
             return self._ask(payload, deadline)

@@ -100,7 +100,10 @@ class HuggingFaceSource(Stage):
     @property
     def files(self) -> list[str]:
         """What the first shards of each of its generators are: files, numbers, or which rows of a table."""
-        given = [one for found in _given(self._dataset._ex_iterable) for one in found[:_MOST_SHOWN]]
+        lists = [
+            value for step in _walked(self._dataset._ex_iterable) for value in getattr(step, "kwargs", {}).values()
+        ]
+        given = [one for value in lists if isinstance(value, list) for one in value[:_MOST_SHOWN]]
         names = iter(within_their_folder([one for one in given if isinstance(one, str)]))
         return [next(names) if isinstance(one, str) else _rows_of(one) for one in given]
 
@@ -127,38 +130,32 @@ class HuggingFaceSource(Stage):
         yield from opening.drawn(iter(mine), part)
 
 
-def _given(node: Any) -> Iterator[list[Any]]:
-    """Yield the lists of which each shard of a generator has a stretch; the last step first."""
-    yield from (one for one in getattr(node, "kwargs", {}).values() if isinstance(one, list))
+def _walked(node: Any) -> Iterator[Any]:
+    """Yield a step of a data set and what it holds; the last step first."""
+    yield node
     for value in vars(node).values():
         for found in value if isinstance(value, list | tuple) else [value]:
-            if type(found).__module__.startswith("datasets.iterable_dataset"):
-                yield from _given(found)
+            yield from _walked(found) if type(found).__module__.startswith("datasets.iterable_dataset") else [found]
 
 
 def _rows_of(shard: Any) -> str:
     """Return a number; or of data with an index, which was made iterable, which rows it has."""
-    if isinstance(shard, int):
-        return str(shard)
-    if not getattr(shard, "num_rows", 0):
-        return type(shard).__name__
+    if isinstance(shard, int) or not getattr(shard, "num_rows", 0):
+        return str(shard) if isinstance(shard, int) else type(shard).__name__
     first = shard.data.column(0).chunk(0).offset if shard._indices is None else shard._indices.column(0)[0]
     return f"{shard.num_rows} rows from {first}"
 
 
 def _generators(node: Any) -> Iterator[str]:
     """Yield the states of the generators of a data set's steps, and what is taken or skipped; the last step first."""
-    if isinstance(number := getattr(node, "n", None), int):  # of take() and skip(): ranks must not cut by these
-        yield f"{type(node).__name__} {number}"
-    for value in vars(node).values():
-        for found in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(found, np.random.Generator):
-                entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
-                if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
-                    raise ArgumentError(
-                        "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
-                        "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."
-                    )
-                yield repr(found.bit_generator.state)
-            elif type(found).__module__.startswith("datasets.iterable_dataset"):
-                yield from _generators(found)
+    for found in _walked(node):
+        if hasattr(found, "ex_iterable") and isinstance(getattr(found, "n", None), int):
+            yield f"{type(found).__name__} {found.n}"  # of take() and skip(): ranks must not cut by these
+        if isinstance(found, np.random.Generator):
+            entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
+            if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
+                raise ArgumentError(
+                    "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
+                    "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."
+                )
+            yield repr(found.bit_generator.state)

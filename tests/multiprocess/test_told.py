@@ -25,6 +25,7 @@ CALLS = {
     "gather_valid: type": "its gather_valid() failed: gather_valid: values must be a paddle.Tensor",
     "gather_valid: valid": "its gather_valid() failed: valid must be the iterator's `valid`",
     "gather_valid: shape": "gather_valid",
+    "gather_valid: nothing for valid": "its gather_valid() failed: gather_valid() missing 1 required positional",
 }
 
 

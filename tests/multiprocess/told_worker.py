@@ -64,6 +64,8 @@ def gathered(loader, wrong):
     if wrong == "valid":
         valid = valid._local_value()
     rows = 2 if wrong != "rows" else 3
+    if wrong == "nothing for valid":
+        return paddle_shard.gather_valid(valid)
     values = "text" if wrong == "type" else paddle.zeros([rows, 5 if wrong == "shape" else 1])
     return paddle_shard.gather_valid(values, valid)
 
@@ -107,7 +109,7 @@ CALLS = {
             lambda loader, wrong=wrong: gathered(loader, wrong),
             lambda loader: gathered(loader, "nothing"),
         )
-        for wrong in ("rows", "type", "valid", "shape")
+        for wrong in ("rows", "type", "valid", "shape", "nothing for valid")
     },
 }
 

@@ -434,9 +434,17 @@ def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_sa
         ({}, {"files": {"shuffle_shards": False}}, "source 'a': shuffle_shards was True, and is False now"),
         ({}, {"files": {"resample": True}}, "source 'a': resample was False, and is True now"),
         ({}, {"after": 2}, "its stages were none, and are .batch(2).unbatch() now"),
-        ({}, {"names": None}, "it was made of a mixture, and is made of files now"),
-        ({"names": None}, {"names": None, "items": 9}, "it was made of files, and is made of a list now"),
-        ({"names": None, "items": 7}, {"names": None, "items": 9}, "it was a list (7), and is one (9) now"),
+        ({}, {"names": None}, "its source was of the kind 'mixture', and is of the kind 'shards' now"),
+        (
+            {"names": None},
+            {"names": None, "items": 9},
+            "its source was of the kind 'shards', and is of the kind 'list' now",
+        ),
+        (
+            {"names": None, "items": 7},
+            {"names": None, "items": 9},
+            "its source was ('list', 7), and is ('list', 9) now",
+        ),
     ],
 )
 def test_settings_of_a_stream_that_have_changed_are_told_in_words(then, now, told, tmp_path):
