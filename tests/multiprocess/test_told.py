@@ -32,7 +32,7 @@ CALLS = {
 @pytest.fixture(scope="module", params=[2, 3])
 def reports(request, tmp_path_factory):
     folder, names = tmp_path_factory.mktemp("told"), json.dumps(list(CALLS))
-    return run_ranks(WORKER, request.param, folder, args=["cases", names], timeout=HANG)
+    return run_ranks(WORKER, request.param, folder, args=["cases", names, request.param], timeout=HANG)
 
 
 @pytest.mark.multiprocess
@@ -45,6 +45,16 @@ def test_a_call_that_only_one_rank_cannot_make_is_an_error_on_all_that_names_ran
         assert f"global rank {len(others)}: {CALLS[call]}" in told or call == "gather_valid: shape"
         assert other_kind == (kind if kind not in ("OSError", "TypeError") else "DataReadError")
         assert max(seconds, waited) < HANG / 12, "not only when the timeout is over"
+
+
+@pytest.mark.multiprocess
+def test_in_random_sequences_of_calls_all_ranks_are_told_which_one_of_them_has_made_a_wrong_one(reports):
+    for of_ranks in zip(*(report["at random"] for report in reports), strict=True):
+        for rank, (victim, found) in enumerate(of_ranks):
+            assert found is not None
+            _, text, seconds = found
+            assert seconds < HANG / 12
+            assert rank == victim or f"global rank {victim}: its " in text, text
 
 
 @pytest.mark.multiprocess

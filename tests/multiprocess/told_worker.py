@@ -1,10 +1,11 @@
-"""Ranks of which one makes a call that it alone cannot make: `cases CALLS`; or leaves a loop by it: `ends VICTIM`,
+"""Ranks of which one makes a call that it alone cannot make: `cases CALLS SEED`; or leaves a loop by it: `ends VICTIM`,
 `leaves VICTIM`, `not_made VICTIM`; or ends before it makes a loader: `import VICTIM`, `stream VICTIM`, `exit VICTIM`.
 Each rank reports [the class of what it raises, its text, seconds].
 """
 
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -135,6 +136,57 @@ def told(name):
 ORIGINAL = begin.StepPass
 
 
+def left_out(loader, *args, **kwargs):
+    loader.load_state_dict(loader.state_dict())
+    loader.skip(*args, **kwargs)
+
+
+# name -> the call, and what makes it a wrong one
+AT_RANDOM = {
+    "loop": (lambda loader: list(loader), []),
+    "look": (lambda loader: next(iter(loader)), []),
+    "set_epoch": (lambda loader: loader.set_epoch(2), [lambda loader: loader.set_epoch("2")]),
+    "skip": (
+        lambda loader: left_out(loader, samples=[("web", 3)]),
+        [lambda loader: left_out(loader, samples=[3.5]), lambda loader: left_out(loader, steps=[1], epoch=-1)],
+    ),
+    "load": (
+        lambda loader: loader.load_state_dict(loader.state_dict()),
+        [
+            lambda loader: loader.load_state_dict(None),
+            lambda loader: loader.load_state_dict({**loader.state_dict(), "samples": -4}),
+            lambda loader: loader.load_state_dict(loader.state_dict(), override=["nothing"]),
+        ],
+    ),
+    "certificate": (lambda loader: loader.certificate(), [lambda loader: loader.certificate(1)]),
+    "set_weights": (
+        lambda loader: loader.set_weights({"web": 2, "code": 1}),
+        [lambda loader: loader.set_weights({"web": -1, "code": 1}), lambda loader: loader.set_weights(7)],
+    ),
+    "gather_valid": (
+        lambda loader: gathered(loader, "nothing"),
+        [lambda loader, wrong=wrong: gathered(loader, wrong) for wrong in ("rows", "valid", "nothing for valid")],
+    ),
+    "make": (lambda loader: mixture(), [lambda loader: made(verify=-1), lambda loader: made(tails="pad")]),
+}
+
+
+def at_random(rng):
+    """[the rank of which one call is wrong, what this one raises] of a random sequence of calls, alike on all ranks."""
+    names = [rng.choice([*AT_RANDOM]) for _ in range(rng.randint(1, 5))]
+    victim, at = rng.randrange(dist.get_world_size()), rng.randrange(len(names))
+    names[at] = rng.choice([name for name, (_, wrong) in AT_RANDOM.items() if wrong])
+    wrong, loader = rng.choice(AT_RANDOM[names[at]][1]), mixture()
+    print(names, at, victim, flush=True)
+    calls = [AT_RANDOM[name][0] for name in names]
+    if dist.get_rank() == victim:
+        calls[at] = wrong
+    for call in [*calls, list]:
+        if (found := said(call, loader)) is not None:
+            return victim, found
+    return victim, None
+
+
 def after_a_failure(how, victim):
     """Report what the others raise in a loop that one rank leaves by a call that fails, and ends."""
     own = dist.get_rank() == victim
@@ -171,6 +223,8 @@ if __name__ == "__main__":
         for name in json.loads(sys.argv[2]):
             print("case:", name, flush=True)
             found[name] = told(name)
+        rng = random.Random(int(sys.argv[3]))
+        found["at random"] = [at_random(rng) for _ in range(30)]
         found["later"] = [batch._local_value().numpy().tolist() for batch in made(Numbers(24))]
         report(found)
         time.sleep(1.0)  # rank 0 has the store
