@@ -398,7 +398,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
     @fails_on_all_ranks(_ranks_of)
     def set_epoch(self, epoch: int = 0, **others: Any) -> None:
         """Set the loader's epoch; further arguments go to the `set_epoch` of the sampler that was given."""
-        if asked_by_to_static():
+        if asked_by_to_static(3):  # behind the decorator
             return  # describing the inputs has not moved the order
         self._run.set_epoch(epoch, others)
 

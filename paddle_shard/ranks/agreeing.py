@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import ignoring, raised_by_a_handler
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
@@ -83,7 +82,7 @@ def tell_failed(what: str, error: Exception, *groups: tuple[int, ...], by: Agree
     known = getattr(error, "known_to_all", False) or raised_by_a_handler(error)
     for ranks in () if known else groups:
         if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
-            with ignoring(ArgumentError):  # they cannot meet: the error of this rank is the one to raise
+            with ignoring(Exception):  # they cannot meet: the error of this rank is the one to raise
                 report = report_of(error, what)
                 (by or open_agreement(ranks, Terms(label=report))).fail(report)
     known_to_all(error)

@@ -505,7 +505,8 @@ class Coordinator:
             # A pass that was left is in `_passes` until all ranks have heard of it.
             passes = self._passes.values()
             self.changed.wait_for(lambda: self.lost or all(one.outlook.kind != CLOSED for one in passes), _LEAVE)
-            self.changed.wait_for(lambda: self.lost or not self.untold, self.heartbeat + _LEAVE)
+            told = self.heartbeat + _LEAVE
+            self.changed.wait_for(lambda: self.lost or not self.untold or self.group.absent(), told)
         if self.group.absent() and self._thread is not None:
             self.group.close()  # a thread in the store's client, when the interpreter is gone, would abort the process
             self._thread.join(_LEAVE)
