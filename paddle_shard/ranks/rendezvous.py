@@ -9,6 +9,7 @@ endpoint that the launcher has given it. That port is free: `paddle.distributed`
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import os
 import socket
@@ -31,7 +32,8 @@ _PAUSE = 0.02
 
 _GONE = "paddle_shard/gone"
 """Key of the number of ranks that have ended before they have met others."""
-_MOST_TEXT = 1000
+_MOST_TEXT, _LONGEST_WORD = 1000, 3.0
+"""Characters of what a rank says when it ends, and seconds that it takes for it."""
 _is_child = False
 """True if this process is a forked child of a rank, whose end is not the rank's."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -175,11 +177,14 @@ def _say_gone() -> None:
     if (met and error is None) or _is_child or not dist.is_initialized() or num_ranks() == 1:
         return
     why = "" if error is None else f": {type(error).__name__}: {error}"[:_MOST_TEXT]
-    with ignoring(Exception):  # the store has gone before
+    with ignoring(Exception), open(os.devnull, "w") as nowhere:  # the store has gone before
+        # If its process is stopped, Paddle's client would wait for it, and this process would not end.
+        faulthandler.dump_traceback_later(_LONGEST_WORD, exit=True, file=nowhere)
         store, rank = rendezvous_of([0]).store(num_ranks(), 1.0), dist.get_rank()
         store.set(f"{_GONE}/why {rank}", f"has ended before it could meet the others{why}")
         store.add(f"{_GONE}/{rank}", 1)
         store.add(_GONE, 1)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def gone(store: Any, ranks: Iterable[int]) -> tuple[int, str] | None:

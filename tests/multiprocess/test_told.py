@@ -100,3 +100,9 @@ def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(how, victim,
             assert f"lobal rank {victim}" in text
             assert cause in text
             assert seconds < HANG / 12
+
+
+@pytest.mark.multiprocess
+def test_a_rank_ends_at_once_though_the_process_that_should_hear_of_it_is_stopped(tmp_path):
+    with start_ranks(WORKER, 2, tmp_path, args=["stop", "1"], timeout=HANG) as job:
+        assert job.wait([1], HANG / 4) == {1: 1}

@@ -1,11 +1,13 @@
 """Ranks of which one makes a call that it alone cannot make: `cases CALLS SEED`; or leaves a loop by it: `ends VICTIM`,
-`leaves VICTIM`, `not_made VICTIM`; or ends before it makes a loader: `import VICTIM`, `stream VICTIM`, `exit VICTIM`.
+`leaves VICTIM`, `not_made VICTIM`; or ends before it makes a loader: `import VICTIM`, `stream VICTIM`, `exit VICTIM`, or
+`stop VICTIM`, where rank 0 is stopped.
 Each rank reports [the class of what it raises, its text, seconds].
 """
 
 import json
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -208,8 +210,11 @@ def after_a_failure(how, victim):
 
 def before_a_loader(how, victim):
     """Report what the others raise in their first loop, of which one ends before it makes a loader."""
+    if how == "stop" and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if dist.get_rank() == victim:
-        if how == "import":
+        if how in ("import", "stop"):
+            time.sleep(float(how == "stop"))
             import there_is_no_such_module  # noqa: F401
         if how == "stream":
             paddle_shard.Stream.webdataset([FOLDER / "train-003.tar"])
@@ -230,7 +235,7 @@ if __name__ == "__main__":
         time.sleep(1.0)  # rank 0 has the store
     else:
         how, victim = sys.argv[1], int(sys.argv[2])
-        if how in ("import", "stream", "exit"):
+        if how in ("import", "stream", "exit", "stop"):
             dist.init_parallel_env()
             found = before_a_loader(how, victim)
         else:
