@@ -1,7 +1,6 @@
 """Ranks of which one makes a call that it alone cannot make: `cases CALLS SEED`; or leaves a loop by it: `ends VICTIM`,
-`leaves VICTIM`, `not_made VICTIM`; or ends before it makes a loader: `import VICTIM`, `stream VICTIM`, `exit VICTIM`, or
-`stop VICTIM`, where rank 0 is stopped.
-Each rank reports [the class of what it raises, its text, seconds].
+`leaves VICTIM`, `not_made VICTIM`; or ends before it makes a loader: `import VICTIM`, `stream VICTIM`, `exit VICTIM`,
+or `stop VICTIM`, where rank 0 is stopped. Each rank reports [the class of what it raises, its text, seconds].
 """
 
 import json
