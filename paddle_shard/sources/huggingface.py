@@ -140,7 +140,7 @@ def _walked(node: Any) -> Iterator[Any]:
 
 def _rows_of(shard: Any) -> str:
     """Return a number; or of data with an index, which was made iterable, which rows it has."""
-    if isinstance(shard, int) or not getattr(shard, "num_rows", 0):
+    if not (hasattr(shard, "_indices") and shard.num_rows):
         return str(shard) if isinstance(shard, int) else type(shard).__name__
     first = shard.data.column(0).chunk(0).offset if shard._indices is None else shard._indices.column(0)[0]
     return f"{shard.num_rows} rows from {first}"
