@@ -33,7 +33,7 @@ from paddle_shard.tree import leaves
 TRIED = 64
 """Number of samples that are tried to find one that can be read."""
 _TIMES = 3
-"""How often a sample that draws is read again, once a pass, to see if it draws the same: by chance it may, once."""
+"""How often a sample is read again, once a pass, if threads were begun that may draw."""
 
 
 class DrewBesideError(Exception):
@@ -277,7 +277,7 @@ class IdReader(Reader):
             self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
-        contents, listed = self.contents(step, drew=drew), isinstance(samples, list)
+        contents, listed = self.contents(step), isinstance(samples, list)
         if listed and len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
@@ -297,7 +297,8 @@ class IdReader(Reader):
 
     def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
-        samples, failed, seed, threads = list[Any](), dict[int, str](), 0, threading.active_count()
+        samples, failed, seed = list[Any](), dict[int, str](), 0
+        threads = threading.enumerate() if step.contents else None
         read, catches = self.dataset.__getitem__, Exception if self._skips else ()
         for row, index in enumerate(ids):
             if seeded:
@@ -316,8 +317,7 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
-        drew_beside = drew or threading.active_count() > threads  # a thread that was begun may draw now and then
-        contents = self.contents(step, ids, samples, drew=drew_beside)  # before collating may change them
+        contents = self.contents(step, ids, samples, drew=drew, threads=threads)  # before collating may change them
         if seeded:
             self._seed(seed := self._collate_seed(step))
         value, skipped = self._collated(
@@ -334,15 +334,24 @@ class IdReader(Reader):
         return Chunk(value, skipped=skipped, contents=contents)
 
     def contents(
-        self, step: Step, ids: Sequence[Any] = (), samples: Sequence[Any] = (), *, drew: bool = False
+        self,
+        step: Step,
+        ids: Sequence[Any] = (),
+        samples: Sequence[Any] = (),
+        *,
+        drew: bool = False,
+        threads: Any = None,
     ) -> tuple[Content, ...]:
         """Return what a step's `contents` hold, of which some may be among the samples that were just read.
 
         What cannot be read has no digest. Neither has any if one differs when it is read again with the same seed: the
-        first is read again if other ranks read it, too, each if its digest is not the expected one, and the first
-        several times if samples draw: they may do so in threads of their own, beside those that are seeded.
+        first is read again if other ranks read it, too, or samples draw, and each if its digest is not the expected
+        one. Where reading has begun threads of the data set's own, which may draw now and then, it is several times.
         """
-        found, same, times = list[Content](), True, _TIMES if drew or self._draws else int(self._how.compared)
+        found, same, times = list[Content](), True, int(self._how.compared or drew or bool(self._draws))
+        begun = {*threading.enumerate()} - {*threads} if threads else ()
+        if any(not thread.name.startswith("paddle_shard") for thread in begun):
+            times = _TIMES
         for asked in step.contents:
             one = asked._replace(name=f"sample {self._name_of(asked.sample)!r}")
             try:
