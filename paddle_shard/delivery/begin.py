@@ -11,7 +11,7 @@ from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import SplitError, UnequalEndsError
 from paddle_shard.inputs.source import is_plain
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import gather_of, open_agreement
+from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
@@ -61,7 +61,9 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             # A loop that changes the data between its steps asks for this.
             ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
         )
-    except BaseException:  # also a signal handler's
+    except BaseException as error:  # also a signal handler's
+        if isinstance(error, Exception):
+            tell_failed("its iter(loader) failed", error, setup.agreeing_ranks, by=agreement)
         for begun in (agreement, executor):
             if begun is not None:
                 begun.close()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentTypeError, StateError
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState
@@ -155,7 +156,9 @@ class StreamOrder(Batches):
 
     def explained(self, saved: Any) -> str:
         """See `Batches`."""
-        return ", ".join(self.stage.changed(saved))
+        with ignoring(IndexError, TypeError, ValueError):  # of a damaged state
+            return ", ".join(self.stage.changed(saved))
+        return ""
 
     # Its end
 

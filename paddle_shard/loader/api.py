@@ -23,7 +23,8 @@ from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.place.field import from_local
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
-from paddle_shard.ranks.agreeing import tell_not_made
+from paddle_shard.position.run import gathered
+from paddle_shard.ranks.agreeing import fails_on_all_ranks, groups, tell_failed
 from paddle_shard.reading.ray_pool import RayReaders
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import leaves
@@ -53,7 +54,7 @@ def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             meshes = leaves({**dict(zip(known, args, strict=False)), **kwargs}.get("meshes"))
             ranks = {rank for mesh in meshes for rank in getattr(mesh, "process_ids", ())}
-            tell_not_made(tuple(sorted(ranks)), error)
+            tell_failed("its loader was not made", error, tuple(sorted(ranks)))
             raise
 
     return checked
@@ -309,6 +310,13 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     return patch
 
 
+def _ranks_of(values: Any = None, valid: Any = None, *_: Any, **__: Any) -> list[tuple[int, ...]]:
+    """Return the ranks of the mesh of `valid`; if it has none, all that this one makes a loader with."""
+    mesh = getattr(valid, "process_mesh", None)
+    return groups() if mesh is None else [tuple(sorted(mesh.process_ids))]
+
+
+@fails_on_all_ranks(_ranks_of)
 def gather_valid(values: Any, valid: Any) -> Any:
     """Return a value for each real row of a global batch, from all ranks, without the padding.
 
@@ -332,6 +340,26 @@ def gather_valid(values: Any, valid: Any) -> Any:
         ...     hits = gather_valid(predicted == labels.reshape(predicted.shape), batches.valid)
         ...     right, total = right + int(hits.sum()), total + len(hits)
     """
+    values = _rows_of(values, valid)
+    placed = [str(one) for one in values.placements] if values.is_dist() else "none"
+    said = {"shape": list(values.shape), "dtype": str(values.dtype), "placements": placed}
+    found = gathered(said, _ranks_of(values, valid)[0], None, "gather_valid()")
+    for name in said:
+        if any(one[name] != said[name] for one in found):
+            raise ArgumentError(
+                f"values must have the same {name} on all data ranks, got {[one[name] for one in found]}: give one "
+                "number for each row, or pad the rows to one length."
+            )
+    if in_auto_dp_mode():  # placements say `Replicate` there, though each data rank has rows of its own
+        mesh, axis = valid.process_mesh, auto_dp_axis(valid.process_mesh)
+        split = [dist.Shard(0) if axis in (at, name) else dist.Replicate() for at, name in enumerate(mesh.dim_names)]
+        parts = [one._local_value() if one.is_dist() else one for one in (values, valid)]
+        values, valid = (from_local(one, mesh, split) for one in parts)
+    return _whole(values)[_whole(valid)]
+
+
+def _rows_of(values: Any, valid: Any) -> Any:
+    """Return values with a row for each of the global batch: a distributed tensor, or a local one of all rows."""
     for name, given in (("values", values), ("valid", valid)):
         if not isinstance(given, paddle.Tensor):
             raise ArgumentTypeError(f"gather_valid: {name} must be a paddle.Tensor, got {type(given).__name__}.")
@@ -348,19 +376,7 @@ def gather_valid(values: Any, valid: Any) -> Any:
             f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "
             f"rank holds, got shape {list(values.shape)}."
         )
-    if in_auto_dp_mode():  # placements say `Replicate` there, though each data rank has rows of its own
-        mesh, axis = valid.process_mesh, auto_dp_axis(valid.process_mesh)
-        split = [dist.Shard(0) if axis in (at, name) else dist.Replicate() for at, name in enumerate(mesh.dim_names)]
-        parts = [one._local_value() if one.is_dist() else one for one in (values, valid)]
-        shape = paddle.to_tensor([[*parts[0].shape, *[0] * (9 - len(parts[0].shape))]])
-        shapes = _whole(from_local(shape, mesh, split)).tolist()
-        if any(one != shapes[0] for one in shapes):
-            raise ArgumentError(
-                f"values must have the same shape on all data ranks, got {[s[: values.ndim] for s in shapes]}: give "
-                "one number for each row, or pad the rows to one length."
-            )
-        values, valid = (from_local(one, mesh, split) for one in parts)
-    return _whole(values)[_whole(valid)]
+    return values
 
 
 def _whole(tensor: Any) -> Any:

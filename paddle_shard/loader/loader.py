@@ -34,11 +34,15 @@ from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where, facts_of_plan
 from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import gather_of
+from paddle_shard.ranks.agreeing import fails_on_all_ranks, gather_of
 from paddle_shard.reading.batch import NO_STAND_IN
 
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid."""
+
+
+def _ranks_of(it: ShardDataloader | ShardBatchSampler, *_: Any, **__: Any) -> list[tuple[int, ...]]:
+    return [it._run.ranks]
 
 
 @dataclass
@@ -152,6 +156,7 @@ class ShardDataloader(PaddleShardDataloader):
     def __len__(self) -> int:
         return self._run.num_batches()
 
+    @fails_on_all_ranks(_ranks_of, "iter(loader)")
     def __iter__(self) -> ShardIterator:
         return ShardIterator(self._shared.setup, repr(self), self._take_described())
 
@@ -252,6 +257,7 @@ class ShardDataloader(PaddleShardDataloader):
         """The epoch that the next iterator will serve."""
         return self._run.epoch
 
+    @fails_on_all_ranks(_ranks_of)
     def set_epoch(self, epoch: int, **others: Any) -> None:
         """Choose the epoch of the iterators that are made from now on.
 
@@ -271,6 +277,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         return self._run.save()
 
+    @fails_on_all_ranks(_ranks_of)
     def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
         """Resume from a saved position: iterators of its epoch begin with the next sample.
 
@@ -300,6 +307,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         return self._run.where(sample, epoch)
 
+    @fails_on_all_ranks(_ranks_of)
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
 
@@ -338,6 +346,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         return self._run.sources()
 
+    @fails_on_all_ranks(_ranks_of)
     def skip(self, *, steps: Iterable[int] = (), samples: Iterable[Any] = (), epoch: int | None = None) -> None:
         """Leave out steps or samples: they are never read. It holds for iterators that are made afterwards.
 
@@ -361,6 +370,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         self._run.skip(steps, samples, epoch)
 
+    @fails_on_all_ranks(_ranks_of)
     def trace(self, path: str) -> None:
         """Write the newest 64 steps of all ranks as a Chrome trace, which Perfetto and chrome://tracing show.
 
@@ -381,6 +391,7 @@ class ShardDataloader(PaddleShardDataloader):
             with open(path, "w") as file:
                 json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
+    @fails_on_all_ranks(_ranks_of)
     def certificate(self) -> Certificate:
         """Return a proof of which samples the run has delivered in the epoch of its last batch.
 
@@ -451,9 +462,10 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
     def __len__(self) -> int:
         return self._run.num_batches()
 
+    @fails_on_all_ranks(_ranks_of)
     def set_epoch(self, epoch: int = 0, **others: Any) -> None:
         """Set the loader's epoch; further arguments go to the `set_epoch` of the sampler that was given."""
-        if asked_by_to_static():
+        if asked_by_to_static(3):  # behind the decorator
             return  # describing the inputs has not moved the order
         self._run.set_epoch(epoch, others)
 

@@ -14,7 +14,7 @@ import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PeerLostError, StateError, described
+from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -167,7 +167,7 @@ class Run:
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
         """
-        self._source, self._ranks, self._timeout = source, ranks, timeout
+        self._source, self.ranks, self._timeout = source, ranks, timeout
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -392,6 +392,8 @@ class Run:
         resumed = LoaderState.from_dict(state, batches.fingerprint(), override, batches.explained)
         reached = self._reached()
         batches.resume(resumed)
+        if unlike := batches.unlike_before(resumed):
+            say_once(unlike)
         saved = resumed.fingerprint.get("stream")
         if resumed.samples and not resumed.ended and saved != batches.fingerprint().get("stream"):
             say_once(
@@ -454,6 +456,8 @@ class Run:
         """Put what was delivered into the state, as far as JSON can hold it."""
         told = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
         if self._source.stream is None:
+            if any(one.digest is None for one in contents):
+                say_once(NEVER_THE_SAME)
             self._contents, self._resumed_with = tuple(told), ()
             return
         files = {one.sample: one for one in self._contents}
@@ -491,25 +495,21 @@ class Run:
         """
         batches = self._source.batches
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
-        try:
-            position = self.state()
-            parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
-            after = f"step {position.steps} of epoch {position.epoch}"
-            said: dict[str, Any] = {"parts": parts, "drawn": batches.drawn, "after": after}
-        except (ArgumentError, ArgumentTypeError) as error:  # told to all, or the others would wait for this rank
-            said = {"error": f"{type(error).__name__}: {error}"}
-        found = gathered(said, self._ranks, self._timeout, "set_weights()")
-        for rank, one in zip(self._ranks, found, strict=True):
-            if "error" in one:
-                raise ArgumentError(f"set_weights() on global rank {rank}: {one['error']}")
+        position = self.state()
+        parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
+        after = f"step {position.steps} of epoch {position.epoch}"
+        found = gathered(
+            {"parts": parts, "drawn": batches.drawn, "after": after}, self.ranks, self._timeout, "set_weights()"
+        )
+        for rank, one in zip(self.ranks, found, strict=True):
             if one["parts"] != found[0]["parts"]:
                 raise ArgumentError(
                     f"set_weights(): the weights must be the same on all ranks, got {found[0]['parts']} (in parts of "
-                    f"the sum) on global rank {self._ranks[0]} and {one['parts']} on global rank {rank}."
+                    f"the sum) on global rank {self.ranks[0]} and {one['parts']} on global rank {rank}."
                 )
             if one["after"] != found[0]["after"]:
                 raise ArgumentError(
-                    f"set_weights(): called before {found[0]['after']} on global rank {self._ranks[0]}, and before "
+                    f"set_weights(): called before {found[0]['after']} on global rank {self.ranks[0]}, and before "
                     f"{one['after']} on global rank {rank}. Call it on all ranks at the same step."
                 )
         at = max(int(one["drawn"]) for one in found)
@@ -589,7 +589,7 @@ class Run:
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._place is None else {self._place: Delivered()}
         said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs.values()]
-        told = gathered(said, self._ranks, self._timeout, "certificate()")
+        told = gathered(said, self.ranks, self._timeout, "certificate()")
         accounts = {
             one: [(account_from_json(known), account_from_json(own)) for known, own in (rank[at] for rank in told)]
             for at, one in enumerate(of_epochs)
@@ -605,7 +605,7 @@ class Run:
         return found
 
 
-def gathered(said: Any, ranks: tuple[int, ...], timeout: float, call: str) -> list[Any]:
+def gathered(said: Any, ranks: tuple[int, ...], timeout: float | None, call: str) -> list[Any]:
     """Return what each of some ranks says, this one included, as JSON values; collective over them.
 
     Raises:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import secrets
 import sys
 import zlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import ignoring, raised_by_a_handler
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
 from paddle_shard.ranks.group import PASSES, Group, ProgressTable
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.star import group_of
-from paddle_shard.ranks.verdict import NOT_MADE, Terms, described, report_of
+from paddle_shard.ranks.verdict import Terms, described, known_to_all, report_of
 from paddle_shard.reading.channel import Slots, mapped
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _TOKEN = 16
 
 _coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
@@ -48,18 +50,42 @@ def connect(ranks: tuple[int, ...], timeout: float) -> None:
         _coordinator(ranks, timeout).start()
 
 
-def tell_not_made(ranks: tuple[int, ...], error: Exception) -> None:
-    """Have the others raise this rank's error when they begin their next pass; no rank is waited for.
+def fails_on_all_ranks(
+    groups_of: Callable[..., Sequence[tuple[int, ...]]], name: str = ""
+) -> Callable[[Function], Function]:
+    """Have the others raise what a function of the user's raises on this rank alone; no rank is waited for.
 
-    It is said by a pass of its own, so that passes stay in order where all ranks fail alike and go on.
+    They raise it in their next loop or call; if this rank ends or leaves its loop, in the one that they are in. It is
+    said by a pass of its own, so that passes stay in order where all ranks fail alike and go on.
 
     Args:
-        ranks: Global ranks of the loader that could not be made; nothing happens if this rank is none of them.
-        error: Why.
+        groups_of: Returns, given the arguments, the global ranks that make the call; of several groups, all are told.
+        name: By which the others are told of it; "": the function's own.
     """
-    if num_ranks() > max(ranks, default=0) > 0 and dist.get_rank() in ranks and not raised_by_a_handler(error):
-        with ignoring(ArgumentError):  # they cannot meet: the error of this rank is the one to raise
-            open_agreement(ranks, Terms(label=NOT_MADE + report_of(error))).close()
+
+    def decorated(function: Function) -> Function:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                tell_failed(f"its {name or f'{function.__name__}()'} failed", error, *groups_of(*args, **kwargs))
+                raise
+
+        return cast(Function, called)
+
+    return decorated
+
+
+def tell_failed(what: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None) -> None:
+    """See `fails_on_all_ranks`; `by` is the agreement of the pass that has failed to begin, if it is open."""
+    known = getattr(error, "known_to_all", False) or raised_by_a_handler(error)
+    for ranks in () if known else groups:
+        if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
+            with ignoring(Exception):  # they cannot meet: the error of this rank is the one to raise
+                report = report_of(error, what)
+                (by or open_agreement(ranks, Terms(label=report))).fail(report)
+    known_to_all(error)
 
 
 def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
@@ -78,20 +104,25 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     return _coordinators[found]
 
 
-def gather_of(ranks: tuple[int, ...], payload: str, timeout: float, call: str) -> list[str]:
+def groups() -> list[tuple[int, ...]]:
+    """Return the global ranks of each group that this process is in."""
+    return [ranks for ranks, process in _coordinators if process == os.getpid()]
+
+
+def gather_of(ranks: tuple[int, ...], payload: str, timeout: float | None, call: str) -> list[str]:
     """Return the payload of each of some ranks, by rank; collective.
 
     Args:
         ranks: Global ranks that take part, ascending, including this process.
         payload: What this rank says.
-        timeout: Seconds for which a rank may be silent.
+        timeout: Seconds for which a rank may be silent; None: as for the group's loaders.
         call: Name of the user's call, for messages.
 
     Raises:
         PeerLostError: A rank is gone, or did not answer before the timeout expired.
         ArgumentError: A rank has begun a loop, or made another call.
     """
-    if len(ranks) == 1:
+    if len(ranks) == 1 or num_ranks() == 1:
         return [payload]
     terms = Terms(label=described({"call": call}), name=call, is_call=True, timeout=timeout)
     return open_agreement(ranks, terms).exchange(payload)

@@ -43,6 +43,8 @@ from paddle_shard.ranks.verdict import (
     Terms,
     decide,
     error_of,
+    error_of_another,
+    known_to_all,
 )
 
 GRACE = 10.0
@@ -152,7 +154,8 @@ class Agreement:
     def report(self, decision: Decision) -> None:
         """Put what the others need to know of a decision into the report; called with the lock held."""
         if decision.kind == OTHER_PASS:
-            self.outlook.report = self.terms.label
+            if not self.outlook.failed_call:
+                self.outlook.report = self.terms.label
             return
         # From here on, this rank does not post: when all ranks have gathered, all see the same progress table.
         self._posts = False
@@ -256,9 +259,18 @@ class Agreement:
                 if error is None:
                     return False
                 self.noticed = True
-                raise error
+                left = [rank for rank, one in ranks.items() if one.kind == CLOSED]
+                cause = self._coordinator.cause_of(left) if self._verdict.kind == CLOSED else None
+                raise known_to_all(error) if cause is None else known_to_all(cause) from error
         self.outlook.delivered += 1
         return True
+
+    def fail(self, report: str) -> None:
+        """Have the others raise why a call of the user's has failed here, in this pass or one that this rank leaves."""
+        with self._changed:
+            self.announce_failure(report)
+            self.close()
+            self._coordinator.untold = True
 
     def close(self) -> None:
         """Leave the pass. The others continue up to the steps that this rank has announced, then learn who left.
@@ -458,6 +470,10 @@ class Coordinator:
         self._answer: list[dict[int, Outlook]] | None = None
         self.lost: PeerLostError | None = None
         """Why nothing will be agreed on any more."""
+        self.untold = False
+        """True if a call has failed here since the ranks have told each other how far they are."""
+        self._failed: dict[int, tuple[int, str]] = {}
+        """Global rank -> (pass, report) of a call that has failed there, as they have told."""
         self._heard = False
         """True if the training thread has learned that a rank is lost."""
         self._meet = meet
@@ -487,12 +503,20 @@ class Coordinator:
         """When the process ends, give the thread a moment to tell the others which passes were left."""
         with self.changed:
             # A pass that was left is in `_passes` until all ranks have heard of it.
-            self.changed.wait_for(
-                lambda: self.lost or all(one.outlook.kind != CLOSED for one in self._passes.values()), _LEAVE
-            )
+            passes = self._passes.values()
+            self.changed.wait_for(lambda: self.lost or all(one.outlook.kind != CLOSED for one in passes), _LEAVE)
+            told = self.heartbeat + _LEAVE
+            self.changed.wait_for(lambda: self.lost or not self.untold or self.group.absent(), told)
         if self.group.absent() and self._thread is not None:
             self.group.close()  # a thread in the store's client, when the interpreter is gone, would abort the process
             self._thread.join(_LEAVE)
+
+    def cause_of(self, ranks: Sequence[int]) -> Exception | None:
+        """Return the error of a call that has failed on one of some ranks, in a pass that is not decided yet."""
+        for rank, (number, report) in self._failed.items():
+            if rank in ranks and (number >= self._opened or number in self._passes):
+                return error_of_another(rank, report)
+        return None
 
     def patience(self, agreement: Agreement, step: int, waited: float) -> float:
         """Return for how many seconds the training thread may wait for news; called with the lock held.
@@ -508,7 +532,8 @@ class Coordinator:
         if self.lost is not None:
             self._heard = True
             self.changed.notify_all()
-            raise PeerLostError.of(str(self.lost), self.lost.ranks, self.lost.timeout) from self.lost
+            lost = PeerLostError.of(str(self.lost), self.lost.ranks, self.lost.timeout)
+            raise known_to_all(self.cause_of(lost.ranks) or lost) from self.lost
         # Ask who is late twice: first to log it, and when the timeout expires to raise it.
         told = agreement.timeout if agreement.noticed else min(NOTICE, agreement.timeout)
         over, grace = waited - told, 2 * self.heartbeat + 1.0  # grace: time for the others to answer
@@ -546,7 +571,7 @@ class Coordinator:
                 behind[name] = f"has not {'made this call' if agreement.terms.is_call else 'started this loop'}{waits}"
             elif said[number].kind == OK and said[number].step <= step:
                 behind[name] = f"has read up to step {agreement.terms.first_step + said[number].step}{waits}"
-        return behind
+        return {name: f"{text} ({why})" if (why := self.cause_of([name])) else text for name, text in behind.items()}
 
     def _run(self) -> None:
         pause = 0.0
@@ -571,6 +596,7 @@ class Coordinator:
         return (
             self._opened > self._opened_by_all
             or (self._asking and self._answer is None)
+            or self.untold
             or any(self._passes[number].due() for number in self._common)
         )
 
@@ -592,7 +618,8 @@ class Coordinator:
             noted = any(self._passes[number].unsent for number in self._common)
             in_use = [a.timeout for a in self._passes.values() if a.outlook.kind != CLOSED]
             self.group.timeout = max(min(in_use, default=self.timeout), _SHORTEST)
-            vector = [self._opened, -int(self._asking and self._answer is None), -int(noted)]
+            asks = self.untold or (self._asking and self._answer is None)
+            vector = [self._opened, -int(asks), -int(noted)]
             for number in self._common:
                 vector += self._passes[number].outlook.vector()
         opened, asking, noting, *least = self.group.minimum(vector)
@@ -624,6 +651,7 @@ class Coordinator:
             for number, decision in decided.items():
                 self._passes[number].report(decision)
             told = [(number, agreement.outlook.told()) for number, agreement in self._passes.items()]
+            self.untold = False
             notes = [
                 (number, step, payload)
                 for number in self._common
@@ -633,7 +661,10 @@ class Coordinator:
         found = []
         for name, (outlooks, their_notes) in zip(self.group.names, map(json.loads, said), strict=True):
             found.append({number: Outlook(*one) for number, one in outlooks})
+            failed = [(number, one.report) for number, one in found[-1].items() if one.failed_call]
             with self.changed:
+                if failed:
+                    self._failed[name] = failed[-1]
                 for number, step, payload in their_notes:
                     self._passes[number].hear_note(name, step, payload)
         return found

@@ -30,7 +30,8 @@ _SPLIT = "the data is split already, by is_dataset_splitted=True or by the loade
 NEVER_THE_SAME = (
     "samples are not the same each time they are read, or cannot be read: nobody sees whether ranks, or a run that is "
     "resumed, have the same data, and no run can be repeated. Draw random numbers from the global generators of numpy, "
-    "Python, Paddle or torch, which are seeded for each sample, or from one that is made with a seed in each sample."
+    "Python, Paddle or torch, which are seeded for each sample, or from one that is made with a seed in each sample; "
+    "and in the thread that reads the sample, since others draw from these generators in no order."
 )
 
 Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]

@@ -8,13 +8,16 @@ endpoint that the launcher has given it. That port is free: `paddle.distributed`
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import functools
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,12 @@ from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 _PAUSE = 0.02
 """Seconds between two attempts to reach a store that its owner may not have made yet."""
 
+_GONE = "paddle_shard/gone"
+"""Key of the number of ranks that have ended before they have met others."""
+_MOST_TEXT, _LONGEST_WORD = 1000, 3.0
+"""Characters of what a rank says when it ends, and seconds that it takes for it."""
+_is_child = False
+"""True if this process is a forked child of a rank, whose end is not the rank's."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _making = threading.RLock()
 """Held while a socket is made and recorded, and while this process is forked."""
@@ -45,6 +54,8 @@ def noted(make: Callable[[], socket.socket]) -> socket.socket:
 
 
 def _leave_sockets_to_the_parent() -> None:
+    global _is_child
+    _is_child = dist.is_initialized()
     for found in list(_sockets):
         with ignoring(OSError):
             found.close()
@@ -153,6 +164,33 @@ def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
                 "Call paddle.distributed.init_parallel_env() on every rank before the first loop."
             ) from error
     return Rendezvous(host=host, port=port, owner=ranks[0], early=True)
+
+
+@atexit.register
+def _say_gone() -> None:
+    """Say in Paddle's store that this rank ends, and why, for ranks that wait to meet it.
+
+    Who has met it sees its connections end, and needs no word. (A rank that is killed before says nothing.)
+    """
+    error = getattr(sys, "last_value", None)  # what the interpreter has printed
+    met = any(one.fileno() >= 0 for one in list(_sockets))
+    if (met and error is None) or _is_child or not dist.is_initialized() or num_ranks() == 1:
+        return
+    why = "" if error is None else f": {type(error).__name__}: {error}"[:_MOST_TEXT]
+    with ignoring(Exception), open(os.devnull, "w") as nowhere:  # the store has gone before
+        # If its process is stopped, Paddle's client would wait for it, and this process would not end.
+        faulthandler.dump_traceback_later(_LONGEST_WORD, exit=True, file=nowhere)
+        store, rank = rendezvous_of([0]).store(num_ranks(), 1.0), dist.get_rank()
+        store.set(f"{_GONE}/why {rank}", f"has ended before it could meet the others{why}")
+        store.add(f"{_GONE}/{rank}", 1)
+        store.add(_GONE, 1)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def gone(store: Any, ranks: Iterable[int]) -> tuple[int, str] | None:
+    """Return one of some ranks that has ended before it has met the others, and a text that says so; or None."""
+    found = (rank for rank in ranks if store.add(f"{_GONE}/{rank}", 0)) if store.add(_GONE, 0) else iter(())
+    return next(((rank, store.get(f"{_GONE}/why {rank}").decode()) for rank in found), None)
 
 
 def hosts_of_ranks() -> list[str] | None:

@@ -25,7 +25,7 @@ import paddle.distributed as dist
 from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.ranks.group import ABSENT, FINE, LOST, Group, TwoLevelGroup, loss, told_loss
-from paddle_shard.ranks.rendezvous import connected, hosts_of_ranks, noted, rendezvous_of
+from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, noted, rendezvous_of
 
 _HEAD = struct.Struct("<Ic")
 _HELLO = struct.Struct("<16sI")
@@ -75,6 +75,8 @@ class StarGroup(Group):
         self._missing = [0] if rank else list(range(1, self.size))
         """Positions that have not connected to rank 0 yet, or for which the present call has waited for long."""
         self._closed = False
+        self._looks_at = 0.0
+        """When the store is asked again whether a rank that has not connected has ended."""
 
     def absent(self) -> list[int]:
         """See `Group`."""
@@ -188,6 +190,7 @@ class StarGroup(Group):
                     if time.monotonic() >= deadline:
                         what = f"did not connect within {self.timeout:g} s"
                         raise self._lose(set(self._missing), what, self.timeout)
+                    self._look_for_gone(store)
                     # Not longer, so that this loop sees if the group was closed.
                     ready = {number for number, _ in poll.poll(10_000 * _POLL)}
                     ended = {position for position, peer in self._peers.items() if peer.fileno() in ready}
@@ -217,6 +220,7 @@ class StarGroup(Group):
             while not store.add(f"{key}/there", 0):
                 if self._closed or time.monotonic() > deadline:
                     raise TimeoutError
+                self._look_for_gone(store)
                 time.sleep(5 * _POLL)  # many ranks may wait for minutes for one that starts slowly
             found = store.get(f"{key}/address").decode()
             if found.startswith("["):
@@ -231,6 +235,13 @@ class StarGroup(Group):
         except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
             raise self._lose({0}, f"cannot be reached at {self._host} ({error})") from error
         self._adopt(0, peer)
+
+    def _look_for_gone(self, store: Any) -> None:
+        """Once a second, raise PeerLostError if a rank that this one waits for has said that it ends."""
+        if (now := time.monotonic()) > self._looks_at:
+            self._looks_at = now + 1.0
+            if (found := gone(store, self.absent())) is not None:
+                raise self._lose({self.names.index(found[0])}, found[1])
 
     def _key_of(self, store: Any) -> str:
         """Return the key of this rendezvous: the n-th rendezvous of this rank is the n-th of the others."""

@@ -15,8 +15,8 @@ FAIL, END, CLOSED, OK = range(4)
 OTHER_PASS, OTHER_DATA = 4, 5
 """Kinds of a decision only: the ranks do not refer to the same pass, or have read different data."""
 
-NOT_MADE = "its loader was not made: "
-"""Beginning of the label of a pass by which a rank says that it has failed to make a loader; a report follows."""
+_CALL = '{"call": '
+"""Beginning of the report of a call of the user's that has failed on one rank, and not of reading a step."""
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
 _MOST_RANKS = 8
@@ -173,6 +173,11 @@ class Outlook:
         known = self.step - self.reads_on if self.kind == OK else NEVER
         return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
 
+    @property
+    def failed_call(self) -> bool:
+        """True if a call of the user's has failed on this rank, so that it makes no steps."""
+        return self.kind == FAIL and self.report.startswith(_CALL)
+
     def report_read(self, digests: Mapping[int, int]) -> None:
         """Report the digests of what was read up to the end of each step, for the others to compare."""
         told = list(digests.items())[-_STEPS_TOLD:]
@@ -295,8 +300,8 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
     step, at, name = verdict.step, terms.first_step + verdict.step, terms.name
     if verdict.kind == OTHER_PASS:
         for rank, o in ranks.items():
-            if o.report.startswith(NOT_MADE):
-                return _error_of_another(rank, o.report.removeprefix(NOT_MADE), NOT_MADE)
+            if o.failed_call:
+                return error_of_another(rank, o.report)
         differ = differences({rank: o.report for rank, o in ranks.items()})
         own = ""
         if "num_samples" in differ:
@@ -342,31 +347,39 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
     )
 
 
+def known_to_all(error: Exception) -> Exception:
+    """Return an error that all ranks know, so that none tells it to the others."""
+    error.__dict__["known_to_all"] = True
+    return error
+
+
 def _listed(behind: Mapping[int, str]) -> str:
     return "; ".join(f"global rank {rank} {text}" for rank, text in behind.items())
 
 
-def report_of(failure: Any) -> str:
-    """Return the report of a failure that is sent to the other ranks."""
+def report_of(failure: Any, call: str = "") -> str:
+    """Return the report of a failure that is sent to the other ranks; `call`: which call of the user's has failed."""
     told = {name: getattr(failure, name, None) for name in _TOLD}
     text = errors.text_of(failure)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... [cut]"
-    return json.dumps({"kind": type(failure).__name__, "text": text, **told}, default=repr)
+    begin = {"call": call} if call else {}
+    return json.dumps({**begin, "kind": type(failure).__name__, "text": text, **told}, default=repr)
 
 
 def failure_of_another(failure: errors.AgreedFailure) -> Exception:
     """Return the error of the rank that failed, as every other rank raises it."""
-    return _error_of_another(*failure.reports[0])
+    return error_of_another(*failure.reports[0])
 
 
-def _error_of_another(rank: int, report: str, before: str = "") -> Exception:
-    """Return the error of another rank from its report; `before` comes before its text."""
+def error_of_another(rank: int, report: str) -> Exception:
+    """Return the error of another rank from its report."""
     try:
         told = json.loads(report)
     except ValueError:  # cut off because it was too long
         told = {"kind": "DataReadError", "text": report}
-    text = f"global rank {rank}: {before}{told['text']}"
+    text = f"global rank {rank}: {told['call']}: " if "call" in told else f"global rank {rank}: "
+    text += told["text"]
     kind = getattr(errors, told["kind"], None)
     if kind is not None and kind is not errors.DataReadError:
         found: Exception = kind(text)

@@ -6,6 +6,7 @@ samples that fail, and how a failure travels.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from paddle_shard.tree import leaves
 
 TRIED = 64
 """Number of samples that are tried to find one that can be read."""
+_TIMES = 3
+"""How often a sample is read again, once a pass, if threads were begun that may draw."""
 
 
 class DrewBesideError(Exception):
@@ -307,6 +310,7 @@ class IdReader(Reader):
     def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
         samples, failed, seed = list[Any](), dict[int, str](), 0
+        threads = threading.enumerate() if step.contents else None
         read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
         of_source = mine.fine and self._name_of is not _itself
         slowest, slow_row, began = 0.0, 0, time.perf_counter()
@@ -334,7 +338,7 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
-        contents = self.contents(step, ids, samples)  # before collating may change them
+        contents = self.contents(step, ids, samples, drew=drew, threads=threads)  # before collating may change them
         if seeded:
             self._seed(seed := self._collate_seed(step))
         value, skipped = self._collated(
@@ -356,13 +360,25 @@ class IdReader(Reader):
         if isinstance(name, tuple):
             clock().to((READING, f"source {name[0]!r}"))
 
-    def contents(self, step: Step, ids: Sequence[Any] = (), samples: Sequence[Any] = ()) -> tuple[Content, ...]:
+    def contents(
+        self,
+        step: Step,
+        ids: Sequence[Any] = (),
+        samples: Sequence[Any] = (),
+        *,
+        drew: bool = False,
+        threads: Any = None,
+    ) -> tuple[Content, ...]:
         """Return what a step's `contents` hold, of which some may be among the samples that were just read.
 
         What cannot be read has no digest. Neither has any if one differs when it is read again with the same seed: the
-        first is read again if other ranks read it, too, and each if its digest is not the expected one.
+        first is read again if other ranks read it, too, or samples draw, and each if its digest is not the expected
+        one. Where reading has begun threads of the data set's own, which may draw now and then, it is several times.
         """
-        found, same = list[Content](), True
+        found, same, times = list[Content](), True, int(self._how.compared or drew or bool(self._draws))
+        begun = {*threading.enumerate()} - {*threads} if threads else ()
+        if any(not thread.name.startswith("paddle_shard") for thread in begun):
+            times = _TIMES
         for asked in step.contents:
             one = asked._replace(name=f"sample {self._name_of(asked.sample)!r}")
             try:
@@ -370,8 +386,8 @@ class IdReader(Reader):
                 sample = samples[ids.index(one.sample)] if here else None
                 sample = self._again(one) if sample is None else sample
                 told = digest(sample, 0, WHOLE)
-                again = self._how.compared and not found if one.digest is None else one.digest != told
-                same = same and not (again and digest(self._again(one), 0, WHOLE) != told)
+                again = times * (not found) if one.digest is None else int(one.digest != told)
+                same = same and all(digest(self._again(one), 0, WHOLE) == told for _ in range(again))
                 found.append(one._replace(digest=told if same else None, shown=in_words(sample)))
             except Exception as error:
                 raise_if_a_handlers(error)

@@ -45,6 +45,10 @@ class Batches:
         if state.history.lengths or state.history.segments:
             raise StateError("state is of another run: it is of a Mixture or of data that has grown; this is not.")
 
+    def unlike_before(self, state: LoaderState) -> str:
+        """Return why a run that is resumed between two epochs goes on in another order than without a stop; or ""."""
+        return ""
+
     def explained(self, saved: Any) -> str:
         """Return in words how a stream differs from what a saved fingerprint says of it; "" if that cannot be told."""
         return ""

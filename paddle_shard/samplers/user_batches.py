@@ -176,13 +176,32 @@ class UserBatches(IndexBatches):
             sampler.drop_last = False
         return sampler
 
-    def first_draw(self, epoch: int) -> str:
-        """Return a digest of what a copy of the sampler draws first if all ranks draw alike; "" if it has no copy."""
+    def unlike_before(self, state: LoaderState) -> str:
+        """See `Batches`."""
+        epoch, within = state.epoch + state.ended, state.samples and not state.ended
+        if within or epoch == 0 or owner_of(self.batch_sampler) is not None:
+            return ""
+        if self.first_draw(epoch) == self.first_draw(epoch - 1, epoch):
+            return ""
+        return (
+            f"the batch_sampler {self._name} draws epoch {epoch} in another order if it has drawn the epoch before. So "
+            "this run does not go on as it would have without a stop, unless the sampler has drawn all epochs before. "
+            f"Each epoch is whole all the same. {_REPLAYED}"
+        )
+
+    def first_draw(self, *epochs: int) -> str:
+        """Return a digest of what a copy of the sampler draws first if all ranks draw alike; "" if it has no copy.
+
+        Of several epochs, the first batch of each is drawn, and the digest is of the last.
+        """
         try:
             sampler = self._copy()
-            if self.takes_epoch:
-                sampler.epoch = epoch
-            batch, _ = next(iter(Draw(sampler, epoch, self)))
+            for epoch in epochs:
+                if self.takes_epoch:
+                    sampler.epoch = epoch
+                for one in samplers(sampler):
+                    getattr(one, "set_epoch", int)(epoch)
+                batch, _ = next(iter(Draw(sampler, epoch, self)))
         except Exception as error:  # the pass itself says so
             raise_if_a_handlers(error)
             return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
 
@@ -171,6 +173,15 @@ class IterableSource(Stage):
     def fingerprint(self) -> list[Any]:
         """Return the length of a list; nothing for anything else."""
         return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]
+
+    @property
+    def files(self) -> list[str]:
+        """The first and the last item of a list, if they are plain values: a rank may have been given a part of it."""
+        given = self._iterable
+        if isinstance(given, list | tuple | range) and len(given):
+            with ignoring(TypeError, ValueError):  # no plain values
+                return [f"a list from {json.dumps(given[0])[:100]} to {json.dumps(given[-1])[:100]}"]
+        return []
 
     def _items(self, opening: Opening) -> Iterator[Any]:
         key, seed = opening.key(0, "source"), opening.seed_generators

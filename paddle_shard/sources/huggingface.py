@@ -10,9 +10,10 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.sources.external import ROUND
-from paddle_shard.sources.files import needs
+from paddle_shard.sources.files import needs, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
 
+_MOST_SHOWN = 1000
 _SEEDS = 1 << 64
 """Seeds of this size and above come from the operating system and differ between processes."""
 
@@ -96,6 +97,22 @@ class HuggingFaceSource(Stage):
         """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
         return [["huggingface", self.num_shards, derive_key(self._generators, size=16).hex()]]
 
+    @property
+    def files(self) -> list[str]:
+        """What the first shards of each of its generators are: files, numbers, or which rows of a table."""
+        lists = [
+            value for step in _walked(self._dataset._ex_iterable) for value in getattr(step, "kwargs", {}).values()
+        ]
+        given = [one for value in lists if isinstance(value, list) for one in value[:_MOST_SHOWN]]
+        names = iter(within_their_folder([one for one in given if isinstance(one, str)]))
+        return [next(names) if isinstance(one, str) else _rows_of(one) for one in given]
+
+    def differs(self, saved: list[Any]) -> list[str]:
+        """See `Stage`."""
+        if saved[1] != self.num_shards:
+            return [f"it had {saved[1]} shards, and has {self.num_shards} now"]
+        return [] if [saved] == self.fingerprint() else ["its own shuffles, takes or skips are others now"]
+
     def _check(self, opening: Opening) -> None:
         shards, parts = self.num_shards, opening.num_parts
         if shards < parts:
@@ -113,19 +130,32 @@ class HuggingFaceSource(Stage):
         yield from opening.drawn(iter(mine), part)
 
 
-def _generators(node: Any) -> Iterator[str]:
-    """Yield the states of the generators of a data set's steps, and what is taken or skipped; the last step first."""
-    if isinstance(number := getattr(node, "n", None), int):  # of take() and skip(): ranks must not cut by these
-        yield f"{type(node).__name__} {number}"
+def _walked(node: Any) -> Iterator[Any]:
+    """Yield a step of a data set and what it holds; the last step first."""
+    yield node
     for value in vars(node).values():
         for found in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(found, np.random.Generator):
-                entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
-                if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
-                    raise ArgumentError(
-                        "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
-                        "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."
-                    )
-                yield repr(found.bit_generator.state)
-            elif type(found).__module__.startswith("datasets.iterable_dataset"):
-                yield from _generators(found)
+            yield from _walked(found) if type(found).__module__.startswith("datasets.iterable_dataset") else [found]
+
+
+def _rows_of(shard: Any) -> str:
+    """Return a number; or of data with an index, which was made iterable, which rows it has."""
+    if not (hasattr(shard, "_indices") and shard.num_rows):
+        return str(shard) if isinstance(shard, int) else type(shard).__name__
+    first = shard.data.column(0).chunk(0).offset if shard._indices is None else shard._indices.column(0)[0]
+    return f"{shard.num_rows} rows from {first}"
+
+
+def _generators(node: Any) -> Iterator[str]:
+    """Yield the states of the generators of a data set's steps, and what is taken or skipped; the last step first."""
+    for found in _walked(node):
+        if hasattr(found, "ex_iterable") and isinstance(getattr(found, "n", None), int):
+            yield f"{type(found).__name__} {found.n}"  # of take() and skip(): ranks must not cut by these
+        if isinstance(found, np.random.Generator):
+            entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
+            if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
+                raise ArgumentError(
+                    "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
+                    "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."
+                )
+            yield repr(found.bit_generator.state)

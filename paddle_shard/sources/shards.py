@@ -163,13 +163,18 @@ class ShardSource(Stage):
         for name, one in zip(within_their_folder(self._files), known, strict=True):
             yield derive_seed(name, one) % _PRIME
 
-    def changed(self, saved: Any) -> list[str]:
-        """Return how the list of files differs from that of a saved fingerprint."""
+    def differs(self, saved: list[Any]) -> list[str]:
+        """Return how the list of files and its order differ from those of a saved fingerprint."""
         match saved, self.fingerprint():
-            case [["shards", int(num), str(then), *_], *_], [[_, _, str(now), *_]] if _DIGEST.fullmatch(then):
+            case [_, int(num), str(then), shuffled, resampled], [[_, _, str(now), *_]] if _DIGEST.fullmatch(then):
                 pass
             case _:
                 return []
+        if resampled != self._resample:  # files are not counted then
+            return [f"resample was {resampled}, and is {self._resample} now"]
+        if shuffled != self._shuffle:
+            order = f"shuffle_shards was {shuffled}, and is {self._shuffle} now"
+            return [order, *self.differs([*saved[:3], self._shuffle, resampled])]
         what = "size" if self._counts is None else "number of samples"
         files = "files" if len(set(self._files)) == len(self._files) else "row groups"
         if num != self.num_shards:
@@ -183,7 +188,11 @@ class ShardSource(Stage):
         place = places * pow(total, -1, _PRIME) % _PRIME
         if 1 <= place <= num:
             return [f"the file {shown(self._files[place - 1])} has another {what} (or another name)"]
-        return [f"several of its {num} {files} have another {what}, or another name, or they were not counted alike"]
+        return [
+            f"several of its {num} {files} have another {what}, or another name, or they were not counted alike; if "
+            "they are the same files in the same order, and only folders below their common one differ, "
+            "override=['stream'] goes on with the same samples"
+        ]
 
     def _check(self, opening: Opening) -> None:
         shards, parts = len(self._names), opening.num_parts

@@ -133,11 +133,16 @@ class Mix(Stage):
         ]
         return [["mixture", "all" if self._every else "first", sources]]
 
-    def changed(self, saved: Any) -> list[str]:
-        """Return what the sources say that both have."""
-        match saved:
-            case [["mixture", _, [*sources]], *_]:
-                was = {source[0]: source[-1] for source in sources}
-                stages = zip(self._names, self._stages, strict=True)
-                return [f"source {name!r}: {how}" for name, stage in stages for how in stage.changed(was.get(name))]
-        return []
+    def differs(self, saved: list[Any]) -> list[str]:
+        """Return how the sources, their weights and the end differ, and what the sources say that both have."""
+        (_, ended, sources), [(_, ends, own)] = saved, self.fingerprint()
+        found = [] if ended == ends else [f"stop was {ended!r}, and is {ends!r} now"]
+        was, now = ({name: weight for name, weight, _ in one} for one in (sources, own))
+        if list(was) != list(now) and sorted(was) == sorted(now):
+            found.append(f"its sources were in the order {list(was)}, and are in the order {list(now)} now")
+        if was != now:
+            found.append(f"its weights were {was}, and are {now} now")
+        of_source = {name: marks for name, _, marks in sources}
+        stages = zip(self._names, self._stages, strict=True)
+        both = [(name, stage) for name, stage in stages if name in of_source]
+        return found + [f"source {name!r}: {how}" for name, stage in both for how in stage.changed(of_source[name])]

@@ -4,6 +4,8 @@ import dataclasses
 import datetime
 import decimal
 import json
+import queue
+import threading
 
 import numpy as np
 import paddle
@@ -297,3 +299,47 @@ def test_a_sample_of_bfloat16_is_shown_as_such():
     other.load_state_dict(state)
     with pytest.raises(StateError, match=r"now bfloat16\[2\] (1[6-9]|2[0-3])\.0"):
         next(iter(other))
+
+
+def drawn(_=0):
+    return np.random.rand(4)
+
+
+class Ahead:
+    """Draws beside the thread that reads, as far ahead as there is room."""
+
+    def __init__(self):
+        self.ready = queue.Queue(4)
+        self.process = None
+
+    def __call__(self, index):
+        if self.process is None:
+            self.process = threading.Thread(target=self.run, daemon=True)
+            self.process.start()
+        return self.ready.get()
+
+    def run(self):
+        while True:
+            self.ready.put(drawn())
+
+
+def joined(index):
+    """Draws in a thread of its own, for which it waits."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(drawn()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("made", "said"), [(Ahead, 1), (lambda: joined, 0), (lambda: drawn, 0), (lambda: np.array, 0)])
+def test_samples_that_are_drawn_beside_the_thread_that_reads_are_said_once_also_on_one_rank(
+    made, said, workers, caplog, monkeypatch
+):
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+    for _ in range(2):
+        for _ in sharded(DataLoader(Made(made(), LENGTH), batch_size=4, num_workers=workers), ONE):
+            pass
+
+    assert caplog.text.count("not the same each time they are read") == said

@@ -562,11 +562,12 @@ def test_what_is_for_mixtures_is_refused_for_other_data():
 
 def test_weights_of_a_wrong_type_are_told_to_the_other_ranks_too(monkeypatch):
     told = []
-    monkeypatch.setattr("paddle_shard.position.run.gathered", lambda said, *others: told.append(said) or [said])
+    monkeypatch.setattr("paddle_shard.ranks.agreeing.tell_failed", lambda *said: told.append(said))
 
-    with pytest.raises(ArgumentError, match=r"on global rank 0: ArgumentTypeError: weights: the weight of 'web' must"):
+    with pytest.raises(ArgumentTypeError, match=r"weights: the weight of 'web' must"):
         make().set_weights({"web": "1", "code": 1, "chat": 1})
-    assert len(told) == 1, "the other ranks do not wait for this one"
+    [(what, error, ranks)] = told
+    assert (what, type(error), ranks) == ("its set_weights() failed", ArgumentTypeError, (0,)), "the others do not wait"
 
 
 def test_all_orders_of_one_process_are_public(tmp_path):

@@ -32,6 +32,38 @@ def hugging_face(cut):
     return Stream.huggingface(cut(whole)).map(lambda sample: sample["id"])
 
 
+def generated(shards):
+    import datasets
+
+    def numbers(shards):
+        for shard in shards:
+            number = int(shard.rpartition("/")[2].partition(".")[0])
+            yield from ({"id": 11 * number + i} for i in range(11))
+
+    return datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": shards})
+
+
+def iterable(cut):
+    """Data with an index, which is cut before it is made iterable."""
+    import datasets
+
+    return Stream.huggingface(cut(datasets.Dataset.from_dict({"id": list(range(44))})).to_iterable_dataset(2)).map(
+        id_of
+    )
+
+
+def id_of(sample):
+    return sample["id"]
+
+
+def names(folder=""):
+    return [f"/data{folder}/{number}.txt" for number in range(4)]
+
+
+def mixed(cut):
+    return Stream.mixture({"own": Stream.of(cut(list(range(40)))), "all": Stream.of(range(40))}, {"own": 1, "all": 1})
+
+
 class OfRank0(paddle.io.BatchSampler):
     def __init__(self):
         self.batch_size = 8
@@ -56,12 +88,23 @@ cases = {
     "gz, the same": lambda: gz(1000, FOLDER / str(RANK)),
     "gz, other contents": lambda: gz(1000 + 1000 * RANK, FOLDER / str(RANK)),
     "taken and skipped": lambda: hugging_face(lambda whole: whole.skip(22) if RANK else whole.take(22)),
+    "cut": lambda: hugging_face(lambda whole: whole.shard(2, RANK)),
+    "cut, mapped": lambda: hugging_face(lambda whole: whole.map(dict).shard(2, RANK)),
+    "cut alike": lambda: hugging_face(lambda whole: whole.map(dict).shard(2, 0)),
+    "names": lambda: Stream.huggingface(generated(names()[RANK::2])).map(id_of),
+    "names in other folders": lambda: Stream.huggingface(generated(names(RANK))).map(id_of),
+    "with an index": lambda: iterable(lambda data: data.shard(2, RANK)),
+    "with an index, in turn": lambda: iterable(lambda data: data.shard(2, RANK, contiguous=False)),
+    "with an index, by rank": lambda: iterable(lambda data: data.filter(lambda one: one["id"] % 2 == RANK)),
+    "with an index, alike": lambda: iterable(lambda data: data.shuffle(seed=0)),
+    "a list in a mixture": lambda: mixed(lambda data: data[RANK::2]),
+    "a list in a mixture, alike": lambda: mixed(lambda data: data[::2]),
     "taken alike": lambda: hugging_face(lambda whole: whole.take(22)),
 }
 found = {}
 for name, made in cases.items():
     try:
-        found[name] = said(paddle.io.DataLoader(made().in_parts(4), batch_size=8))
+        found[name] = said(paddle.io.DataLoader(made().in_parts(2), batch_size=8))
     except ImportError:
         found[name] = None
 found["sampler"] = said(paddle.io.DataLoader(list(range(50)), batch_sampler=OfRank0()))

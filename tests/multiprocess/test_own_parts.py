@@ -15,6 +15,8 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
         Path(__file__).with_name("own_parts_worker.py"), 2, tmp_path / "run", args=[tmp_path], timeout=HANG
     ):
         assert "10 steps" in found["gz, the same"]
+        assert "files: 'own: a list from 0 to 38' is on global rank 0, and not on" in found["a list in a mixture"]
+        assert "steps" in found["a list in a mixture, alike"]
         assert "DifferentDataError: the ranks hold different data: the file " in found["gz, other contents"]
         assert "drew exactly once" in found["sampler"]
         assert "over a data set of 50 drew" in found["sampler"]
@@ -22,4 +24,14 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
         assert "needs is_dataset_splitted=True" in found["26 and 25"]
         if found["taken alike"] is not None:
             assert "The ranks differ" in found["taken and skipped"]
+            for cut in (
+                "cut",
+                "cut, mapped",
+                "names",
+                *(f"with an index{how}" for how in ("", ", in turn", ", by rank")),
+            ):
+                assert "ArgumentError: The ranks differ" in found[cut], cut
+                assert "files: " in found[cut], cut
+            for alike in ("cut alike", "names in other folders", "with an index, alike"):
+                assert "steps" in found[alike], found[alike]
             assert "steps" in found["taken alike"]

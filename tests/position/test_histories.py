@@ -174,7 +174,7 @@ class Given:
     def loader_of(self, data, shuffle):
         given = DataLoader(data, batch_size=self.batch, shuffle=shuffle)
         loader = sharded(given, mesh(list(range(self.ranks))), tail=self.tail)
-        loader._run._ranks = tuple(range(self.ranks))  # of a job with all of them
+        loader._run.ranks = tuple(range(self.ranks))  # of a job with all of them
         return loader
 
 

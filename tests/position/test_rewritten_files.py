@@ -421,3 +421,51 @@ def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_sa
     assert f"the file {path} has another number of samples" in found[0]
     assert "Epoch 0 was begun" in found[0]
     assert "16 samples" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        ({}, {"weights": (1, 3)}, "its weights were {'a': 1, 'b': 1}, and are {'a': 1, 'b': 3} now"),
+        ({}, {"names": "ba"}, "its sources were in the order ['a', 'b'], and are in the order ['b', 'a'] now"),
+        ({}, {"names": "ac"}, "its weights were {'a': 1, 'b': 1}, and are {'a': 1, 'c': 1} now"),
+        ({}, {"stop": "all"}, "stop was 'first', and is 'all' now"),
+        ({}, {"window": 9}, "source 'a': its stages were .shuffle(4), and are .shuffle(9) now"),
+        ({}, {"files": {"shuffle_shards": False}}, "source 'a': shuffle_shards was True, and is False now"),
+        ({}, {"files": {"resample": True}}, "source 'a': resample was False, and is True now"),
+        ({}, {"after": 2}, "its stages were none, and are .batch(2).unbatch() now"),
+        ({}, {"names": None}, "its source was of the kind 'mixture', and is of the kind 'shards' now"),
+        (
+            {"names": None},
+            {"names": None, "items": 9},
+            "its source was of the kind 'shards', and is of the kind 'list' now",
+        ),
+        (
+            {"names": None, "items": 7},
+            {"names": None, "items": 9},
+            "its source was ('list', 7), and is ('list', 9) now",
+        ),
+    ],
+)
+def test_settings_of_a_stream_that_have_changed_are_told_in_words(then, now, told, tmp_path):
+    paths = [tmp_path / f"{number}.txt" for number in range(8)]
+    for path in paths:
+        path.write_text("".join(f"{number}\n" for number in range(9)))
+
+    def made(names="ab", weights=(1, 1), stop="first", window=4, files=None, after=0, items=0):
+        stream = (
+            Stream.of([*range(items)]) if items else Stream.lines([str(path) for path in paths], **files or {}).map(int)
+        )
+        stream = stream if items else stream.shuffle(window)
+        if names:
+            sources = dict.fromkeys(names, stream)
+            stream = Stream.mixture(sources, dict(zip(names, weights, strict=True)), stop=stop)
+        stream = stream.batch(after).unbatch() if after else stream
+        endless = {"num_batches": 4} if files and "resample" in files else {}
+        return loader_of(stream.in_parts(4), **endless)
+
+    with pytest.raises(StateError) as found:
+        made(**now).load_state_dict(made(**then).state_dict())
+
+    assert f"stream: {told}" in str(found.value)
+    assert "override=[" in str(found.value)

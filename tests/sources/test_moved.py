@@ -107,3 +107,27 @@ def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
     write(tmp_path / "others", "folders", ending, other_files())
     with pytest.raises(StateError, match="stream"):
         loader(tmp_path / "others").load_state_dict(state)
+
+
+def without_its_path(sample):
+    return {key: value for key, value in sample.items() if key != "__url__"} if isinstance(sample, dict) else sample
+
+
+def test_files_in_other_folders_below_a_common_one_are_refused_with_the_override_that_goes_on(kind, tmp_path):
+    """Nothing tells them from other files, but their order and numbers are the same, so that positions are."""
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+
+    def made(layout):
+        stream = kind.stream(write(tmp_path / layout, layout, kind.ending)).map(without_its_path).in_parts(1)
+        return paddle_shard.shard_dataloader(paddle.io.DataLoader(stream, batch_size=4), mesh, shard_dims="dp")
+
+    first = made("folders")
+    batches = iter(first)
+    next(batches)
+    state, left = first.state_dict(), [repr(batch) for batch in batches]
+    moved = made("one folder")
+    with pytest.raises(StateError, match="several of its .* only folders below .* override=.'stream'. goes on with"):
+        moved.load_state_dict(state)
+    moved.load_state_dict(state, override=["stream"])
+
+    assert [repr(batch) for batch in moved] == left

@@ -1,0 +1,108 @@
+"""A call that fails on one rank only is told to the others, by rank and reason, whatever they do meanwhile."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import HANG
+from tests.jobs import run_ranks, start_ranks
+
+WORKER = Path(__file__).with_name("told_worker.py")
+CALLS = {
+    "not made": "its loader was not made: tail must be",
+    "a state of another run": "its load_state_dict() failed: state is of another run (seed: saved 5, now 0)",
+    "no state": "its load_state_dict() failed: state must be what the loader's state_dict() returned",
+    "a misspelt option": "its skip() failed: ",
+    "no such step": "its skip() failed: ",
+    "an epoch": "its set_epoch() failed: epoch must be",
+    "the sampler's epoch": "its set_epoch() failed: epoch must be",
+    "weights": "its set_weights() failed: weights must name each source",
+    "weights of no mixture": "its set_weights() failed: set_weights() is for a loader over a paddle_shard.Mixture",
+    "a loop": "its iter(loader) failed: no more processes",
+    "a loop that was agreed on": "its iter(loader) failed: no more processes",
+    "gather_valid: rows": "its gather_valid() failed: values must have a row for each",
+    "gather_valid: type": "its gather_valid() failed: gather_valid: values must be a paddle.Tensor",
+    "gather_valid: valid": "its gather_valid() failed: valid must be the iterator's `valid`",
+    "gather_valid: shape": "gather_valid",
+    "gather_valid: nothing for valid": "its gather_valid() failed: gather_valid() missing 1 required positional",
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def reports(request, tmp_path_factory):
+    folder, names = tmp_path_factory.mktemp("told"), json.dumps(list(CALLS))
+    return run_ranks(WORKER, request.param, folder, args=["cases", names, request.param], timeout=HANG)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_only_one_rank_cannot_make_is_an_error_on_all_that_names_rank_and_reason(call, reports):
+    *others, (kind, text, seconds) = (report[call] for report in reports)
+
+    assert text in CALLS[call] or CALLS[call].partition("failed: ")[2] in text
+    for other_kind, told, waited in others:
+        assert f"global rank {len(others)}: {CALLS[call]}" in told or call == "gather_valid: shape"
+        assert other_kind == (kind if kind not in ("OSError", "TypeError") else "DataReadError")
+        assert max(seconds, waited) < HANG / 12, "not only when the timeout is over"
+
+
+@pytest.mark.multiprocess
+def test_in_random_sequences_of_calls_all_ranks_are_told_which_one_of_them_has_made_a_wrong_one(reports):
+    for of_ranks in zip(*(report["at random"] for report in reports), strict=True):
+        for rank, (victim, found) in enumerate(of_ranks):
+            assert found is not None
+            _, text, seconds = found
+            assert seconds < HANG / 12
+            assert rank == victim or f"global rank {victim}: its " in text, text
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
+    steps = zip(*(report["later"] for report in reports), strict=True)
+
+    assert [row for of_ranks in steps for part in of_ranks for row in part] == list(range(24))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "victim", "cause"),
+    [
+        ("ends", 1, "its set_epoch() failed: epoch must be"),
+        ("ends", 0, "its set_epoch() failed: epoch must be"),
+        ("leaves", 1, "its set_epoch() failed: epoch must be"),
+        ("not_made", 1, "its loader was not made: tail must be"),
+    ],
+)
+def test_ranks_in_a_loop_are_told_why_another_has_left_it(how, victim, cause, tmp_path):
+    with start_ranks(WORKER, 2, tmp_path, args=[how, str(victim)], timeout=HANG) as job:
+        [(kind, text, seconds)] = job.reports([1 - victim], HANG)
+
+    assert kind == "ArgumentError"
+    assert f"global rank {victim}: {cause}" in text
+    assert seconds < HANG / 12
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "victim", "num_ranks", "cause"),
+    [
+        ("import", 1, 2, "ModuleNotFoundError: No module named 'there_is_no_such_module'"),
+        ("stream", 1, 3, "train-003.tar"),
+        ("exit", 2, 3, "has ended before it could meet the others"),
+        ("import", 0, 3, "Global rank 0"),
+    ],
+)
+def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(how, victim, num_ranks, cause, tmp_path):
+    with start_ranks(WORKER, num_ranks, tmp_path, args=[how, str(victim)], timeout=HANG) as job:
+        for kind, text, seconds in job.reports([rank for rank in range(num_ranks) if rank != victim], HANG):
+            assert kind == "PeerLostError"
+            assert f"lobal rank {victim}" in text
+            assert cause in text
+            assert seconds < HANG / 12
+
+
+@pytest.mark.multiprocess
+def test_a_rank_ends_at_once_though_the_process_that_should_hear_of_it_is_stopped(tmp_path):
+    with start_ranks(WORKER, 2, tmp_path, args=["stop", "1"], timeout=HANG) as job:
+        assert job.wait([1], HANG / 4) == {1: 1}
