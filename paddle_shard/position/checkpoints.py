@@ -35,6 +35,7 @@ from paddle_shard.errors import (
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.position.folder import folder_of, written_by
+from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
 
@@ -87,7 +88,7 @@ class Checkpoints:
         Args:
             step: Steps of the run so far.
             what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or what
-                `paddle.save` takes. Distributed tensors are saved whole if they are on the CPU, else by
+                `paddle.save` takes. Of distributed tensors that are split, each rank saves its part, by
                 `dist.save_state_dict`. All else is saved by the first rank, so it must be the same on all. The state
                 of a loader knows what all ranks have delivered, so that its certificate continues.
 
@@ -106,8 +107,8 @@ class Checkpoints:
         def begin() -> list[Any]:
             check_count("step", step, 0)
             leaves.update(_leaves({name: _state_of(value) for name, value in what.items()}))
-            own = [path for path, leaf in leaves.items() if not _is_dist(leaf)]
-            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(_is_split, leaves.values()))]
+            own = [path for path, leaf in leaves.items() if not is_dist(leaf)]
+            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(is_split, leaves.values()))]
             if self._rank:
                 return told
             self._check_fence()
@@ -121,8 +122,7 @@ class Checkpoints:
             " (step, names, number of values that are no distributed tensors, checksum of their names). Tensors of "
             "some ranks only must be distributed tensors, on the mesh of these ranks",
         )
-        # On the CPU, Paddle cannot load what it would save.
-        splits = not paddle.framework._current_expected_place().is_cpu_place() and any(one[1] for one in begun)
+        splits = any(one[1] for one in begun)
         name: str = begun[0][-1]
         try:
             with self._folder.filled(name) as directory:
@@ -139,18 +139,17 @@ class Checkpoints:
         """Write this rank's files."""
         whole, split, shapes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, leaf in leaves.items():
-            members = leaf.process_mesh.process_ids if _is_dist(leaf) else self._ranks
+            members = leaf.process_mesh.process_ids if is_dist(leaf) else self._ranks
             if self._rank not in members:  # its own ranks save it
                 continue
             first = self._rank == members[0]
-            if splits and _is_split(leaf):
+            if is_split(leaf):
                 split[path] = leaf
-                shapes |= {path: [list(leaf.shape), str(leaf.dtype).removeprefix("paddle.")]} if first else {}
+                shapes |= {path: kind_of(leaf)} if first else {}
                 continue
-            if _is_split(leaf):
-                leaf = dist.unshard_dtensor(leaf)  # collective over its mesh
-            elif _is_dist(leaf):
-                leaf = leaf._local_value()
+            if is_dist(leaf):
+                whole_here = all(kind.is_replicated() for kind in leaf.placements)
+                leaf = leaf._local_value() if whole_here else dist.unshard_dtensor(leaf)  # which is collective
             whole |= {path: leaf} if first else {}
         if splits:
             dist.save_state_dict(split, str(directory), unique_id=0)
@@ -295,14 +294,19 @@ class Checkpoints:
         }
         known = dict(_leaves(targets))
         states: dict[str, Any] = {}
-        split: dict[str, Any] = {}
+        whole: dict[str, Any] = {}
+        filled: dict[str, Any] = {}  # what is filled in place, from parts or with a part
         for file in sorted(directory.glob("*_values.pdparams")):
             saved = paddle.load(str(file))
-            for path, (shape, dtype) in saved["split"].items():
+            whole |= saved["whole"]
+            kinds = saved["split"] | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(known.get(path))}
+            for path, kind in kinds.items():
                 if json.loads(path)[0] in what:
-                    split[path] = known[path] if path in known else paddle.zeros(shape, dtype)
-            for path, leaf in {**saved["whole"], **split}.items():
-                _put(states, path, leaf)
+                    filled[path] = known[path] if path in known else paddle.zeros(*kind)
+                    if kind_of(filled[path]) != kind:
+                        raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}.")
+        for path, leaf in {**whole, **filled}.items():
+            _put(states, path, leaf)
         lacking = sorted(what.keys() - states.keys())
         if lacking:
             raise StateError(f"{name} holds {sorted(states)}, and not {lacking}. Load what was saved, by its names.")
@@ -311,8 +315,7 @@ class Checkpoints:
                 there, here = ({(path, *one.shape) for path, one in _leaves(state[key])} for state in (states, targets))
                 if here != there:
                     raise StateError(f"{key}: {name} holds {there - here}, and this model {here - there}.")
-        if split:
-            dist.load_state_dict(split, str(directory))
+        fill(filled, whole, directory)
         for key, value in what.items():
             setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
             if setter is None and not isinstance(value, dict):
@@ -399,18 +402,6 @@ def _put(states: dict[str, Any], path: str, leaf: Any) -> None:
     for key in outer:
         states = states.setdefault(key, {})
     states[last] = leaf
-
-
-def _is_dist(leaf: Any) -> bool:
-    return isinstance(leaf, paddle.Tensor) and leaf.is_dist()
-
-
-def _is_split(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor of which no rank holds all."""
-    return _is_dist(leaf) and any(
-        size > 1 and not kind.is_replicated()
-        for size, kind in zip(leaf.process_mesh.shape, leaf.placements, strict=True)
-    )
 
 
 def _measured(file: Path) -> list[int]:

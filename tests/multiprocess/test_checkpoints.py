@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_a_split_model_goes_on_on_other_meshes_and_at_last_in_one_process(tmp_pa
     losses = [*first[0]["losses"], *second[0]["losses"], *third[0]["losses"], *last["losses"]]
     assert losses == pytest.approx(straight["losses"], abs=1e-5)
     assert last["exact"] == "epoch 0: each of 40 samples exactly once"
+
+
+@pytest.mark.multiprocess
+def test_tensors_split_in_any_way_are_loaded_as_they_are_split_in_any_other_or_whole(tmp_path):
+    ranks = run_ranks(Path(__file__).parent / "parts_worker.py", 4, tmp_path, args=[tmp_path / "saved"], timeout=HANG)
+
+    for found in ranks:
+        assert found["wrong"] == found["whole"] == []
+        assert found["sum"] == [6]
+        rows, dtype = found["refused"]
+        assert re.search(r"holds \[\[8, 11\], 'float32'\] for .*, and not \[\[4, 11\], 'float32'\]", rows)
+        assert re.search(r"holds \[\[8, 11\], 'float32'\] for .*, and not \[\[8, 11\], 'float64'\]", dtype)
 
 
 @pytest.mark.multiprocess
