@@ -106,9 +106,11 @@ class Checkpoints:
 
         def begin() -> list[Any]:
             check_count("step", step, 0)
-            leaves.update(_leaves({name: _state_of(value) for name, value in what.items()}))
+            counted = [name for name, value in what.items() if _is_counted(value)]
+            states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
+            leaves.update(_leaves(states))
             own = [path for path, leaf in leaves.items() if not is_dist(leaf)]
-            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(is_split, leaves.values()))]
+            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(is_split, leaves.values())), counted]
             if self._rank:
                 return told
             self._check_fence()
@@ -123,10 +125,12 @@ class Checkpoints:
             "some ranks only must be distributed tensors, on the mesh of these ranks",
         )
         splits = any(one[1] for one in begun)
+        # Of a loader, the first rank may be on none of its meshes.
+        savers = {known: rank for rank in reversed(self._ranks) for known in begun[rank][2]}
         name: str = begun[0][-1]
         try:
             with self._folder.filled(name) as directory:
-                self._on_all(lambda: self._write(directory, leaves, splits), "save()")
+                self._on_all(lambda: self._write(directory, leaves, savers, splits), "save()")
                 # Only now, since any rank may have written Paddle's metadata.
                 written = self._on_all(lambda: self._kept(name, directory), "save()")
             self._on_all(lambda: self._finish(name, written), "save()")
@@ -135,11 +139,11 @@ class Checkpoints:
                 self._clean()
         return f"{self._folder.name}/{name}"
 
-    def _write(self, directory: Path, leaves: Mapping[str, Any], splits: bool) -> None:
-        """Write this rank's files."""
+    def _write(self, directory: Path, leaves: Mapping[str, Any], savers: Mapping[str, int], splits: bool) -> None:
+        """Write this rank's files. `savers`: the ranks that save what the first rank does not, by its name."""
         whole, split, shapes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, leaf in leaves.items():
-            members = leaf.process_mesh.process_ids if is_dist(leaf) else self._ranks
+            members = leaf.process_mesh.process_ids if is_dist(leaf) else [savers.get(json.loads(path)[0], 0)]
             if self._rank not in members:  # its own ranks save it
                 continue
             first = self._rank == members[0]
@@ -380,11 +384,13 @@ def _check_same(call: str, told: Sequence[Any], meaning: str = "") -> None:
             )
 
 
-def _state_of(value: Any) -> Any:
-    if hasattr(value, "certificate"):  # a loader: its state then holds what all ranks have delivered
-        with ignoring(ArgumentError):  # a stream has none
+def _is_counted(value: Any) -> bool:
+    """Return whether a value is a loader whose state knows what all ranks have delivered; from now on, if it can."""
+    if hasattr(value, "certificate"):
+        with ignoring(ArgumentError):  # a stream has none, nor has a rank that is on none of the meshes
             value.certificate()
-    return value.state_dict() if hasattr(value, "state_dict") else value
+            return True
+    return False
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:

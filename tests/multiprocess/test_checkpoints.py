@@ -44,6 +44,17 @@ def test_tensors_split_in_any_way_are_loaded_as_they_are_split_in_any_other_or_w
 
 
 @pytest.mark.multiprocess
+def test_a_loader_on_whose_meshes_the_first_rank_is_not_is_saved_by_one_that_knows_what_was_delivered(tmp_path):
+    ranks = run_ranks(
+        Path(__file__).parent / "off_mesh_worker.py", 3, tmp_path, args=[tmp_path / "saved"], timeout=HANG
+    )
+
+    assert sorted(ranks[1]["seen"] + ranks[2]["seen"]) == list(range(12))
+    assert {rank["exact"] for rank in ranks[1:]} == {"epoch 0: each of 12 samples exactly once"}
+    assert all(rank["extra"] == {"note": "x"} for rank in ranks)
+
+
+@pytest.mark.multiprocess
 def test_what_fails_on_one_rank_fails_on_all_and_an_overtaken_job_ends_on_all(tmp_path):
     one, two = run(2, tmp_path, "errors", "2x1", 3, "errors")
 
