@@ -78,6 +78,8 @@ class Checkpoints:
         """
         self._folder, self._keep = folder_of(os.fspath(folder)), check_count("keep", keep, 2)
         self._generation: int | None = None
+        self._damaged: set[str] = set()
+        """Names of checkpoints that were read, and are none. After a save nothing is read."""
         self._rank, self._ranks = dist.get_rank(), tuple(range(num_ranks()))
 
     # Saving
@@ -194,7 +196,7 @@ class Checkpoints:
                 manifest = self._manifest_of(name)
                 if good >= self._keep or manifest == _HALF:
                     self._folder.remove(name)
-                good += isinstance(manifest, dict)
+                good += isinstance(manifest, dict) and name not in self._damaged
         except TakenOverError:
             return  # its checkpoints are the other's now
         except OSError as error:
@@ -275,7 +277,9 @@ class Checkpoints:
                 why = next(filter(None, told), None)
                 if why is None:
                     yield name, directory
-                elif self._rank == 0:
+                    continue
+                self._damaged.add(name)
+                if self._rank == 0:
                     _log.warning("%s/%s is passed over: %s", self._folder.name, name, why)
 
     def _damage(self, name: str, directory: Path) -> str | None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from paddle_shard import Checkpoints
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 
@@ -41,6 +42,13 @@ def test_tensors_split_in_any_way_are_loaded_as_they_are_split_in_any_other_or_w
         rows, dtype = found["refused"]
         assert re.search(r"holds \[\[8, 11\], 'float32'\] for .*, and not \[\[4, 11\], 'float32'\]", rows)
         assert re.search(r"holds \[\[8, 11\], 'float32'\] for .*, and not \[\[8, 11\], 'float64'\]", dtype)
+    [saved] = (tmp_path / "saved").glob("0*")
+    for file in sorted(saved.iterdir()):  # of each rank, and Paddle's metadata
+        content = file.read_bytes()
+        file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        assert Checkpoints(tmp_path / "saved").newest() is None, file.name
+        file.write_bytes(content)
+    assert Checkpoints(tmp_path / "saved").newest() == str(saved)
 
 
 @pytest.mark.multiprocess
