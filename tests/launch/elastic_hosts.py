@@ -23,6 +23,31 @@ def elastic_demo():
     return module
 
 
+def from_manifest():
+    """Return the command and the variables of a pod's container."""
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / "launch" / "kubernetes-elastic.yaml").read_text())
+    (container,) = job["spec"]["worker"]["template"]["spec"]["containers"]
+    return container["command"], {one["name"]: one["value"] for one in container["env"]}
+
+
+def of_operator(host, number):
+    """Return what paddle-operator adds for an elastic job: controllers/paddlejob_helper.go, constructPod."""
+    return {
+        "POD_IP": host.ip,
+        "PADDLE_TRAINER_ID": str(number),
+        "TRAINING_ROLE": "TRAINER",
+        "PADDLE_TRAINING_ROLE": "TRAINER",
+        "PADDLE_ELASTIC_SERVER": ":",
+        "PADDLE_ELASTIC_JOB_ID": "paddle-system-paddle-shard-7",
+        "PADDLE_ELASTIC_NP": "2",
+        "PADDLE_ELASTIC_TIMEOUT": "60",
+        # Left over from another job; the launcher would take them.
+        "PADDLE_JOB_ID": f"other-{number}",
+        "PADDLE_MAX_RESTART": "0",
+    }
+
+
 class ElasticHosts:
     """The job. Its hosts see each other only by their cable, and each is told nothing but where etcd is."""
 
@@ -42,11 +67,17 @@ class ElasticHosts:
         command += ["--listen-client-urls", here, "--advertise-client-urls", here, "--listen-peer-urls", peer]
         command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
         self._etcd = commands.start("etcd", [*hosts[0].enter, *command])
-        given = {"ETCD": f"{hosts[0].ip}:2379", "JOB": "test", "NNODES": "1:2", "NPROC": "1", "TIMEOUT": "10"}
+        command, given = from_manifest()
+        given |= {"ETCD": f"{hosts[0].ip}:2379", "NNODES": "1:2", "NPROC": "1", "TIMEOUT": "10"}
         given |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-        script = [ROOT / "launch" / "elastic.sh", self.demo.__file__, "--as-rank", self.folder, self.diary]
+        command = [ROOT / command[0], self.demo.__file__, "--as-rank", self.folder, self.diary]
         self.nodes = [
-            commands.start(f"host-{number}", [*host.enter, *script], **given) for number, host in enumerate(hosts)
+            commands.start(
+                f"host-{number}",
+                [*host.enter, *command],
+                **{**given, **of_operator(host, number), "LOG_DIR": str(directory / f"logs-{number}")},
+            )
+            for number, host in enumerate(hosts)
         ]
 
     def set_cable(self, state):

@@ -35,6 +35,7 @@ def start_by_hosts_sh(commands, hosts, reports):
             NPROC="2",
             # Left over from another job; the launcher would take them.
             PADDLE_NNODES="1",
+            PADDLE_JOB_ID=f"other-{rank}",
             PADDLE_TRAINER_ENDPOINTS="192.0.2.1:1",
         )
 
