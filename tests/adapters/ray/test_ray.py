@@ -19,6 +19,9 @@ from tests.deadlines import HANG
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
+SEED = int(os.environ.get("FAULT_SEED", "4"))
+"""Draws when which actor is killed; `make faults` gives others."""
+
 
 def until(true):
     """Wait for something that takes Ray a moment."""
@@ -75,7 +78,7 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
     dataset, settings, options = INDEXED[kind]
     settings = {**settings, "persistent_workers": True}
     expected = read(loader_of(dataset(), None, settings, options), epochs=4)
-    kills = Kills(seed=4, steps=90, count=20)
+    kills = Kills(seed=SEED, steps=90, count=20)
     loader = loader_of(dataset(), RayReaders(num=2), settings, options)
 
     found = read(loader, epochs=4, after_step=kills)
@@ -91,7 +94,7 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
 def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(kind, path):
     stream, settings, options = STREAMS[kind]
     expected = read(loader_of(stream(path), None, settings, options), epochs=2)
-    kills = Kills(seed=len(kind), steps=25, count=3)
+    kills = Kills(seed=SEED + len(kind), steps=25, count=3)
 
     found = read(loader_of(stream(path), RayReaders(num=3), settings, options), epochs=2, after_step=kills)
 
