@@ -102,6 +102,19 @@ def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(kin
     assert found == expected
 
 
+def test_actors_read_no_more_than_the_loop_has_asked_for_ahead(tmp_path):
+    """So what they, the object store and the rank hold is limited, however slow the loop is."""
+    num, ahead = 2, 3
+    loader = loader_of(readings.Noting(tmp_path), RayReaders(num=num), {"prefetch_factor": ahead}, {"prefetch": 0})
+    batches = iter(loader)
+    for taken in range(1, 8):
+        next(batches)
+        until(lambda taken=taken: len(list(tmp_path.iterdir())) >= taken + num * ahead - num)
+        time.sleep(0.5)  # what they read that was not asked for
+        assert len(list(tmp_path.iterdir())) <= taken + num * ahead
+    batches.close()
+
+
 def test_what_fails_on_an_actor_names_the_sample_the_worker_and_the_node():
     loader = loader_of(readings.Broken(), RayReaders(num=2), {}, {})
 
