@@ -24,7 +24,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.record.places import Meshes, groups_of, samples_of
 from paddle_shard.record.timeline import Leg
-from paddle_shard.sources.files import failures_named, matched, open_file
+from paddle_shard.sources.files import failures_named, local_size, matched, open_file
 from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
@@ -131,6 +131,9 @@ def _of_record(options: argparse.Namespace) -> _Planned:
     run = run_of(options.record)
     job, newest = run.last, run.passes[-1][0] if run.passes else None
     found = _Planned(meshes=job.meshes, replicas=job.facts["options"]["replicas"])
+    if options.files and (parts := job.facts["data"].get("num_parts")) is not None:
+        plan = PartsPlan(num_parts=parts, tail=job.facts["fingerprint"]["tail"], **job.facts["plan"])
+        _look_at_cache(options, found, plan)
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         return found
@@ -138,9 +141,9 @@ def _of_record(options: argparse.Namespace) -> _Planned:
     start = newest.start if found.epoch == newest.epoch else LoaderState(epoch=found.epoch)
     found.plan, found.skips = job.batches(newest.history).plan_of(start), newest.skips
     legs = [leg for leg in run.legs if leg.moved() and leg.job.unknown is None]
-    parts = [{"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "run": _name(leg)} for leg in legs]
+    spans = [{"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "run": _name(leg)} for leg in legs]
     plans = {**{leg.epoch: leg.plan for leg in legs}, found.epoch: found.plan}
-    found.view = {"plans": plans, "skips": newest.skips, "stretches": parts}
+    found.view = {"plans": plans, "skips": newest.skips, "stretches": spans}
     return found
 
 
@@ -155,7 +158,7 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
     source = ShardSource(matched(options.files), lambda name, skip: iter(()))
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
     plan = PartsPlan(num_parts=parts, tail=options.tail, **cut)
-    _look_at_cache(options, found, plan, source.sizes())
+    _look_at_cache(options, found, plan)
     sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
@@ -171,11 +174,10 @@ def _look_at_files(options: argparse.Namespace, found: _Planned, cut: dict[str, 
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
 
 
-def _look_at_cache(options: argparse.Namespace, found: _Planned, plan: PartsPlan, sizes: list[int | None]) -> None:
+def _look_at_cache(options: argparse.Namespace, found: _Planned, plan: PartsPlan) -> None:
     """Say how many bytes a host's copies of the files need; its ranks follow each other."""
     given, names = options.cache_bytes, matched(options.files)
-    if given is not None:  # else servers are not asked
-        sizes = [_size_of(name) if size is None else size for name, size in zip(names, sizes, strict=True)]
+    sizes = [local_size(name) if given is None else _size_of(name) for name in names]  # servers are asked if need be
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")

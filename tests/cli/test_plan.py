@@ -11,7 +11,7 @@ from paddle_shard import Mixture, Stream, say_once
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.stages.stage import Opening
-from paddle_shard.testing.simulated import on_each_rank
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from tests.helpers import Made, sharded
 from tests.record.runs import asked
 from tests.sources.http_server import serving
@@ -167,6 +167,18 @@ CACHE_MESHES = [  # mesh, ranks of a host, replicas, readers of a host: (data ra
 ]
 
 
+def record_of(mesh, replicas, folder):
+    """The record of a run that reads a stream in four parts, which has other files."""
+    (folder / "a.txt").write_text("1\n" * 80)
+    shape = {axis: int(size) for axis, size in (one.split("=") for one in mesh.split(","))}
+    ids = np.arange(np.prod([*shape.values()])).reshape([*shape.values()])
+    with simulated_rank(0, ids.size):
+        stream = Stream.lines(folder / "a.txt").in_parts(4)
+        options = {"record": folder / "run.jsonl", "replicas": replicas}
+        sharded(DataLoader(stream, batch_size=4), dist.ProcessMesh(ids, list(shape)), "dp", **options).state_dict()
+    return folder / "run.jsonl"
+
+
 @pytest.mark.parametrize(("mesh", "ranks", "replicas", "readers"), CACHE_MESHES)
 def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
     mesh, ranks, replicas, readers, capsys, caplog, monkeypatch, tmp_path
@@ -201,6 +213,9 @@ def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
         assert what.startswith("cache_bytes=1 is too little for")
         enough = planned(capsys, *flags, "--cache-bytes", least)
         assert not [one for one in enough["hazards"] if "cache_bytes" in one["what"]]
+        recorded = planned(capsys, record_of(mesh, replicas, tmp_path), *flags, "--cache-bytes", least - 1)
+        assert recorded["least cache_bytes"] == least
+        assert [one for one in recorded["hazards"] if "cache_bytes" in one["what"]]
         assert not is_too_little(least)
         assert is_too_little(least * 2 // 3)
 
