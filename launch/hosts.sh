@@ -73,8 +73,8 @@ read -r master_ip HOST_IP IFNAME <<<"$addresses"
 # Without it gloo binds to the address of the host's name, and the ranks of other hosts do not find it.
 export GLOO_SOCKET_IFNAME=$IFNAME
 # Any of these in the environment would win over the arguments below.
-unset "${!PADDLE_TRAINER@}" PADDLE_MASTER PADDLE_NNODES PADDLE_RANK PADDLE_NPROC_PER_NODE PADDLE_DEVICES \
-  PADDLE_LOG_DIR PADDLE_IPS POD_IP DISTRIBUTED_TRAINER_ENDPOINTS
+unset "${!PADDLE_TRAINER@}" "${!PADDLE_ELASTIC@}" PADDLE_MASTER PADDLE_NNODES PADDLE_RANK PADDLE_NPROC_PER_NODE \
+  PADDLE_DEVICES PADDLE_JOB_ID PADDLE_MAX_RESTART PADDLE_LOG_DIR PADDLE_IPS POD_IP DISTRIBUTED_TRAINER_ENDPOINTS
 
 if [[ -n ${NPROC:-} ]]; then
   [[ $NPROC =~ ^[1-9][0-9]*$ ]] || wrong "NPROC must be at least 1, got '$NPROC'"

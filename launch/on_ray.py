@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -28,6 +30,7 @@ from typing import Any
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # if the cluster has none, set RAY_AUTH_MODE=disabled
 
 POLL_SECONDS = 0.2
+CONNECT_SECONDS = 10.0
 SHOWN_BYTES = 8000
 """Bytes of a rank's output that are shown when one has failed."""
 
@@ -41,8 +44,6 @@ class Rank:
 
     def where(self, ports: int) -> tuple[str, list[int], list[str]]:
         """Return the address of the node, some free ports, and the GPUs that Ray has given."""
-        import socket
-
         import ray
 
         probes = [socket.socket() for _ in range(ports)]
@@ -97,7 +98,6 @@ def _interface_of(ip: str) -> str | None:
     """Return the network interface that has an address."""
     import contextlib
     import fcntl
-    import socket
     import struct
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -112,6 +112,13 @@ def _interface_of(ip: str) -> str | None:
 def main() -> int:
     """Run the script that the command line names and return the exit code of the run."""
     options = parse_arguments()
+    address = os.environ.get("RAY_ADDRESS", "")
+    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
+        try:  # Ray itself would try for minutes
+            socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
+        except OSError as error:
+            say(f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). Start one there, or correct or unset it")
+            return 2
     try:
         import ray
     except ImportError as error:

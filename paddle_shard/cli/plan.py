@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,8 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
-from paddle_shard.sources.files import matched
+from paddle_shard.sources.files import failures_named, local_size, matched, open_file
+from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.cut import chosen_num_parts
@@ -62,6 +64,8 @@ class Planned:
     """The plan, meshes, holders and skips of who has delivered the step that is asked about, if somebody has."""
     view: dict[str, Any] = field(default_factory=dict)
     """What a page shows beside the plan, as arguments of `view_of`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else programs are told."""
     hazards: list[Hazard] = field(default_factory=list)
     where: str = ""
     """Which files differ, for a hazard."""
@@ -147,6 +151,9 @@ def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
     job, newest = run.last, run.passes[-1][0] if run.passes else None
     found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
+    if options.files and (parts := job.facts["data"].get("num_parts")) is not None:
+        plan = PartsPlan(num_parts=parts, tail=job.facts["fingerprint"]["tail"], **job.facts["plan"])
+        _look_at_cache(options, found, plan)
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         if "num_parts" in job.facts["data"]:
@@ -177,6 +184,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
     plan = found.plan_of_parts = PartsPlan(num_parts=parts, tail=options.tail, **cut)
     found.view = {"files": names}
+    _look_at_cache(options, found, plan)
     sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
@@ -191,6 +199,41 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
         what = f"the parts differ in size: about {lost:.0%} {what}, since files that are not counted are not cut"
         what += found.where
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
+
+
+def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan) -> None:
+    """Say how many bytes a host's copies of the files need; its ranks follow each other."""
+    given, names = options.cache_bytes, matched(options.files)
+    sizes = [local_size(name) if given is None else _size_of(name) for name in names]  # servers are asked if need be
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")
+        return
+    ranks = sorted({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
+    each, files = options.ranks_per_host or len(ranks), 0
+    for start in range(0, len(ranks), each):
+        readers = Counter[int]()
+        for group in groups_of(found.meshes):
+            here = len(set(ranks[start : start + each]).intersection(group["ranks"]))
+            mesh, axes = found.meshes[group["mesh"]]
+            for part in plan.parts_of(group["data_rank"], mesh.num_data_ranks(axes)):
+                readers[part] += min(1, here) if found.replicas == "leader" else here
+        # Ranks that read the same part are not at the same row: one may be in the next file already.
+        files = max(files, sum(min(2, number) for number in readers.values()))
+    found.facts["least cache_bytes"] = least = least_bytes(known, files)
+    found.said.append(
+        f"cache_bytes={least} is enough for {each} ranks of a host, which read up to {files} files at once"
+    )
+    if given is not None and given < least:
+        what = f"cache_bytes={given} is too little for {each} ranks of a host: some files are read from their servers"
+        found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
+
+
+def _size_of(name: str) -> int | None:
+    with failures_named(name, lambda: ("asking for its size", None)):
+        file, size = open_file(name)
+        file.close()
+        return size
 
 
 # What is wrong with it
@@ -292,7 +335,7 @@ def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
 
 def _plan(options: argparse.Namespace) -> Answer:
     asked = planned(options)
-    found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes))}
+    found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes)), **asked.facts}
     said = [*(line for number in range(len(asked.meshes)) for line in _grid(asked.meshes, number)), *asked.said]
     if (plan := asked.plan) is not None:
         readers = max(len(group["ranks"]) for group in groups_of(asked.meshes)) if asked.replicas == "each" else 1
@@ -344,6 +387,8 @@ PLANNED: Sequence[tuple[str, dict[str, Any]]] = [
     ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
     ("--source", _SOURCE),
     ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
+    ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
+    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache; else all do"}),
     ("--tail", {"choices": list(TAILS), "default": "pad"}),
     ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
     ("--seed", {"type": int, "default": 0}),

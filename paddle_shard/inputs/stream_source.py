@@ -169,16 +169,17 @@ def _held(
     # All parts of a stream of its own; and on no mesh, to know where they end.
     parts = tuple(sorted(held)) or tuple(range(plan.num_parts))
     num_workers = options.dataloader.num_workers
+    given = f"{'num_workers=' if options.readers is None else 'RayReaders: num='}{num_workers}"
     if num_workers > len(parts):
         say_once(
-            f"num_workers={num_workers}: this rank holds {len(parts)} parts of the stream, each of which is read by "
-            "one worker; the other workers are not started. More parts (in_parts()) or fewer workers use them all."
+            f"{given}: this rank holds {len(parts)} parts of the stream, each of which is read by one of them; the "
+            "others are not started. More parts (in_parts()) or a smaller number use them all."
         )
     # Rows that are not the samples cannot be joined one by one.
     if num_workers > 1 and (any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)):
         say_once(
-            f"num_workers={num_workers}: fields of dense_tensor_idx, and those placed 'as read', need not have a row "
-            "for each sample, so that each batch of the stream is read and collated by one worker."
+            f"{given}: fields of dense_tensor_idx, and those placed 'as read', need not have a row for each sample, so "
+            "that each batch of the stream is read and collated by one of them."
         )
         num_workers = 1
     return parts, min(num_workers, len(parts))
@@ -207,7 +208,7 @@ def _say_how_often_it_is_read(own: FieldLayout, ranks: int, workers: int) -> Non
     if own.global_rank == 0 and ranks * workers > 1:
         say_once(
             f"this stream has nothing that it could be cut at before it is read, so each of {ranks} data ranks x "
-            f"{workers} workers reads all of it and keeps its own samples: {ranks * workers} times the reads. Files "
+            f"{workers} readers reads all of it and keeps its own samples: {ranks * workers} times the reads. Files "
             "(Stream.csv, .lines, .webdataset), or a data set that splits itself "
             "(Stream.of(..., splits_itself=True)) read it less often."
         )

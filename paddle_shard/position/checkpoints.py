@@ -35,6 +35,7 @@ from paddle_shard.errors import (
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.position.folder import folder_of, written_by
+from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
 
@@ -77,6 +78,8 @@ class Checkpoints:
         """
         self._folder, self._keep = folder_of(os.fspath(folder)), check_count("keep", keep, 2)
         self._generation: int | None = None
+        self._damaged: set[str] = set()
+        """Names of checkpoints that were read, and are none. After a save nothing is read."""
         self._rank, self._ranks = dist.get_rank(), tuple(range(num_ranks()))
 
     # Saving
@@ -87,7 +90,7 @@ class Checkpoints:
         Args:
             step: Steps of the run so far.
             what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or what
-                `paddle.save` takes. Distributed tensors are saved whole if they are on the CPU, else by
+                `paddle.save` takes. Of distributed tensors that are split, each rank saves its part, by
                 `dist.save_state_dict`. All else is saved by the first rank, so it must be the same on all. The state
                 of a loader knows what all ranks have delivered, so that its certificate continues.
 
@@ -105,9 +108,11 @@ class Checkpoints:
 
         def begin() -> list[Any]:
             check_count("step", step, 0)
-            leaves.update(_leaves({name: _state_of(value) for name, value in what.items()}))
-            own = [path for path, leaf in leaves.items() if not _is_dist(leaf)]
-            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(_is_split, leaves.values()))]
+            counted = [name for name, value in what.items() if _is_counted(value)]
+            states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
+            leaves.update(_leaves(states))
+            own = [path for path, leaf in leaves.items() if not is_dist(leaf)]
+            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(is_split, leaves.values())), counted]
             if self._rank:
                 return told
             self._check_fence()
@@ -121,12 +126,13 @@ class Checkpoints:
             " (step, names, number of values that are no distributed tensors, checksum of their names). Tensors of "
             "some ranks only must be distributed tensors, on the mesh of these ranks",
         )
-        # On the CPU, Paddle cannot load what it would save.
-        splits = not paddle.framework._current_expected_place().is_cpu_place() and any(one[1] for one in begun)
+        splits = any(one[1] for one in begun)
+        # Of a loader, the first rank may be on none of its meshes.
+        savers = {known: rank for rank in reversed(self._ranks) for known in begun[rank][2]}
         name: str = begun[0][-1]
         try:
             with self._folder.filled(name) as directory:
-                self._on_all(lambda: self._write(directory, leaves, splits), "save()")
+                self._on_all(lambda: self._write(directory, leaves, savers, splits), "save()")
                 # Only now, since any rank may have written Paddle's metadata.
                 written = self._on_all(lambda: self._kept(name, directory), "save()")
             self._on_all(lambda: self._finish(name, written), "save()")
@@ -135,22 +141,21 @@ class Checkpoints:
                 self._clean()
         return f"{self._folder.name}/{name}"
 
-    def _write(self, directory: Path, leaves: Mapping[str, Any], splits: bool) -> None:
-        """Write this rank's files."""
+    def _write(self, directory: Path, leaves: Mapping[str, Any], savers: Mapping[str, int], splits: bool) -> None:
+        """Write this rank's files. `savers`: the ranks that save what the first rank does not, by its name."""
         whole, split, shapes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, leaf in leaves.items():
-            members = leaf.process_mesh.process_ids if _is_dist(leaf) else self._ranks
+            members = leaf.process_mesh.process_ids if is_dist(leaf) else [savers.get(json.loads(path)[0], 0)]
             if self._rank not in members:  # its own ranks save it
                 continue
             first = self._rank == members[0]
-            if splits and _is_split(leaf):
+            if is_split(leaf):
                 split[path] = leaf
-                shapes |= {path: [list(leaf.shape), str(leaf.dtype).removeprefix("paddle.")]} if first else {}
+                shapes |= {path: kind_of(leaf)} if first else {}
                 continue
-            if _is_split(leaf):
-                leaf = dist.unshard_dtensor(leaf)  # collective over its mesh
-            elif _is_dist(leaf):
-                leaf = leaf._local_value()
+            if is_dist(leaf):
+                whole_here = all(kind.is_replicated() for kind in leaf.placements)
+                leaf = leaf._local_value() if whole_here else dist.unshard_dtensor(leaf)  # which is collective
             whole |= {path: leaf} if first else {}
         if splits:
             dist.save_state_dict(split, str(directory), unique_id=0)
@@ -191,7 +196,7 @@ class Checkpoints:
                 manifest = self._manifest_of(name)
                 if good >= self._keep or manifest == _HALF:
                     self._folder.remove(name)
-                good += isinstance(manifest, dict)
+                good += isinstance(manifest, dict) and name not in self._damaged
         except TakenOverError:
             return  # its checkpoints are the other's now
         except OSError as error:
@@ -272,7 +277,9 @@ class Checkpoints:
                 why = next(filter(None, told), None)
                 if why is None:
                     yield name, directory
-                elif self._rank == 0:
+                    continue
+                self._damaged.add(name)
+                if self._rank == 0:
                     _log.warning("%s/%s is passed over: %s", self._folder.name, name, why)
 
     def _damage(self, name: str, directory: Path) -> str | None:
@@ -295,14 +302,19 @@ class Checkpoints:
         }
         known = dict(_leaves(targets))
         states: dict[str, Any] = {}
-        split: dict[str, Any] = {}
+        whole: dict[str, Any] = {}
+        filled: dict[str, Any] = {}  # what is filled in place, from parts or with a part
         for file in sorted(directory.glob("*_values.pdparams")):
             saved = paddle.load(str(file))
-            for path, (shape, dtype) in saved["split"].items():
+            whole |= saved["whole"]
+            kinds = saved["split"] | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(known.get(path))}
+            for path, kind in kinds.items():
                 if json.loads(path)[0] in what:
-                    split[path] = known[path] if path in known else paddle.zeros(shape, dtype)
-            for path, leaf in {**saved["whole"], **split}.items():
-                _put(states, path, leaf)
+                    filled[path] = known[path] if path in known else paddle.zeros(*kind)
+                    if kind_of(filled[path]) != kind:
+                        raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}.")
+        for path, leaf in {**whole, **filled}.items():
+            _put(states, path, leaf)
         lacking = sorted(what.keys() - states.keys())
         if lacking:
             raise StateError(f"{name} holds {sorted(states)}, and not {lacking}. Load what was saved, by its names.")
@@ -311,8 +323,7 @@ class Checkpoints:
                 there, here = ({(path, *one.shape) for path, one in _leaves(state[key])} for state in (states, targets))
                 if here != there:
                     raise StateError(f"{key}: {name} holds {there - here}, and this model {here - there}.")
-        if split:
-            dist.load_state_dict(split, str(directory))
+        fill(filled, whole, directory)
         for key, value in what.items():
             setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
             if setter is None and not isinstance(value, dict):
@@ -377,11 +388,13 @@ def _check_same(call: str, told: Sequence[Any], meaning: str = "") -> None:
             )
 
 
-def _state_of(value: Any) -> Any:
-    if hasattr(value, "certificate"):  # a loader: its state then holds what all ranks have delivered
-        with ignoring(ArgumentError):  # a stream has none
+def _is_counted(value: Any) -> bool:
+    """Return whether a value is a loader whose state knows what all ranks have delivered; from now on, if it can."""
+    if hasattr(value, "certificate"):
+        with ignoring(ArgumentError):  # a stream has none, nor has a rank that is on none of the meshes
             value.certificate()
-    return value.state_dict() if hasattr(value, "state_dict") else value
+            return True
+    return False
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -399,18 +412,6 @@ def _put(states: dict[str, Any], path: str, leaf: Any) -> None:
     for key in outer:
         states = states.setdefault(key, {})
     states[last] = leaf
-
-
-def _is_dist(leaf: Any) -> bool:
-    return isinstance(leaf, paddle.Tensor) and leaf.is_dist()
-
-
-def _is_split(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor of which no rank holds all."""
-    return _is_dist(leaf) and any(
-        size > 1 and not kind.is_replicated()
-        for size, kind in zip(leaf.process_mesh.shape, leaf.placements, strict=True)
-    )
 
 
 def _measured(file: Path) -> list[int]:

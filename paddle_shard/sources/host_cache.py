@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -195,6 +195,18 @@ class HostCache:
                 f"cache_dir {self.folder!r} is full: {why}. Make room, limit it by cache_bytes=, or choose another "
                 "cache_dir",
             ) from error
+
+
+def least_bytes(sizes: Sequence[int], at_once: int) -> int:
+    """Return the least `cache_bytes` with which each of some files has room beside those that are read meanwhile.
+
+    A copy that is read stays, and which files are read at the same time changes with each epoch: the largest may meet.
+
+    Args:
+        sizes: Bytes of the files.
+        at_once: How many files are read at the same time.
+    """
+    return sum(sorted(sizes)[-at_once:])
 
 
 def open_through(cache: HostCache | None, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
 
 _numbers = count()
+_CONNECT_SECONDS = 10.0
+"""Seconds for which a cluster may not answer."""
 
 
 def connect() -> None:
-    """Connect this process to Ray, unless it is."""
+    """Connect this process to Ray, unless it is.
+
+    Raises:
+        ConnectionError: Nothing answers at the address that `RAY_ADDRESS` names. Ray itself would try for minutes.
+    """
     import ray
 
     if ray.is_initialized():
         return
+    address = os.environ.get("RAY_ADDRESS", "")
+    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
+        try:
+            socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()
+        except OSError as error:
+            raise_if_a_handlers(error)
+            way_out = "Start one there (ray start --head), or correct or unset RAY_ADDRESS"
+            raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). {way_out}.") from error
     ours = signal.getsignal(signal.SIGTERM)
     ray.init(address="auto")
     if threading.current_thread() is threading.main_thread():  # Ray takes the signal; it is the user's

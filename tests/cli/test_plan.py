@@ -8,12 +8,15 @@ import paddle.distributed as dist
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard import Mixture
+from paddle_shard import Mixture, Stream, say_once
 from paddle_shard.cli.answer import cell
 from paddle_shard.cli.main import COMMANDS, main
-from paddle_shard.testing.simulated import on_each_rank
+from paddle_shard.inputs.stream import stage_of
+from paddle_shard.stages.stage import Opening
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from tests.helpers import Made, sharded
 from tests.record.runs import asked
+from tests.sources.http_server import serving
 
 MESHES = [
     ("dp=2,mp=2", "dp", [[0, 1], [2, 3]], ["dp", "mp"]),
@@ -188,6 +191,68 @@ def test_files_of_very_different_sizes_are_a_hazard(capsys, tmp_path):
     assert f"The largest is {tmp_path / '3.txt'} with 900 bytes, the smallest {tmp_path / '0.txt'} with 100" in uneven
     (few,) = hazards(100, 100, 100, 100, mesh="dp=8")
     assert "made of 4 shards, but 8 data ranks are to read it" in few
+
+
+CACHE_MESHES = [  # mesh, ranks of a host, replicas, readers of a host: (data rank, data ranks)
+    ("dp=2", 2, "each", [(0, 2), (1, 2)]),
+    ("dp=2", 1, "each", [(0, 2)]),
+    ("dp=2,mp=2", 2, "each", [(0, 2), (0, 2)]),
+    ("dp=2,mp=2", 2, "leader", [(0, 2)]),
+    ("dp=1,mp=4", 4, "each", 4 * [(0, 1)]),
+]
+
+
+def record_of(mesh, replicas, folder):
+    """The record of a run that reads a stream in four parts, which has other files."""
+    (folder / "a.txt").write_text("1\n" * 80)
+    shape = {axis: int(size) for axis, size in (one.split("=") for one in mesh.split(","))}
+    ids = np.arange(np.prod([*shape.values()])).reshape([*shape.values()])
+    with simulated_rank(0, ids.size):
+        stream = Stream.lines(folder / "a.txt").in_parts(4)
+        options = {"record": folder / "run.jsonl", "replicas": replicas}
+        sharded(DataLoader(stream, batch_size=4), dist.ProcessMesh(ids, list(shape)), "dp", **options).state_dict()
+    return folder / "run.jsonl"
+
+
+@pytest.mark.parametrize(("mesh", "ranks", "replicas", "readers"), CACHE_MESHES)
+def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
+    mesh, ranks, replicas, readers, capsys, caplog, monkeypatch, tmp_path
+):
+    contents = {f"{number:02d}.txt": b"%06d\n" % number * (20 + 3 * number) for number in range(16)}
+
+    def is_too_little(limit):
+        """Read some epochs as the readers do, each a row behind the one before it; return whether room was lacking."""
+        monkeypatch.setattr(say_once, "_SAID", set())
+        caplog.clear()
+        urls = [f"{server.url}/{name}" for name in contents]
+        for epoch in range(8):
+            parts = []
+            for data_rank, num_data_ranks in readers:
+                held = range(data_rank * 4 // num_data_ranks, (data_rank + 1) * 4 // num_data_ranks)
+                stream = stage_of(Stream.lines(urls, cache_dir=tmp_path / str(limit), cache_bytes=limit))
+                parts.append(stream.open(Opening(parts=tuple(held), num_parts=4, epoch=epoch)))
+            for at in range(65 * len(contents)):
+                for behind, reader in enumerate(parts):
+                    for part in reader if at >= behind else ():
+                        next(part, None)
+        return "is too little" in caplog.text
+
+    with serving(contents) as server:
+        flags = ["--files", *(f"{server.url}/{name}" for name in contents), "--batch-size", 4, "--mesh", mesh]
+        flags += ["--data-axes", "dp", "--replicas", replicas, "--ranks-per-host", ranks]
+        assert "least cache_bytes" not in planned(capsys, *flags)
+        assert {span for _, span in server.asked} == set()  # servers are not asked
+        found = planned(capsys, *flags, "--cache-bytes", 1)
+        least = found["least cache_bytes"]
+        [what] = [one["what"] for one in found["hazards"] if "cache_bytes" in one["what"]]
+        assert what.startswith("cache_bytes=1 is too little for")
+        enough = planned(capsys, *flags, "--cache-bytes", least)
+        assert not [one for one in enough["hazards"] if "cache_bytes" in one["what"]]
+        recorded = planned(capsys, record_of(mesh, replicas, tmp_path), *flags, "--cache-bytes", least - 1)
+        assert recorded["least cache_bytes"] == least
+        assert [one for one in recorded["hazards"] if "cache_bytes" in one["what"]]
+        assert not is_too_little(least)
+        assert is_too_little(least * 2 // 3)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FILES = ["test_gpu.py", "test_delivery.py", "test_generators.py", "test_ranks.py", "test_drops.py"]
+FILES = [f"test_{name}.py" for name in ("gpu", "delivery", "generators", "ranks", "drops", "checkpoints")]
 WAY_OUT = "Give a Python that has paddlepaddle-gpu, numpy and pytest: make test-gpu GPU_PYTHON=/path/to/python"
 
 

@@ -153,13 +153,17 @@ C_Status broadcast(void *at, size_t number, C_DataType type, size_t root, C_CCLC
         if (g->rank != root) memcpy(device_view(at), g->part(root), bytes);
       });
 }
+// It has ended when it returns: Paddle splits what was gathered by a kernel in this stream, and a device without kernels
+// does that on the host, which waits for no stream.
 C_Status all_gather(void *from, void *to, size_t number, C_DataType type, C_CCLComm comm, C_Stream stream) {
   size_t bytes = number * bytes_of(type);
-  return exchange(
+  C_Status status = exchange(
       comm, stream, bytes, [=](Group *g) { memcpy(g->mine(), device_view(from), bytes); },
       [=](Group *g) {
         for (size_t rank = 0; rank < g->ranks; ++rank) memcpy(device_view(to) + rank * bytes, g->part(rank), bytes);
       });
+  if (stream != nullptr) of(stream)->wait();
+  return status;
 }
 C_Status reduce_scatter(void *from, void *to, size_t number, C_DataType type, C_CCLReduceOp op, C_CCLComm comm,
                         C_Stream stream) {

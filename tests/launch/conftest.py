@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,43 @@ def _commands_in(directory: Path) -> Iterator[Commands]:
 def commands(tmp_path):
     with _commands_in(tmp_path) as commands:
         yield commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    ip: str
+    enter: tuple[str, ...] = ()
+    """Put before a command, makes it run on this host."""
+
+
+@pytest.fixture
+def two_hosts():
+    names = [f"launch-{uuid.uuid4().hex[:6]}-{k}" for k in range(2)]
+    hosts = [Host(ip=f"10.231.77.{k + 1}", enter=("ip", "netns", "exec", name)) for k, name in enumerate(names)]
+    try:
+        yield hosts if _joined(names, hosts) else [Host(ip="127.0.0.1")] * 2
+    finally:
+        for name in names:
+            if Path("/run/netns", name).exists():
+                _ip("netns", "delete", name)  # and the cable
+
+
+def _joined(names, hosts) -> bool:
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, host in zip(names, hosts, strict=True):
+            _ip("-n", name, "address", "add", f"{host.ip}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+def _ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
 
 
 @pytest.hookimpl(wrapper=True)

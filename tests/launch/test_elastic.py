@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.extras import needs
+from tests.launch.elastic_hosts import ElasticHosts
 
 needs("etcd3")
 pytestmark = pytest.mark.multiprocess
@@ -40,3 +41,11 @@ def test_elastic_sh_names_what_is_wrong(commands, variables, message):
 
         assert commands.wait() == {"run": 2}
     assert message in commands.err("run")
+
+
+def test_two_hosts_with_addresses_of_their_own_meet_by_etcd_and_train_each_sample_once(commands, two_hosts, tmp_path):
+    job = ElasticHosts(commands, two_hosts, tmp_path)
+    job.wait_until(job.has_ended)
+
+    assert job.worlds()[-1] == 2
+    job.check_that_each_sample_was_trained_once()

@@ -4,10 +4,7 @@ import json
 import re
 import runpy
 import socket
-import subprocess
 import sys
-import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,43 +14,6 @@ pytestmark = pytest.mark.multiprocess
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 WORKER = Path(__file__).with_name("linear_worker.py")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    ip: str
-    enter: tuple[str, ...] = ()
-    """Put before a command, makes it run on this host."""
-
-
-@pytest.fixture
-def two_hosts():
-    names = [f"launch-{uuid.uuid4().hex[:6]}-{k}" for k in range(2)]
-    hosts = [Host(ip=f"10.231.77.{k + 1}", enter=("ip", "netns", "exec", name)) for k, name in enumerate(names)]
-    try:
-        yield hosts if _joined(names, hosts) else [Host(ip="127.0.0.1")] * 2
-    finally:
-        for name in names:
-            if Path("/run/netns", name).exists():
-                _ip("netns", "delete", name)  # and the cable
-
-
-def _joined(names, hosts) -> bool:
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name, host in zip(names, hosts, strict=True):
-            _ip("-n", name, "address", "add", f"{host.ip}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    return True
-
-
-def _ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
 
 
 def _free_port() -> int:
@@ -75,6 +35,7 @@ def start_by_hosts_sh(commands, hosts, reports):
             NPROC="2",
             # Left over from another job; the launcher would take them.
             PADDLE_NNODES="1",
+            PADDLE_JOB_ID=f"other-{rank}",
             PADDLE_TRAINER_ENDPOINTS="192.0.2.1:1",
         )
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 MANIFEST = Path(__file__).parents[2] / "launch/kubernetes.yaml"
+ELASTIC = MANIFEST.with_name("kubernetes-elastic.yaml")
 
 # paddle-operator, api/v1/paddlejob_types.go: PaddleJobSpec and ResourceSpec.
 JOB_FIELDS = {"cleanPodPolicy", "schedulingPolicy", "intranet", "withGloo", "sampleSetRef", "ps", "worker"}
@@ -40,3 +41,26 @@ def test_processes_are_counted_by_number_on_the_cpu_and_by_gpu_otherwise(job):
     (container,) = job["spec"]["worker"]["template"]["spec"]["containers"]
 
     assert ("--nproc_per_node" in container["args"]) != ("nvidia.com/gpu" in container["resources"]["limits"])
+
+
+def test_the_elastic_manifest_is_an_elastic_paddle_job_and_runs_elastic_sh_with_the_variables_that_it_knows():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load(ELASTIC.read_text())
+    assert (job["apiVersion"], job["kind"]) == ("batch.paddlepaddle.org/v1", "PaddleJob")
+    assert set(job["spec"]) <= JOB_FIELDS
+    assert job["spec"]["elastic"] == 1  # an integer: the level
+    worker = job["spec"]["worker"]
+    assert set(worker) <= RESOURCE_FIELDS
+    assert 1 <= worker["requests"] <= worker["replicas"] <= worker["limits"]
+    pod = worker["template"]["spec"]
+    assert "restartPolicy" not in pod  # the operator sets it
+    assert pod["terminationGracePeriodSeconds"] > 30
+    (container,) = pod["containers"]
+    assert container["command"] == ["launch/elastic.sh"]
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert given["NNODES"] == f"{worker['requests']}:{worker['limits']}"
+    assert given["JOB"] == job["metadata"]["name"]
+    assert all(isinstance(value, str) for value in given.values())
+    known = re.findall(r"(?m)^# ([A-Z_]+)  ", MANIFEST.with_name("elastic.sh").read_text())
+    assert set(given) <= {*known, "NPROC", "LOG_DIR"}
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}

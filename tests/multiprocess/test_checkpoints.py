@@ -1,8 +1,10 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from paddle_shard import Checkpoints
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 
@@ -28,6 +30,36 @@ def test_a_split_model_goes_on_on_other_meshes_and_at_last_in_one_process(tmp_pa
     losses = [*first[0]["losses"], *second[0]["losses"], *third[0]["losses"], *last["losses"]]
     assert losses == pytest.approx(straight["losses"], abs=1e-5)
     assert last["exact"] == "epoch 0: each of 40 samples exactly once"
+
+
+@pytest.mark.multiprocess
+def test_tensors_split_in_any_way_are_loaded_as_they_are_split_in_any_other_or_whole(tmp_path):
+    ranks = run_ranks(Path(__file__).parent / "parts_worker.py", 4, tmp_path, args=[tmp_path / "saved"], timeout=HANG)
+
+    for found in ranks:
+        assert found["wrong"] == found["whole"] == []
+        assert found["sum"] == [6]
+        rows, dtype = found["refused"]
+        assert re.search(r"holds \[\[8, 11\], 'float32'\] for .*, and not \[\[4, 11\], 'float32'\]", rows)
+        assert re.search(r"holds \[\[8, 11\], 'float32'\] for .*, and not \[\[8, 11\], 'float64'\]", dtype)
+    [saved] = (tmp_path / "saved").glob("0*")
+    for file in sorted(saved.iterdir()):  # of each rank, and Paddle's metadata
+        content = file.read_bytes()
+        file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        assert Checkpoints(tmp_path / "saved").newest() is None, file.name
+        file.write_bytes(content)
+    assert Checkpoints(tmp_path / "saved").newest() == str(saved)
+
+
+@pytest.mark.multiprocess
+def test_a_loader_on_whose_meshes_the_first_rank_is_not_is_saved_by_one_that_knows_what_was_delivered(tmp_path):
+    ranks = run_ranks(
+        Path(__file__).parent / "off_mesh_worker.py", 3, tmp_path, args=[tmp_path / "saved"], timeout=HANG
+    )
+
+    assert sorted(ranks[1]["seen"] + ranks[2]["seen"]) == list(range(12))
+    assert {rank["exact"] for rank in ranks[1:]} == {"epoch 0: each of 12 samples exactly once"}
+    assert all(rank["extra"] == {"note": "x"} for rank in ranks)
 
 
 @pytest.mark.multiprocess

@@ -322,6 +322,24 @@ def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_s
     assert why in line
 
 
+def test_one_that_was_passed_over_is_none_of_those_to_keep(tmp_path):
+    run = Checkpoints(tmp_path, keep=2)
+    good, bad = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
+    flipped(values(bad))
+    run = Checkpoints(tmp_path, keep=2)
+    assert run.load(extra={}) == 1
+    newest = Path(run.save(3, extra={"step": 3}))
+    flipped(values(newest))
+
+    assert Checkpoints(tmp_path).load(extra={}) == 1
+    assert good.exists()
+    run = Checkpoints(tmp_path, keep=2)
+    assert run.newest() == str(good)
+    for step in (4, 5):
+        run.save(step, extra={"step": step})
+    assert not any(one.exists() for one in (good, bad, newest))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("batch", range(4))
 def test_random_histories_of_starts_saves_kills_and_damage(batch, tmp_path, monkeypatch):

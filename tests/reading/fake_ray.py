@@ -86,8 +86,13 @@ class FakeRay(ModuleType):
     def living(self):
         return [actor for actor in self.actors if actor.alive]
 
+    connected = True
+
     def is_initialized(self):
-        return True
+        return self.connected
+
+    def init(self, address):
+        self.connected = True
 
     def put(self, value):
         ref = Ref()

@@ -1,9 +1,11 @@
 """Whatever becomes of actors, requests are answered in their order. Ray is a fake here, real in tests/adapters/ray."""
 
+import contextlib
 import itertools
 import os
 import pickle
 import random
+import socket
 import sys
 import threading
 from types import SimpleNamespace
@@ -13,14 +15,15 @@ import paddle
 import pytest
 
 import paddle_shard
-from paddle_shard import RayReaders
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
+from paddle_shard import RayReaders, Stream
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, MissingDependencyError
 from paddle_shard.reading import ray_pool
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.ray_pool import RayPool
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.workers import WorkersLostError
+from paddle_shard.sources import ray_data
 from tests.deadlines import HANG
 from tests.helpers import ONE, Made, sharded
 from tests.reading.fake_ray import Pickler, all_answer, faked
@@ -365,3 +368,36 @@ class Reads:
     def read(self, number, request, anew):
         with paddle.base.dygraph.guard(paddle.CPUPlace()):
             return [np.asarray(one) for one in pickled(self.settings.reader.read(pickle.loads(request), number))]
+
+
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+@pytest.mark.parametrize("why", ["refuses", "says nothing"])
+def test_a_cluster_that_does_not_answer_is_an_error_that_names_its_address_and_the_way_out(why, prefix, monkeypatch):
+    monkeypatch.setattr(ray_pool, "ReadingActor", Reads)
+    with socket.socket() as server, contextlib.ExitStack() as stack, faked(monkeypatch) as ray:
+        server.bind(("127.0.0.1", 0))
+        if why == "says nothing":  # the queue of connections is full
+            monkeypatch.setattr(ray_data, "_CONNECT_SECONDS", 0.2)
+            server.listen(0)
+            stack.enter_context(socket.create_connection(server.getsockname()))
+        address = f"{prefix}127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        ray.connected = False
+        loader = sharded(paddle.io.DataLoader(Made(np.array), batch_size=2), ONE, readers=RayReaders(num=1))
+
+        with pytest.raises(DataReadError, match=f"no Ray cluster answers at RAY_ADDRESS={address} .*unset RAY_ADDRESS"):
+            next(iter(loader))
+        assert not ray.connected
+        if why == "refuses":
+            server.listen()
+            ray_data.connect()
+            assert ray.connected
+
+
+def test_what_is_said_of_too_many_readers_names_them_and_no_workers(monkeypatch, caplog):
+    with faked(monkeypatch):
+        for stream in (Stream.of(range(8)).in_parts(2), Stream.of(lambda: iter(range(8))).in_parts(2)):
+            sharded(paddle.io.DataLoader(stream, batch_size=2), ONE, readers=RayReaders(num=7))
+
+    assert "RayReaders: num=7: this rank holds 2 parts of the stream, each of which is read by" in caplog.text
+    assert "worker" not in caplog.text

@@ -51,6 +51,20 @@ class Bulky(Gathers):
         return [(np.int64(index), np.full((512, 256), index / 3, "float32")) for index in indices]
 
 
+class Noting(Dataset):
+    """Batches of 40 MB, each of which is noted in a folder when it was read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 40 * BATCH
+
+    def __getitems__(self, indices):
+        (self.folder / f"{min(indices)}").touch()
+        return [np.full(5 * 2**18, index, "float32") for index in indices]
+
+
 class Broken(Draws):
     """Some samples cannot be read."""
 

@@ -11,7 +11,7 @@ import pytest
 from paddle_shard.testing import run_ranks
 from tests.adapters.ray.conftest import ROOT
 from tests.deadlines import HANG
-from tests.launch.test_hosts import two_hosts  # noqa: F401  (a fixture)
+from tests.launch.conftest import two_hosts  # noqa: F401  (a fixture)
 
 WORKER = Path(__file__).with_name("ray_worker.py")
 ENV = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}

@@ -19,6 +19,9 @@ from tests.deadlines import HANG
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
+SEED = int(os.environ.get("FAULT_SEED", "4"))
+"""Draws when which actor is killed; `make faults` gives others."""
+
 
 def until(true):
     """Wait for something that takes Ray a moment."""
@@ -75,7 +78,7 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
     dataset, settings, options = INDEXED[kind]
     settings = {**settings, "persistent_workers": True}
     expected = read(loader_of(dataset(), None, settings, options), epochs=4)
-    kills = Kills(seed=4, steps=90, count=20)
+    kills = Kills(seed=SEED, steps=90, count=20)
     loader = loader_of(dataset(), RayReaders(num=2), settings, options)
 
     found = read(loader, epochs=4, after_step=kills)
@@ -91,12 +94,25 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
 def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(kind, path):
     stream, settings, options = STREAMS[kind]
     expected = read(loader_of(stream(path), None, settings, options), epochs=2)
-    kills = Kills(seed=len(kind), steps=25, count=3)
+    kills = Kills(seed=SEED + len(kind), steps=25, count=3)
 
     found = read(loader_of(stream(path), RayReaders(num=3), settings, options), epochs=2, after_step=kills)
 
     assert kills.count == 3
     assert found == expected
+
+
+def test_actors_read_no_more_than_the_loop_has_asked_for_ahead(tmp_path):
+    """So what they, the object store and the rank hold is limited, however slow the loop is."""
+    num, ahead = 2, 3
+    loader = loader_of(readings.Noting(tmp_path), RayReaders(num=num), {"prefetch_factor": ahead}, {"prefetch": 0})
+    batches = iter(loader)
+    for taken in range(1, 8):
+        next(batches)
+        until(lambda taken=taken: len(list(tmp_path.iterdir())) >= taken + num * ahead - num)
+        time.sleep(0.5)  # what they read that was not asked for
+        assert len(list(tmp_path.iterdir())) <= taken + num * ahead
+    batches.close()
 
 
 def test_what_fails_on_an_actor_names_the_sample_the_worker_and_the_node():
