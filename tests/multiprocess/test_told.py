@@ -9,6 +9,7 @@ from tests.deadlines import HANG
 from tests.jobs import run_ranks, start_ranks
 
 WORKER = Path(__file__).with_name("told_worker.py")
+ENVIRONMENT = {"PYTHONPATH": str(WORKER.parents[2])}
 CALLS = {
     "not made": "its loader was not made: tail must be",
     "a state of another run": "its load_state_dict() failed: state is of another run (seed: saved 5, now 0)",
@@ -32,7 +33,7 @@ CALLS = {
 @pytest.fixture(scope="module", params=[2, 3])
 def reports(request, tmp_path_factory):
     folder, names = tmp_path_factory.mktemp("told"), json.dumps(list(CALLS))
-    return run_ranks(WORKER, request.param, folder, args=["cases", names, request.param], timeout=HANG)
+    return run_ranks(WORKER, request.param, folder, args=["cases", names, request.param], env=ENVIRONMENT, timeout=HANG)
 
 
 @pytest.mark.multiprocess
@@ -75,7 +76,7 @@ def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
     ],
 )
 def test_ranks_in_a_loop_are_told_why_another_has_left_it(how, victim, cause, tmp_path):
-    with start_ranks(WORKER, 2, tmp_path, args=[how, str(victim)], timeout=HANG) as job:
+    with start_ranks(WORKER, 2, tmp_path, args=[how, str(victim)], env=ENVIRONMENT, timeout=HANG) as job:
         [(kind, text, seconds)] = job.reports([1 - victim], HANG)
 
     assert kind == "ArgumentError"
@@ -94,7 +95,7 @@ def test_ranks_in_a_loop_are_told_why_another_has_left_it(how, victim, cause, tm
     ],
 )
 def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(how, victim, num_ranks, cause, tmp_path):
-    with start_ranks(WORKER, num_ranks, tmp_path, args=[how, str(victim)], timeout=HANG) as job:
+    with start_ranks(WORKER, num_ranks, tmp_path, args=[how, str(victim)], env=ENVIRONMENT, timeout=HANG) as job:
         for kind, text, seconds in job.reports([rank for rank in range(num_ranks) if rank != victim], HANG):
             assert kind == "PeerLostError"
             assert f"lobal rank {victim}" in text
@@ -104,5 +105,5 @@ def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(how, victim,
 
 @pytest.mark.multiprocess
 def test_a_rank_ends_at_once_though_the_process_that_should_hear_of_it_is_stopped(tmp_path):
-    with start_ranks(WORKER, 2, tmp_path, args=["stop", "1"], timeout=HANG) as job:
+    with start_ranks(WORKER, 2, tmp_path, args=["stop", "1"], env=ENVIRONMENT, timeout=HANG) as job:
         assert job.wait([1], HANG / 4) == {1: 1}
