@@ -335,7 +335,7 @@ def gather_valid(values: Any, valid: Any) -> Any:
 
     Examples:
         >>> batches = iter(loader)  # doctest: +SKIP
-        >>> for images, labels in batches:
+        >>> for images, labels in batches:  # doctest: +SKIP
         ...     predicted = model(images).argmax(-1)
         ...     hits = gather_valid(predicted == labels.reshape(predicted.shape), batches.valid)
         ...     right, total = right + int(hits.sum()), total + len(hits)
