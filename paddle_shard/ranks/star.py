@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import secrets
 import select
 import socket
 import struct
@@ -25,15 +24,15 @@ import paddle.distributed as dist
 from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.ranks.group import ABSENT, FINE, LOST, Group, TwoLevelGroup, loss, told_loss
-from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, noted, rendezvous_of
+from paddle_shard.ranks.reception import Reception, hello
+from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, rendezvous_of
 
 _HEAD = struct.Struct("<Ic")
-_HELLO = struct.Struct("<16sI")
 _POLL = 0.02
 """Seconds between two looks at the store, whose own waits cannot be ended; also the least timeout of a socket."""
 _GRACE = 2.0
 """Seconds in which rank 0 tells who is missing after a timeout: the others wait so much longer, and name the same
-ranks. Also for the first words of a connection."""
+ranks."""
 _SILENT = 3.0
 """Seconds after which rank 0 is named, if it has said nothing; it tells the others earlier for whom it waits."""
 
@@ -55,6 +54,7 @@ class StarGroup(Group):
         host: str,
         key: str,
         timeout: float,
+        several_hosts: bool = False,
     ) -> None:
         """Store who takes part; `group_of` creates groups.
 
@@ -67,8 +67,10 @@ class StarGroup(Group):
             key: Key of this group in the store. It is the same on all ranks, and each rank uses it equally often:
                 their forked children may meet with it, too.
             timeout: See `Group`.
+            several_hosts: True if not all ranks of the group are on one host.
         """
         super().__init__(rank, names, timeout)
+        self._several_hosts = several_hosts
         self._connect_store: Any = connect_store
         self._host, self._key = host, key
         self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
@@ -174,16 +176,10 @@ class StarGroup(Group):
 
     def _listen(self, deadline: float) -> None:
         """Let the others connect to this rank; all learn who is missing, and who has ended meanwhile."""
-        token, dual = secrets.token_bytes(16), socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        server = noted(lambda: socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self.size))
-        with server:
-            server.setblocking(False)
-            poll = select.poll()
-            poll.register(server, select.POLLIN)
+        with Reception(self._host, several_hosts=self._several_hosts) as reception:
             store = self._connect_store(lambda: not self._closed)
             key = self._key_of(store)
-            store.set(f"{key}/address", f"{server.getsockname()[1]} {token.hex()}")
+            store.set(f"{key}/address", f"{reception.port} {reception.token.hex()}")
             store.add(f"{key}/there", 1)
             try:
                 while self._missing and not self._closed:
@@ -192,18 +188,14 @@ class StarGroup(Group):
                         raise self._lose(set(self._missing), what, self.timeout)
                     self._look_for_gone(store)
                     # Not longer, so that this loop sees if the group was closed.
-                    ready = {number for number, _ in poll.poll(10_000 * _POLL)}
+                    ready = {number for number, _ in reception.poll.poll(10_000 * _POLL)}
                     ended = {position for position, peer in self._peers.items() if peer.fileno() in ready}
                     if ended:
                         raise self._lose(ended, "has ended or was killed")
-                    if not ready:
-                        continue
-                    with ignoring(OSError):  # a connection that ends or says nothing is not of this group
-                        peer = noted(lambda: server.accept()[0])
-                        said, position = _HELLO.unpack(_exactly(peer, _HELLO.size, time.monotonic() + _GRACE))
-                        if said == token and position in self._missing:
+                    for position, peer in reception.arrived():
+                        if position in self._missing:
                             self._adopt(position, peer)
-                            poll.register(peer, select.POLLRDHUP)
+                            reception.poll.register(peer, select.POLLRDHUP)
                             self._miss([other for other in self._missing if other != position])
                         else:
                             peer.close()
@@ -222,12 +214,18 @@ class StarGroup(Group):
                     raise TimeoutError
                 self._look_for_gone(store)
                 time.sleep(5 * _POLL)  # many ranks may wait for minutes for one that starts slowly
-            found = store.get(f"{key}/address").decode()
-            if found.startswith("["):
-                raise loss(found)
-            port, token = found.split()
-            peer = connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
-            peer.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
+            address, peer = "", None
+            while peer is None:
+                before, address = address, store.get(f"{key}/address").decode()
+                try:
+                    peer = self._knock(address, deadline)
+                except ConnectionError:  # if rank 0 has given up, it has written why before it stopped to listen
+                    if address == before:
+                        raise
+                if self._closed or time.monotonic() > deadline:
+                    raise TimeoutError
+                if peer is None:
+                    time.sleep(_POLL)
         except PeerLostError:
             raise
         except TimeoutError:
@@ -242,6 +240,25 @@ class StarGroup(Group):
             self._looks_at = now + 1.0
             if (found := gone(store, self.absent())) is not None:
                 raise self._lose({self.names.index(found[0])}, found[1])
+
+    def _knock(self, address: str, deadline: float) -> socket.socket | None:
+        """Return a connection on which rank 0 has told who is missing; None if it was dropped among many strangers."""
+        if address.startswith("["):
+            raise loss(address)
+        port, token = address.split()
+        peer = connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
+        with contextlib.ExitStack() as stack, contextlib.suppress(ConnectionError):
+            stack.enter_context(peer)
+            poll = select.poll()
+            poll.register(peer, select.POLLIN)
+            peer.sendall(hello(token, self.rank))
+            while not self._closed and time.monotonic() < deadline:
+                if poll.poll(10_000 * _POLL):
+                    if not peer.recv(1, socket.MSG_PEEK):
+                        break
+                    stack.pop_all()
+                    return peer
+        return None
 
     def _key_of(self, store: Any) -> str:
         """Return the key of this rendezvous: the n-th rendezvous of this rank is the n-th of the others."""
@@ -280,7 +297,8 @@ def group_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> Group:
     def star(members: Sequence[int], name: str) -> StarGroup:
         # The store's host is known to be reachable; for other hosts, use the launcher's names.
         where = rendezvous.host if members[0] == rendezvous.owner else hosts[members[0]]
-        return StarGroup(members.index(me), members, connect_store, where, f"paddle_shard/agree/{key}/{name}", timeout)
+        several, name = len({hosts[member] for member in members}) > 1, f"paddle_shard/agree/{key}/{name}"
+        return StarGroup(members.index(me), members, connect_store, where, name, timeout, several)
 
     together: dict[str, list[int]] = {}
     for rank in ranks:

@@ -1,0 +1,45 @@
+"""SECURITY.md says what is unpickled, and nothing else is."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_shard.errors import StateError
+from paddle_shard.sources import packed
+
+ROOT = Path(__file__).parents[1]
+UNPICKLED = {
+    "reading/serialization.py": "worker processes, and ranks of the host",
+    "reading/ray_pool.py": "Ray's own channels",
+    "position/checkpoints.py": "`paddle.load`",
+    "position/parts.py": "`paddle.load`",
+}
+
+
+def test_only_the_files_that_the_threat_model_knows_unpickle():
+    asks = re.compile(r"pickle\.loads?\(|Unpickler|paddle\.load\(|allow_pickle=True|marshal|shelve|\b(eval|exec)\(")
+    files = sorted((ROOT / "paddle_shard").rglob("*.py"))
+    found = {str(file.relative_to(ROOT / "paddle_shard")) for file in files if asks.search(file.read_text())}
+
+    assert found - {"testing/cpu_static.py"} <= set(UNPICKLED)
+    assert {file for file in UNPICKLED if file in found} == set(UNPICKLED)
+
+
+class Evil:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_file_of_lengths_is_never_unpickled(tmp_path):
+    file, trace = tmp_path / "lengths.npz", tmp_path / "was-run"
+    evil = np.array([Evil(trace)], object)
+    np.savez(file, lengths=evil, about=evil)
+
+    with pytest.raises(StateError, match="is no file of lengths"):
+        packed.read_lengths(file)
+    assert not trace.exists()
