@@ -18,7 +18,7 @@ import struct
 import time
 from types import TracebackType
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.rendezvous import noted
 
 _HELLO = struct.Struct("<16sI")
@@ -91,7 +91,8 @@ class Reception:
                 peer = noted(lambda: server.accept()[0])
             except BlockingIOError:
                 return
-            except OSError:  # it has left, or too many files are open
+            except OSError as error:  # it has left, or too many files are open
+                raise_if_a_handlers(error)
                 if self._strangers:
                     self._drop(next(iter(self._strangers)))
                 time.sleep(_PAUSE)
@@ -119,8 +120,10 @@ def _listening(host: str, several_hosts: bool) -> list[socket.socket]:
             try:
                 made.append(noted(functools.partial(make, (address[0], port, *address[2:]), family=family)))
             except OSError as error:  # a name may have addresses of other machines, too, or of a kind that is off here
+                raise_if_a_handlers(error)
                 reason = str(error)
     except OSError as error:
+        raise_if_a_handlers(error)
         reason = str(error)
         for one in made:
             one.close()
