@@ -11,6 +11,8 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from paddle_shard.errors import StateError
+
 
 def is_dist(leaf: Any) -> bool:
     """Return whether a leaf is a distributed tensor."""
@@ -37,8 +39,12 @@ def fill(targets: Mapping[str, Any], whole: Mapping[str, Any], directory: Path) 
 
     Paddle's `load_state_dict` does so on NVIDIA's GPUs only: elsewhere it fails, or leaves zeros where a slice of a
     tensor is a copy of it (`FLAGS_use_stride_kernel=0`). Nothing is sent here, so no rank waits for one that fails.
+
+    Raises:
+        StateError: Not all of them was saved.
     """
     own = {path: part for path, target in targets.items() if (part := _own_part(target)) is not None}
+    missing = {path: int(np.prod(part.shape)) for path, (_, part) in own.items()}
     wanted = defaultdict[Path | None, list[tuple[str, Any, Any]]](list)
     for path, first, shape, file in _saved(whole, directory):
         if path in own:
@@ -47,6 +53,9 @@ def fill(targets: Mapping[str, Any], whole: Mapping[str, Any], directory: Path) 
             if (low < high).all():
                 into, out_of = (tuple(map(slice, low - at, high - at)) for at in (start, first))
                 wanted[file].append((path, into, out_of))
+                missing[path] -= int(np.prod(high - low))
+    if lacking := sorted(path for path, number in missing.items() if number > 0):
+        raise StateError(f"the checkpoint does not hold all of {lacking}, of which this rank has a part.")
     filled: dict[str, Any] = {}
     for file, pieces in wanted.items():
         saved = whole if file is None else paddle.load(str(file), return_numpy=True)

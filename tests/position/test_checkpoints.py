@@ -17,6 +17,7 @@ import paddle_shard
 from paddle_shard import Checkpoints
 from paddle_shard.errors import ArgumentError, CheckpointError, StateError, TakenOverError
 from paddle_shard.position import checkpoints as module
+from paddle_shard.position.parts import fill
 from tests.helpers import ONE, Made, local, sharded
 from tests.trials import trials
 
@@ -426,3 +427,13 @@ def test_a_server_that_cannot_make_a_file_only_once_is_refused(monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", overwriting)  # as a server does that knows no condition
     with pytest.raises(ArgumentError, match="cannot make a file only if it does not exist"):
         Checkpoints("memory://second/x").save(1, extra={})
+
+
+def test_a_tensor_of_which_not_all_was_saved_is_refused_and_nothing_of_it_is_made_up(tmp_path):
+    held = paddle.arange(12, dtype="float32").reshape([4, 3])
+    with pytest.raises(StateError, match=r"does not hold all of \['w'\]"):
+        fill({"w": paddle.zeros([4, 3])}, {"w": held[:3]}, tmp_path)
+
+    filled = paddle.zeros([4, 3])
+    fill({"w": filled}, {"w": held}, tmp_path)
+    assert (filled == held).all()
