@@ -123,7 +123,7 @@ def price(here):
             loader = sharded(dataset, work.batch_size, 0, here.mesh, **here.only(prefetch=0))
             steps = work.steps + work.passed
             lists = [loader.plan.indices(epoch=0, step=s, data_rank=here.rank).tolist() for s in range(steps)]
-            how = HowToRead(generators=generators_of(None), several=here.num_ranks > 1)
+            how = HowToRead(generators=generators_of(None), compared=here.num_ranks > 1)
             place, reader = paddle.CPUPlace(), IdReader(dataset, None, how)
 
             def bare(indices, dataset=dataset, kind=kind, place=place):
