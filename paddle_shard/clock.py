@@ -24,9 +24,9 @@ MADE_BY_READERS = {READING, FUNCTION, COLLATING}
 """The kinds that more readers would share."""
 IDLE, WAITING = "", "waiting"
 """Nothing of ours: the user's loop, or a worker that waits for a request; and a wait until `blame` tells for what."""
-FINE = 100e-6
-"""Seconds a sample from which on samples and functions are timed one by one: looking at a clock takes a quarter of a
-microsecond, and quick samples tell nothing."""
+_FINE, _FINE_FOR = 100e-6, 32
+"""Seconds a sample from which on samples and functions are timed one by one, and for how many batches: looking at a
+clock takes a quarter of a microsecond, and quick samples tell nothing."""
 SLOW = 1e-3
 """Seconds from which on the slowest sample of a batch is named."""
 
@@ -67,8 +67,8 @@ class Clock:
         self._stretches: list[Stretch] = []
         self._slowest, self.cpu = (0.0, ""), 0.0
         """Seconds for which readers have computed."""
-        self.fine = True
-        """True if samples and functions are timed one by one; see `FINE`."""
+        self.fine = _FINE_FOR
+        """Not 0 if samples and functions are timed one by one: for so many batches."""
 
     def to(self, cause: Cause) -> Cause:
         """Move to a cause, and return the one before."""
@@ -114,6 +114,10 @@ class Clock:
             self.note(spent.slowest[0], lambda: spent.slowest[1])
             self.cpu += spent.cpu
             self._stretches += spent.stretches
+
+    def read(self, seconds: float, num_samples: int) -> None:
+        """Note how long the samples of a batch took."""
+        self.fine = _FINE_FOR if seconds >= _FINE * num_samples else max(0, self.fine - 1)
 
     def note(self, seconds: float, name: Callable[[], str]) -> None:
         """Note how long a sample took; its name is only asked for if that matters."""

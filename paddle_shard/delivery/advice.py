@@ -42,6 +42,8 @@ _MATTERS, _MATTERS_SECONDS = 0.05, 50e-6
 """Share of a step, and seconds, from which on a wait is worth a word."""
 _SPARE = 1.1
 """Workers have to be so much faster than the loop: samples do not take the same time."""
+_IDLE = 50
+"""A loop does little else if its own code takes so many times less than its data."""
 _SLOWER = 1.1
 """The code of a rank is slow if it takes so many times as long as that of the median rank."""
 
@@ -176,6 +178,8 @@ def _remedy(one: Summary) -> str:
         if needed <= one.num_workers or slow > one.wait * one.num_steps / 2:
             more = "A larger prefetch_factor evens" if one.num_workers else "Workers (num_workers=) even"
             return f"Samples differ: the slowest, {name}, took {in_ms(slow)}. {more} that out."
+        if one.step < one.wait / _IDLE:
+            return "The loop does little else, so that any number of workers (num_workers=) makes it faster."
         once = f", or replicas='leader', which reads once for {one.num_replicas} ranks" * (one.num_replicas > 1)
         if _SPARE * one.cpu <= one.num_cores * one.step:
             had = f"instead of {one.num_workers} " if one.num_workers else ""
@@ -188,7 +192,7 @@ def _remedy(one: Summary) -> str:
 
 
 _REMEDIES = {
-    SAMPLER: "A sampler of your own runs on the training thread: a quicker one, or larger batches, make it cheaper.",
+    SAMPLER: "It is made on the training thread: larger batches, or a quicker sampler of your own, make it cheaper.",
     STARTING: "persistent_workers=True starts them once, and not for each pass.",
     TRANSPORT: "A batch of {size} is handed over: smaller dtypes, such as uint8 for images, make it cheaper.",
     TENSORS: "A batch of {size} becomes tensors on the device: smaller dtypes make it cheaper.",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_shard.clock import COLLATING, FINE, READING, Cause, clock, named
+from paddle_shard.clock import COLLATING, READING, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
@@ -110,7 +110,7 @@ class Reader:
         finally:
             mine.to(before)
             mine.cpu += time.thread_time() - computed
-            mine.fine = time.perf_counter() - began >= FINE * asked.num_samples
+            mine.read(time.perf_counter() - began, asked.num_samples)
 
     def close(self) -> None:
         """Drop what is open."""
@@ -312,7 +312,7 @@ class IdReader(Reader):
         samples, failed, seed = list[Any](), dict[int, str](), 0
         threads = threading.enumerate() if step.contents else None
         read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
-        of_source = mine.fine and self._name_of is not _itself
+        of_source = mine.fine > 0 and self._name_of is not _itself
         slowest, slow_row, began = 0.0, 0, time.perf_counter()
         for row, index in enumerate(ids):
             if of_source:

@@ -129,19 +129,25 @@ class Opening:
                 yield item
 
 
+_UNTIMED, _END = 255, object()
+"""Items after which it is asked whether they are timed by now, and what stands for their end."""
+
+
 def timed(items: Iterator[Any], name: str) -> Iterator[Any]:
-    """Yield the items, and book the time that each takes to `name`, as long as samples are timed one by one."""
+    """Yield the items, and book the time that each takes to `name` while samples are timed one by one."""
     cause: Cause = READING, name
-    while clock().fine:
-        before = clock().to(cause)
+    while True:
+        if not clock().fine:
+            yield from islice(items, _UNTIMED)  # nothing is done here for each of them
+        mine = clock()
+        before = mine.to(cause)
         try:
-            item = next(items)
-        except StopIteration:
-            return
+            item = next(items, _END)
         finally:
-            clock().to(before)
+            mine.to(before)
+        if item is _END:
+            return
         yield item
-    yield from items
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,11 @@ def augment(row):
     return np.array([len(row)])
 
 
+def augment_number(number):
+    pause(0.003)
+    return number
+
+
 def slow_collate(rows):
     pause(0.03)
     return np.stack(rows)
@@ -204,3 +209,21 @@ def test_a_slow_sample_among_quick_ones_is_named():
 
     assert "reading `Made`" in str(loader.stats)
     assert "Samples differ: the slowest, sample 101, took 1" in str(loader.stats)
+
+
+def test_a_slow_function_of_one_source_is_named_though_some_batches_hold_none_of_its_samples():
+    mixed = Stream.mixture({"a": Stream.of(range(500)), "b": Stream.of(range(500)).map(augment_number)})
+    loader = sharded(DataLoader(mixed, batch_size=8), ONE)
+
+    run(loader)
+
+    assert "`augment_number` in map(), " in str(loader.stats), str(loader.stats)
+
+
+def test_a_loop_that_does_nothing_else_is_not_told_how_many_workers_it_needs():
+    loader = sharded(DataLoader(Made(slow_row, 800), batch_size=8), ONE, prefetch=0)
+
+    for _, _ in zip(loader, range(8), strict=False):
+        pass
+
+    assert "The loop does little else, so that any number of workers (num_workers=)" in str(loader.stats)
