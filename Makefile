@@ -15,7 +15,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-page test-trainers faults bench bench-device soak lint clean
+.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-page test-trainers faults bench bench-device soak lint dist clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -102,9 +102,13 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+## dist: build the sdist and the wheel into dist/, and try each in an empty environment (PADDLE_SHARD_URL=: for the links)
+dist: .venv-dist/.ready
+	.venv-dist/bin/python tests/dist.py
+
 ## clean: remove what the others made
 clean:
-	rm -rf .venv .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf dist .venv .venv-dist .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 # Paddle loads the plug-in when it is imported. Without kernels of its own, a device needs the flag.
 ON_DEVICE := CUSTOM_DEVICE_ROOT=$(CURDIR)/build/device FLAGS_use_stride_kernel=0 GLOG_minloglevel=2
@@ -129,6 +133,11 @@ $(READY): setup.py
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cpu,test,sources]'
 	touch $@ $(DEMO_READY)
 
+.venv-dist/.ready:
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	touch $@
+
 $(OLDEST)/.ready: setup.py
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.0.0 -e '.[test,sources]'
@@ -148,6 +157,9 @@ BEFORE_ffcv := mkdir -p .venv-ffcv/pkgconfig && \
 	ln -sf "$$(pkg-config --variable=pcfiledir opencv4)/opencv4.pc" .venv-ffcv/pkgconfig/opencv.pc
 WITH_ffcv := PKG_CONFIG_PATH=$(CURDIR)/.venv-ffcv/pkgconfig
 PIP_ffcv := --no-build-isolation
+NOT_OURS_torchdata := -e . 'torchdata>=0.11'
+NOT_OURS_mds := -e . 'mosaicml-streaming==0.13.*' filelock==3.16.1
+NOT_OURS_dali := -e . 'nvidia-dali-cuda130>=2.4'
 NOT_OURS_ffcv := -e . ffcv==1.0.2
 
 $(patsubst %,.venv-%/.ready,torchdata mds dali ffcv ray): .venv-%/.ready: setup.py

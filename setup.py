@@ -1,5 +1,10 @@
-"""Package metadata; `pyproject.toml` only configures the tools."""
+"""The package's metadata: all of it. `pyproject.toml` names the build system and configures the tools.
 
+PADDLE_SHARD_URL: where the repository can be read, such as https://host/owner/paddle_shard/blob/main. An index shows the
+README without the files that it links to; with this variable its links point there, and without it they are plain text.
+"""
+
+import os
 import re
 from pathlib import Path
 
@@ -17,21 +22,29 @@ S3 = ["s3fs"]
 ELASTIC = ["etcd3"]  # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
-# Not among the tests' own: `make test-adapters` gives each an environment. They are for recipes.
-ADAPTERS = {
-    "torchdata": ["torchdata>=0.11", "torch"],
-    "mds": ["mosaicml-streaming==0.13.*", "filelock==3.16.1", "numpy<2.2"],
-    "dali": ["nvidia-dali-cuda130>=2.4"],
-    "ray": ["ray[data]>=2.40"],
-}
+RAY = ["ray[data]>=2.40"]
+URL = os.environ.get("PADDLE_SHARD_URL", "").rstrip("/")
+
+
+def shown_by_an_index(text: str) -> str:
+    """Return the README with links that do not depend on the files beside it."""
+    found = r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)]+)\)"
+    if URL:
+        return re.sub(found, rf"\1[\2]({URL}/\3)", text)
+    return re.sub(found, lambda link: "" if link[1] else link[2], text)
+
 
 setup(
     name="paddle_shard",
     version=VERSION,
     description="Exact data sharding for Paddle auto-parallel training.",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=shown_by_an_index((ROOT / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
+    author="The paddle_shard authors",
     license="Apache-2.0",
+    license_files=["LICENSE", "paddle_shard/cli/page/drawing.LICENCES.txt"],
+    project_urls={"Source": URL, "Changes": f"{URL}/CHANGELOG.md"} if URL else {},
+    keywords=["paddlepaddle", "data loading", "sharding", "distributed training", "auto-parallel"],
     python_requires=">=3.10",
     packages=find_packages(include=["paddle_shard", "paddle_shard.*"]),
     package_data={"paddle_shard": ["py.typed", "cli/page/*"]},
@@ -39,7 +52,6 @@ setup(
     install_requires=["numpy>=1.21"],
     extras_require={
         "cpu": ["paddlepaddle>=3.0"],
-        "gpu": ["paddlepaddle-gpu>=3.0"],
         "demo": DEMO,
         "webdataset": WEBDATASET,
         "parquet": PARQUET,
@@ -48,7 +60,7 @@ setup(
         "s3": S3,
         "elastic": ELASTIC,
         "sources": SOURCES,
-        **ADAPTERS,
+        "ray": RAY,
         "test": [
             *DEMO,
             *ELASTIC,
@@ -65,8 +77,15 @@ setup(
         ],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
