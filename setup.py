@@ -1,7 +1,7 @@
 """The package's metadata: all of it. `pyproject.toml` names the build system and configures the tools.
 
-PADDLE_SHARD_URL: where the repository can be read, such as https://host/owner/paddle_shard/blob/main. An index shows the
-README without the files that it links to; with this variable its links point there, and without it they are plain text.
+PADDLE_SHARD_URL: where the repository can be read, such as https://host/owner/paddle_shard/blob/main. An index shows
+the README without the files that it links to. With this variable its links point there; without it they are plain text.
 """
 
 import os
