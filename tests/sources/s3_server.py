@@ -8,6 +8,8 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
+from paddle_shard.sources import files as files_module
+
 BUCKET = "bucket"
 
 
@@ -60,3 +62,4 @@ def serving_s3(files):
     finally:
         process.kill()
         process.wait(10)
+        files_module._file_system.cache_clear()  # clients know the port, and the next server has another
