@@ -1,7 +1,7 @@
 """A recipe: an NVIDIA DALI pipeline, on the CPU or on a GPU, as an `ExternalLoader`.
 
 Copy this file and `shares.py` beside your training script. DALI says only by a private attribute whether a pipeline has
-checkpoints: pip install 'paddle_shard[dali]'. `make test-adapters ADAPTERS=dali` runs its tests.
+checkpoints: pip install 'nvidia-dali-cuda130>=2.4'. `make test-adapters ADAPTERS=dali` runs its tests.
 """
 
 from __future__ import annotations

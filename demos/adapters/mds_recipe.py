@@ -1,7 +1,7 @@
 """A recipe: a MosaicML StreamingDataset, in MDS format, as an `ExternalLoader`.
 
 Copy this file and `shares.py` beside your training script. It tells the library its data rank by private attributes,
-and so needs one version of it: pip install 'paddle_shard[mds]'. `make test-adapters ADAPTERS=mds` runs its tests.
+and so needs one version of it: pip install 'mosaicml-streaming==0.13.*'. `make test-adapters ADAPTERS=mds` runs its tests.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
     if missing:
         raise MissingDependencyError(
             f"mosaicml-streaming {streaming.__version__} has no {', '.join(missing)}, by which it is told the data "
-            "rank. Install the version that this was written for: pip install 'paddle_shard[mds]'."
+            "rank. Install the version that this was written for: pip install 'mosaicml-streaming==0.13.*'."
         )
     world = dataset._parallel_rank_world = World(
         num_nodes=share.num_shards, ranks_per_node=1, workers_per_rank=1, worker=share.shard

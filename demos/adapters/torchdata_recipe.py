@@ -1,6 +1,6 @@
 """A recipe: torchdata's loaders, `torchdata.nodes` and `StatefulDataLoader`, as an `ExternalLoader`.
 
-Copy this file and `shares.py` beside your training script: pip install 'paddle_shard[torchdata]'. `make test-adapters
+Copy this file and `shares.py` beside your training script: pip install 'torchdata>=0.11'. `make test-adapters
 ADAPTERS=torchdata` runs its tests.
 """
 

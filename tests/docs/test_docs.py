@@ -110,10 +110,10 @@ def test_targets_of_make_that_a_page_mentions_exist(page):
     assert set(mentioned) <= targets
 
 
-def test_tests_that_the_differences_name_exist():
-    text = (ROOT / "docs/differences.md").read_text()
-    named = re.findall(r"`([^`]*test_[^`]*)`", text)
-    assert len(named) > 25
+@pytest.mark.parametrize(("page", "fewest"), [("differences.md", 25), ("guarantees.md", 15)])
+def test_tests_that_a_page_names_exist(page, fewest):
+    named = re.findall(r"`([^`]*test_[^`]*)`", (ROOT / "docs" / page).read_text())
+    assert len(named) > fewest
     sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     for code in named:
         file, _, test = code.rpartition("::") if "::" in code else ("", "", code)
