@@ -1,7 +1,8 @@
 """A recipe: a MosaicML StreamingDataset, in MDS format, as an `ExternalLoader`.
 
 Copy this file and `shares.py` beside your training script. It tells the library its data rank by private attributes,
-and so needs one version of it: pip install 'mosaicml-streaming==0.13.*'. `make test-adapters ADAPTERS=mds` runs its tests.
+and so needs one version of it: pip install 'mosaicml-streaming==0.13.*'. Its tests are run by
+`make test-adapters ADAPTERS=mds`.
 """
 
 from __future__ import annotations
