@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_shard.clock import COLLATING, READING, Cause, clock, named
+from paddle_shard.clock import COLLATING, READING, SLOW, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
@@ -96,7 +96,8 @@ class Reader:
     def tried(self, asked: Any, worker: int | None, *, seeded: bool) -> Chunk | ReadFailure:
         """Read, with or without seeding the generators, which are left as they are then."""
         at: dict[str, Any] = {"what": "reading", "index": None}
-        mine, began, computed = clock(), time.perf_counter(), time.thread_time()
+        mine, began = clock(), time.perf_counter()
+        computed = time.thread_time() if mine.fine else 0.0
         before = mine.to(self._reading)
         try:
             return self._rows(asked, at, seeded=seeded)
@@ -109,8 +110,9 @@ class Reader:
             return ReadFailure.of(error, worker=worker, **at)
         finally:
             mine.to(before)
-            mine.cpu += time.thread_time() - computed
-            mine.read(time.perf_counter() - began, asked.num_samples)
+            took = time.perf_counter() - began
+            mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
+            mine.read(took, asked.num_samples)
 
     def close(self) -> None:
         """Drop what is open."""
@@ -313,8 +315,10 @@ class IdReader(Reader):
         threads = threading.enumerate() if step.contents else None
         read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
         of_source = mine.fine > 0 and self._name_of is not _itself
-        slowest, slow_row, began = 0.0, 0, time.perf_counter()
-        for row, index in enumerate(ids):
+        now = time.perf_counter
+        marks = [now()]
+        """When reading of each sample begins."""
+        for index in ids:
             if of_source:
                 self._to_source(index)
             if seeded:
@@ -324,17 +328,17 @@ class IdReader(Reader):
                 samples.append(read(index))
             except catches as error:
                 raise_if_a_handlers(error)
+                failed[len(samples)] = described(error)
                 samples.append(None)
-                failed[row] = described(error)
             except BaseException:
                 at["index"] = self._name_of(index)
                 at["what"] = f"reading sample {at['index']!r}"
                 raise
-            now = time.perf_counter()
-            if now - began > slowest:
-                slowest, slow_row = now - began, row
-            began = now
-        mine.note(slowest, lambda: f"sample {self._name_of(ids[slow_row])!r}")
+            marks.append(now())
+        if marks[-1] - marks[0] > SLOW:
+            took = np.diff(marks)
+            slow = int(took.argmax())
+            mine.note(float(took[slow]), lambda: f"sample {self._name_of(ids[slow])!r}")
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
