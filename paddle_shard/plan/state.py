@@ -7,6 +7,7 @@ changed, and where.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,7 @@ from paddle_shard.plan.skips import Skips, counted
 from paddle_shard.plan.step import Content
 from paddle_shard.plan.weights import Segment
 
-VERSION = 4
+VERSION = 5
 """Version of the layout of a saved state; no other is read."""
 
 
@@ -112,15 +113,17 @@ class LoaderState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
-        return {
-            "version": VERSION,
-            **{name: getattr(self, name) for name in _READ},
-            "segments": [list(segment) for segment in self.segments],
-            "certificate": account_to_json(self.certificate),
-            "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
-            "history": self.history.to_json(),
-            "contents": [[one.epoch, one.sample, one.digest] for one in self.contents],
-        }
+        return sealed(
+            {
+                "version": VERSION,
+                **{name: getattr(self, name) for name in _READ},
+                "segments": [list(segment) for segment in self.segments],
+                "certificate": account_to_json(self.certificate),
+                "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
+                "history": self.history.to_json(),
+                "contents": [[one.epoch, one.sample, one.digest] for one in self.contents],
+            }
+        )
 
     @classmethod
     def from_dict(
@@ -156,6 +159,11 @@ class LoaderState:
         if set(saved) != wanted:
             raise StateError(
                 f"state is damaged: missing {sorted(wanted - set(saved))}, unknown {sorted(set(saved) - wanted)}."
+            )
+        if saved["checksum"] != sealed(saved)["checksum"]:
+            raise StateError(
+                "state is damaged: its content is not that of its checksum. It was changed since it was saved; load "
+                "the file again, or an older state."
             )
         found: dict[str, Any] = {}
         for name, read in _READ.items():
@@ -212,6 +220,13 @@ class LoaderState:
         if kept and kept[-1][1] == batch_size:
             return kept
         return (*kept, (self.samples, batch_size))
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the CRC of its content, but for what the user's sampler saves: that may be of any kind."""
+    covered = {name: value for name, value in state.items() if name not in ("sampler", "checksum")}
+    text = json.dumps(covered, sort_keys=True, default=lambda other: type(other).__name__)
+    return {**state, "checksum": zlib.crc32(text.encode())}
 
 
 def _checked(kind: Any, value: Any) -> Any:

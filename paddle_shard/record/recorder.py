@@ -14,7 +14,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.lines import FORMAT, append
 
-_ELSEWHERE = ("fingerprint", "history", "sampler", "contents")
+_ELSEWHERE = ("fingerprint", "history", "sampler", "contents", "checksum")
 """Of a state, what other lines have, or what is not needed to tell what was delivered."""
 _BEGINNING = b'{"after": ""'
 _WAY_OUT = "Give a file in a folder that exists, on a disk with space, or leave record out."

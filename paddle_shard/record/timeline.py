@@ -18,7 +18,7 @@ from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import History, LoaderState
+from paddle_shard.plan.state import History, LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
 
 
@@ -134,7 +134,7 @@ class _Stretch:
         (line, history), fingerprint = self.lines[at], dict(self.job.facts["fingerprint"])
         then = {"history": line["was"] if line["line"] == "resume" else history, "fingerprint": fingerprint}
         now = {name: value for name, value in fingerprint.items() if name != "order_version"}
-        return LoaderState.from_dict({**line["state"], **then, "sampler": None, "contents": []}, now)
+        return LoaderState.from_dict(sealed({**line["state"], **then, "sampler": None, "contents": []}), now)
 
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the passes as of each line, one dict that is changed."""

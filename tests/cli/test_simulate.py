@@ -17,7 +17,7 @@ from paddle_shard.plan.orders import ORDERINGS, PaddleOrder, find_ordering
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.state import LoaderState, sealed
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.packed import write_lengths
 from tests.orders_and_tails import SERVING_TAILS, delivered
@@ -121,7 +121,7 @@ def a_batch_is_lost_at_a_restart(monkeypatch):
     read = LoaderState.from_dict
 
     def later(saved, fingerprint):
-        return read({**saved, "steps": saved["steps"] + 1, "samples": saved["samples"] + 8}, fingerprint)
+        return read(sealed({**saved, "steps": saved["steps"] + 1, "samples": saved["samples"] + 8}), fingerprint)
 
     monkeypatch.setattr(LoaderState, "from_dict", later)
 
@@ -130,14 +130,18 @@ def a_batch_comes_again_after_a_restart(monkeypatch):
     read = LoaderState.from_dict
 
     def earlier(saved, fingerprint):
-        return read({**saved, "steps": saved["steps"] - 1, "samples": saved["samples"] - 8}, fingerprint)
+        return read(sealed({**saved, "steps": saved["steps"] - 1, "samples": saved["samples"] - 8}), fingerprint)
 
     monkeypatch.setattr(LoaderState, "from_dict", earlier)
 
 
 def another_order_after_a_restart(monkeypatch):
     read = LoaderState.from_dict
-    monkeypatch.setattr(LoaderState, "from_dict", lambda saved, now: read({**saved, "epoch": saved["epoch"] + 1}, now))
+
+    def later(saved, fingerprint):
+        return read(sealed({**saved, "epoch": saved["epoch"] + 1}), fingerprint)
+
+    monkeypatch.setattr(LoaderState, "from_dict", later)
 
 
 ONCE, EQUAL, ALIKE = range(3)

@@ -5,10 +5,14 @@ import json
 
 import paddle
 import pytest
+from paddle.io import DataLoader
 
 import paddle_shard
+from paddle_shard import Mixture
 from paddle_shard.errors import StateError
-from tests.faults.feeds import loader_of, numbers, read_until, the_rest
+from paddle_shard.plan.state import sealed
+from tests.faults.feeds import Rows, loader_of, numbers, read_until, the_rest
+from tests.helpers import ONE, sharded
 
 LENGTH = 88
 ALL = list(range(LENGTH))
@@ -83,6 +87,53 @@ def test_a_field_of_another_type_is_refused(name, rng):
     assert accepted == []
 
 
+def places_in(value, way=()):
+    """The way to each value inside a state."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield (*way, key)
+        yield from places_in(one, (*way, key))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "mixture", "cut"])
+def test_whatever_is_changed_at_any_depth_is_refused_before_anything_is_read(kind, rng):
+    """Most of such states would make sense by themselves: they would be of another position, or another order."""
+
+    def make():
+        if kind != "mixture":
+            return loader_of(kind, LENGTH)
+        mixture = Mixture({"a": Rows(LENGTH), "b": Rows(LENGTH)}, weights={"a": 0.7, "b": 0.3})
+        return sharded(DataLoader(mixture, batch_size=8), ONE, verify=None)
+
+    loader = make()
+    if kind in ("map", "mixture"):
+        loader.skip(samples=[70 if kind == "map" else ("a", 70)])
+    batches = iter(loader)
+    read_until(batches, steps=3)
+    if kind == "mixture":
+        loader.set_weights({"a": 0.5, "b": 0.5})
+        read_until(batches, steps=1)
+    if kind in ("map", "mixture"):
+        loader.certificate()
+    state, rest = json.loads(json.dumps(loader.state_dict())), numbers(batches)
+    other = make()
+    for way in places_in(state):
+        if way[0] in ("version", "sampler"):  # the one has its own message; the other is the sampler's
+            continue
+        for junk in (*JUNK, 0, 3, 2**63, 10**40, "", {}, [], float("nan")):
+            changed = copy.deepcopy(state)
+            inside = changed
+            for key in way[:-1]:
+                inside = inside[key]
+            if json.dumps(inside[way[-1]]) == json.dumps(junk):
+                continue
+            inside[way[-1]] = junk
+            with pytest.raises(StateError):
+                other.load_state_dict(changed)
+    other.load_state_dict(state)
+    assert numbers(iter(other)) == rest
+
+
 @pytest.mark.parametrize("change", [{"samples": 1}, {"samples": 8}, {"steps": 1}, {"samples": 10**6}, {"steps": 10**6}])
 def test_counts_that_contradict_each_other_are_refused(change, rng):
     state, _ = saved(rng)
@@ -97,7 +148,7 @@ def test_a_state_of_another_run_is_refused_with_both_values(rng):
         other["fingerprint"][name] = 12345
         loader = loader_of("map", LENGTH)
         with pytest.raises(StateError, match=rf"{name}: saved 12345"):
-            loader.load_state_dict(other)
+            loader.load_state_dict(sealed(other))
         assert numbers(iter(loader)) == ALL
 
 

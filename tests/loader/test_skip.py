@@ -11,6 +11,7 @@ from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler, Iterabl
 
 from paddle_shard import BucketBatchSampler, Mixture
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.plan.state import sealed
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
 from tests.trials import trials
@@ -316,7 +317,7 @@ def test_streams_and_damaged_states_are_refused():
     state = loader.state_dict()
     for damaged in ({"stretches": [[0, 3]], "samples": []}, {"stretches": []}, {"stretches": [], "samples": [None]}):
         with pytest.raises(StateError, match="state is damaged: history is .*'skips'"):
-            make(ONE, 4).load_state_dict({**state, "history": {**state["history"], "skips": damaged}})
+            make(ONE, 4).load_state_dict(sealed({**state, "history": {**state["history"], "skips": damaged}}))
 
 
 @pytest.mark.parametrize("steps", [0, 2, 5])
