@@ -6,7 +6,7 @@ read: of its own rows, or of all rows where the run called `certificate()`. They
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from paddle_shard.plan import certificate as certificates
 from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus, total_of_plan
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, global_batch
-from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.skips import Skips, united
 from paddle_shard.plan.step import rank_steps
 from paddle_shard.record.timeline import Leg, Timeline
 
@@ -75,12 +75,13 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         mine = [leg for leg in legs if owner == ALL or leg.job.facts["data_rank"] == list(owner[:2])]
         cut = [(max(leg.start.samples, a), min(leg.samples, b), leg) for leg in mine for a, b in found.once]
         pieces = [(first, end, leg) for first, end, leg in cut if first < end]
+        stretches = [(first, end) for first, end, _ in pieces]
+        # Each position is that of one pass, so that it is known which one has delivered it.
+        once = united(stretches) == found.once and _length(stretches) == _length(found.once)
         wanted = plus(*(_total(leg, owner, first, end) for first, end, leg in pieces))
         if owner != ALL and run.last.facts["dealt"]:
             notes.append(f"what was read by {where} is not compared: rows are dealt by cost (balance=)")
-        elif found.again or sum(end - first for first, end, _ in pieces) < sum(
-            end - first for first, end in found.once
-        ):
+        elif found.again or not once:
             notes.append(
                 f"what was read by {where} is not compared: some of it was delivered again, or before this record"
             )
@@ -90,6 +91,10 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
             yield f"{where} read other samples than those of the order"
         elif owner != ALL and owner[1] > 1:
             notes.append(f"the sums of what was read by {where} are those of the order; {_OTHERS}")
+
+
+def _length(stretches: Iterable[tuple[int, int]]) -> int:
+    return sum(end - first for first, end in stretches)
 
 
 def _total(leg: Leg, owner: Owner, first: int, end: int) -> Total:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader
 
@@ -116,6 +116,7 @@ JOBS = st.lists(
                 st.tuples(st.just("take"), st.integers(1, 9)),
                 st.tuples(st.just("save"), st.none()),
                 st.tuples(st.just("leave"), st.none()),
+                st.tuples(st.just("certificate"), st.none()),
                 st.tuples(st.just("load"), st.integers(0, 5)),
                 st.tuples(st.just("skip"), st.integers(0, LENGTH - 1)),
             ),
@@ -134,6 +135,12 @@ JOBS = st.lists(
     accumulation=st.sampled_from([1, 2]),
     kind=st.sampled_from(["plain", "mixture", "blocks"]),
     tail=st.sampled_from(["pad", "fill", "drop"]),
+)
+@example(
+    jobs=[(1, 4, [("take", 5), ("certificate", None), ("leave", None), ("take", 9)])],
+    accumulation=1,
+    kind="plain",
+    tail="pad",
 )
 def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tail):
     if kind == "blocks":  # whose order depends on the rows of a micro-batch
@@ -155,6 +162,7 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
 
     for epoch in run.epochs:
         proof = proof_of(run, epoch)
+        assert not [problem for problem in proof["problems"] if "read" in problem]  # all could be, and were
         of_epoch = {one: count for (of, one), count in wanted.items() if of == epoch}
         assert proof["delivered"] == sum(of_epoch.values())
         if kind != "mixture":  # which draws a sample as often as it likes
@@ -189,6 +197,8 @@ def _play(path, jobs, accumulation, kind, tail):
                 told = told or bool(way)
             elif action == "leave":
                 ranks.batches = None
+            elif action == "certificate" and data_ranks == 1:  # which ranks make together
+                ranks.loaders[0].certificate()
             elif action == "load" and saved:
                 state, before = saved[what % len(saved)]
                 ranks.load(state)
