@@ -108,6 +108,8 @@ class Checkpoints:
 
         def begin() -> list[Any]:
             check_count("step", step, 0)
+            if not what:
+                raise ArgumentError("save(): there is nothing to save. Name it: save(step, model=model, data=loader).")
             counted = [name for name, value in what.items() if _is_counted(value)]
             states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
             leaves.update(_leaves(states))
@@ -222,7 +224,7 @@ class Checkpoints:
             self._generation = self._on_all(claim, "save or load")[0]
 
     def _newest_generation(self) -> int:
-        found = [name for name in self._folder.sizes() if re.fullmatch(r"generation-\d+", name)]
+        found = [name for name in self._folder.sizes() if re.fullmatch("generation-[0-9]+", name)]
         return max((int(name.partition("-")[2]) for name in found), default=0)
 
     def _check_fence(self) -> None:
@@ -335,7 +337,7 @@ class Checkpoints:
 
     def _names(self) -> list[str]:
         """Return the names of all checkpoints, whole or not, the newest first."""
-        found = filter(re.compile(r"\d+-\d+-\d+").fullmatch, self._folder.sizes())
+        found = filter(re.compile("[0-9]+-[0-9]+-[0-9]+").fullmatch, self._folder.sizes())
         return sorted(found, key=lambda name: [int(part) for part in name.split("-")], reverse=True)
 
     def _manifest_of(self, name: str) -> dict[str, Any] | str:
@@ -346,7 +348,7 @@ class Checkpoints:
         try:
             told: dict[str, Any] = json.loads(self._folder.read(f"{name}/{_MANIFEST}"))
             known = told.pop("checksum") == _checksum_of(told) and told["name"] == name
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):  # also JSON that is no object
             known = False
         if not known or told["version"] != VERSION:
             return "its manifest is damaged, of another version, or that of another checkpoint"

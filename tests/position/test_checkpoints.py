@@ -290,6 +290,10 @@ DAMAGE = {
     "a manifest with a flipped bit": (lambda new, old: flipped(new / "manifest.json"), "manifest is damaged"),
     "no manifest": (lambda new, old: (new / "manifest.json").unlink(), "half-written"),
     "a list for a manifest": (lambda new, old: (new / "manifest.json").write_text("[]"), "manifest is damaged"),
+    "null for a manifest": (lambda new, old: (new / "manifest.json").write_text("null"), "manifest is damaged"),
+    "a number for a manifest": (lambda new, old: (new / "manifest.json").write_text("3"), "manifest is damaged"),
+    "a text for a manifest": (lambda new, old: (new / "manifest.json").write_text('"x"'), "manifest is damaged"),
+    "bytes for a manifest": (lambda new, old: (new / "manifest.json").write_bytes(b"\xff\xfe"), "manifest is damaged"),
     "another version": (lambda new, old: of_version(new / "manifest.json", 2), "another version"),
 }
 
@@ -375,12 +379,22 @@ def test_random_histories_of_starts_saves_kills_and_damage(batch, tmp_path, monk
                     rng.choice(late).save(number + 1000, extra={})
 
 
+def test_a_name_with_digits_of_another_script_is_none_of_ours(tmp_path):
+    (tmp_path / "generation-\u0663").write_text("")
+    (tmp_path / "000009-0000000009-\u0660").mkdir()
+    run = Checkpoints(tmp_path)
+    run.save(1, extra={"step": 1})
+    assert Checkpoints(tmp_path).load(extra={}) == 1
+
+
 def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path):
     with pytest.raises(ArgumentError, match="keep"):
         Checkpoints(tmp_path, keep=1)
     run = Checkpoints(tmp_path)
     with pytest.raises(ArgumentError, match="step"):
         run.save(-1, extra={})
+    with pytest.raises(ArgumentError, match="there is nothing to save"):
+        run.save(9)
     assert run.newest() is None
     model = paddle.nn.Linear(2, 1)
     run.save(1, model=model, number=4)
