@@ -60,9 +60,16 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     if not os.path.exists(part):
         with replacing(part) as file:
             np.save(file, np.full(number, _UNKNOWN))
-    known = np.load(part, mmap_mode="r+")  # a kill leaves what is in it
-    if known.shape != (number,):
+    try:
+        known: Any = np.load(part)  # whole, since a file that is cut short is filled up when it is mapped
+        fine = known.ndim == 1 and known.dtype == np.int64
+    except (OSError, EOFError, ValueError):
+        fine = False
+    if not fine:
+        raise ArgumentError(f"{part}, what an earlier run has counted, is damaged. Remove it to count anew.")
+    if len(known) != number:
         raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. Remove it to count anew.")
+    known = np.load(part, mmap_mode="r+")  # a kill leaves what is in it
     _given.update(documents=documents, key=key)
     size, hazards = max(1, min(_CHUNK, number // (8 * workers))), list[Hazard]()
     spans = [(at, min(at + size, number)) for at in range(0, number, size) if (known[at : at + size] < 0).any()]

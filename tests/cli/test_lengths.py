@@ -141,3 +141,25 @@ def test_a_file_of_other_documents_is_refused_and_counted_anew_when_it_is_remove
     (tmp_path / "found.npz").unlink()
     asked("lengths", "--open", longer, "-o", "found.npz")
     assert read_lengths("found.npz")[0].tolist() == lengths_of(301)[1:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:9],
+        lambda content: content[: len(content) // 2],
+        lambda content: b"PK" + content,
+        lambda content: content.replace(b"<i8", b"<f8"),
+        lambda content: content.replace(b"(300,)", b"(300,1)").replace(b"1), }", b"1),}"),
+    ],
+)
+def test_what_an_earlier_run_has_counted_is_told_by_name_if_it_is_damaged(damage, tmp_path, module):
+    name, part = module("damaged_documents"), tmp_path / "a.npz.input_ids.part"
+    with open(part, "wb") as file:
+        np.save(file, np.full(300, -1))
+    part.write_bytes(damage(part.read_bytes()))
+    said = asked("lengths", "--open", name, "-o", "a.npz", code=2)
+    assert "a.npz.input_ids.part, what an earlier run has counted, is damaged. Remove it" in said
+    part.unlink()
+    asked("lengths", "--open", name, "-o", "a.npz")
