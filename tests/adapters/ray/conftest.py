@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 
@@ -21,3 +22,10 @@ def cluster():
     )
     yield started.address_info["address"]
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def loaders_are_dropped():
+    """Persistent actors live as long as their loader, which is in a cycle and waits for the garbage collector."""
+    yield
+    gc.collect()
