@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from paddle_shard.cli import ask, change, doctor, index_shards, lengths, lint, plan, show, simulate
-from paddle_shard.errors import PaddleShardError
+from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.record.lines import read
 
 COMMANDS = {
     name: command
@@ -43,6 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (PaddleShardError, OSError) as error:  # also a file that cannot be written
         raise_if_a_handlers(error)
         print(f"paddle-shard {options.command}: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        raise_if_a_handlers(error)
+        record = getattr(options, "record", None)
+        if record is None or not read(record)[1]:
+            raise
+        said = f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
+        print(f"paddle-shard {options.command}: {said}", file=sys.stderr)
         return 2
     print(json.dumps(answer.found, indent=2) if options.json else answer)
     return int(answer.failed)

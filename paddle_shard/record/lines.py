@@ -1,7 +1,8 @@
 """How is a line appended to a record, and was one taken out or changed?
 
-A record is a file of JSON lines. Each line has the digest of the one before it. A line is written in one call, so that
-a crash leaves half a line at most, and the next one that is appended takes its place.
+A record is a file of JSON lines. Each line begins with the digest of the one before it, and ends with that of its own
+text. A line is written in one call, so that a crash leaves half a line at most, and the next one that is appended takes
+its place.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ FORMAT = 1
 """Version of the lines; no other is read."""
 _LOCK_SECONDS = 1.0
 _BLOCK = 1 << 16
+_OWN = b', "own": '
 
 
 def digest_of(line: bytes) -> str:
@@ -48,7 +50,8 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
         if half:
             file.truncate(file.seek(0, os.SEEK_END) - half)
             found["mended"] = half
-        written = json.dumps(found, default=repr).encode()
+        text = json.dumps(found, default=repr).encode()[:-1]
+        written = text + _OWN + b'"%s"}' % digest_of(text).encode()
         file.seek(0, os.SEEK_END)
         if file.write(written + b"\n") <= len(written):  # what is there of it is taken off by who appends next
             raise OSError("no space is left for the whole line")
@@ -106,6 +109,9 @@ def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
         try:
             one = json.loads(line)
             after = one["after"]
+            text, _, own = line.rpartition(_OWN)
+            if own != b'"%s"}' % digest_of(text).encode():
+                problems.append(f"line {number} was changed")
         except (ValueError, TypeError, KeyError):
             problems.append(f"line {number} is not a line of a record: it was changed")
             after, one = before, None

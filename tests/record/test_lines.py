@@ -34,14 +34,15 @@ def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("lines") / "run.jsonl"
     lines = written(path)
     assert read(str(path))[1] == []
-    at = data.draw(st.integers(0, len(lines) - 2))  # of the last line, the next one tells
-    kind = data.draw(st.sampled_from(["taken out", "changed", "twice", "swapped", "no JSON", "a list"]))
+    at = data.draw(st.integers(0, len(lines) - 1))
+    kinds = ["changed", "twice", "no JSON", "a list", *["taken out", "swapped"] * (at < len(lines) - 1)]
+    kind = data.draw(st.sampled_from(kinds))
     changed = lines[at].replace(b'"n": ', b'"n": 1')
     with_it = {
         "taken out": [],
         "changed": [changed],
         "twice": [lines[at]] * 2,
-        "swapped": [lines[at + 1], lines[at]],
+        "swapped": [*lines[at + 1 : at + 2], lines[at]],
         "no JSON": [lines[at][:-9] + b"\n"],
         "a list": [b"[1]\n"],
     }[kind]
@@ -257,14 +258,50 @@ def whole(tmp_path_factory):
 
 
 @given(st.data())
-def test_any_byte_that_is_changed_before_the_last_line_is_found(whole, tmp_path_factory, data):
-    last = whole.rindex(b"\n", 0, -1)
-    at, path = data.draw(st.integers(0, last - 1)), tmp_path_factory.getbasetemp() / "changed.jsonl"
+def test_any_byte_that_is_changed_is_found(whole, tmp_path_factory, data):
+    at, path = data.draw(st.integers(0, len(whole) - 1)), tmp_path_factory.getbasetemp() / "changed.jsonl"
     new = data.draw(st.integers(0, 255).filter(lambda byte: byte != whole[at]))
     path.write_bytes(whole[:at] + bytes([new]) + whole[at + 1 :])
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert main(["verify", str(path)]) in (1, 2)
+
+
+def places_in(value, way=()):
+    """The way to each value inside a line."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield (*way, key)
+        yield from places_in(one, (*way, key))
+
+
+JUNK = [None, True, -1, 0, 3, 10**6, 2**63, 10**40, 1.5, float("nan"), "", "x", [], [1], [[0]], {}, {"x": 1}]
+
+
+@given(st.data())
+def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, data):
+    path, out = tmp_path_factory.getbasetemp() / "junk.jsonl", io.StringIO()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    line = data.draw(st.sampled_from(lines))
+    way = data.draw(st.sampled_from(list(places_in(line))))
+    inside = line
+    for key in way[:-1]:
+        inside = inside[key]
+    inside[way[-1]] = data.draw(st.sampled_from(JUNK))
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    step, ids = ["--step", "1"], tmp_path_factory.getbasetemp() / "ids.txt"
+    ids.write_text("3\n")
+    ways = [
+        ["verify"],
+        ["where", "--sample", "3"],
+        ["batch", *step],
+        ["skip", *step],
+        ["forget", "--samples", str(ids)],
+    ]
+    ways += [["plan", *step], ["diff", "--mesh", "dp=1"]]
+    for command, *flags in ways:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            assert main([command, str(path), *flags]) in (0, 1, 2)
 
 
 def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
