@@ -33,7 +33,7 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
     """Append a line, behind the last whole line of the file; loaders may append to one file at the same time.
 
     Args:
-        path: The file; it is made if there is none.
+        path: The file; a line that begins a job makes it if there is none.
         line: JSON-able. What is not is written as its `repr`.
 
     Returns:
@@ -43,7 +43,8 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
         OSError: It cannot be written, or another process holds the file.
     """
     # Opened each time: a process that forks meanwhile, and a file system that was away, do no harm.
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+    made = os.O_CREAT if line["line"] == "begin" else 0  # one that was removed meanwhile would lack its beginning
+    with open(os.open(path, os.O_RDWR | made, 0o644), "r+b", buffering=0) as file:
         _lock(file)
         last, half = _last_line(file)
         found: dict[str, Any] = {"after": digest_of(last) if last else "", **line}

@@ -50,7 +50,9 @@ class Recorder:
                     if not _BEGINNING.startswith(file.read(len(_BEGINNING))):
                         raise ArgumentError(f"record={self.path!r} is a file of something else. Give another name.")
             self._job = self._append("begin", {"format": FORMAT, **facts})
-        except OSError as error:
+        except ArgumentError:
+            raise
+        except (OSError, ValueError) as error:  # a ValueError: its name has a null byte
             raise_if_a_handlers(error)
             what = f"record={self.path!r} cannot be written ({error})"
             raise ArgumentError(f"{what}. {_WAY_OUT}") from error

@@ -111,6 +111,7 @@ def kinds(path):
             r"record='.*run.jsonl' cannot be written .*Give a file in a folder that",
         ),
         ("", ArgumentError, "cannot be written .*Is a directory"),
+        ("a\0b", ArgumentError, "cannot be written .*null byte"),
         (7, ArgumentTypeError, "record must be the path of a file, got int: 7"),
         ("other.txt", ArgumentError, "other.txt' is a file of something else"),
     ],
@@ -120,6 +121,17 @@ def test_a_file_that_cannot_be_the_record_is_refused_at_once(path, error, text, 
     with pytest.raises(error, match=text):
         loader_of(path if path == 7 else tmp_path / path)
     assert (tmp_path / "other.txt").read_text() == "hello\n"
+
+
+def test_a_record_that_is_removed_while_a_job_runs_is_not_begun_in_the_middle(tmp_path, caplog):
+    loader = loader_of(tmp_path / "run.jsonl")
+    next(iter(loader))
+    (tmp_path / "run.jsonl").unlink()
+
+    list(loader)
+
+    assert "cannot be written any more ([Errno 2] No such file" in caplog.text
+    assert not (tmp_path / "run.jsonl").exists()
 
 
 def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(tmp_path, caplog, monkeypatch):
