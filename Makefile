@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
 OLDEST := .venv-oldest
-ADAPTERS ?= torchdata mds dali ffcv ray
+ADAPTERS ?= torchdata mds dali ffcv ray visualdl
 TRAINERS ?= paddlenlp paddleformers_auto paddleformers
 PYTHONS ?= $(foreach version,3.10 3.11 3.12 3.13,$(if $(shell python$(version) --version 2>/dev/null),$(version)))
 STEPS ?= 100000
@@ -55,7 +55,7 @@ test-pythons: $(PYTHONS:%=.venv-python%/.ready)
 	for version in $(PYTHONS); do echo "== Python $$version"; \
 	.venv-python$$version/bin/python -m pytest -q $(SIDE_BY_SIDE) || exit 1; done
 
-## test-adapters: other data libraries, readers on Ray, and their demos, each in its own environment (ADAPTERS="mds dali": only these)
+## test-adapters: other data libraries, readers on Ray, VisualDL, and their demos, each in its own environment (ADAPTERS="mds dali": only these)
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 
@@ -108,7 +108,7 @@ dist: .venv-dist/.ready
 
 ## clean: remove what the others made
 clean:
-	rm -rf dist .venv .venv-dist .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf dist .venv .venv-dist .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-visualdl .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 # Paddle loads the plug-in when it is imported. Without kernels of its own, a device needs the flag.
 ON_DEVICE := CUSTOM_DEVICE_ROOT=$(CURDIR)/build/device FLAGS_use_stride_kernel=0 GLOG_minloglevel=2
@@ -161,8 +161,9 @@ NOT_OURS_torchdata := -e . 'torchdata>=0.11'
 NOT_OURS_mds := -e . 'mosaicml-streaming==0.13.*' filelock==3.16.1
 NOT_OURS_dali := -e . 'nvidia-dali-cuda130>=2.4'
 NOT_OURS_ffcv := -e . ffcv==1.0.2
+NOT_OURS_visualdl := -e . 'visualdl>=2.5'
 
-$(patsubst %,.venv-%/.ready,torchdata mds dali ffcv ray): .venv-%/.ready: setup.py
+$(patsubst %,.venv-%/.ready,torchdata mds dali ffcv ray visualdl): .venv-%/.ready: setup.py
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check paddlepaddle==3.3.1 pytest scikit-learn $(FIRST_$*)
 	$(BEFORE_$*)

@@ -22,6 +22,7 @@ S3 = ["s3fs"]
 ELASTIC = ["etcd3"]  # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
+METRICS = ["prometheus-client>=0.20"]
 RAY = ["ray[data]>=2.40"]
 URL = os.environ.get("PADDLE_SHARD_URL", "").rstrip("/")
 
@@ -61,9 +62,11 @@ setup(
         "elastic": ELASTIC,
         "sources": SOURCES,
         "ray": RAY,
+        "metrics": METRICS,
         "test": [
             *DEMO,
             *ELASTIC,
+            *METRICS,
             "flask",
             "flask-cors",
             "hypothesis>=6",

@@ -39,8 +39,8 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     ),
     "position": (PURE | {"say_once", "samplers", "sources", "place", "ranks", "inputs", "record"}, {"numpy", "paddle"}),
     "delivery": (
-        PURE | {"clock", "tree", "say_once", "samplers", "reading", "place", "ranks", "inputs", "position"},
-        {"numpy", "paddle"},
+        PURE | {"clock", "tree", "say_once", "samplers", "sources", "reading", "place", "ranks", "inputs", "position"},
+        {"numpy", "paddle", "prometheus_client"},
     ),
     "loader": (
         PURE

@@ -63,7 +63,8 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     try:
         known: Any = np.load(part)  # whole, since a file that is cut short is filled up when it is mapped
         fine = known.ndim == 1 and known.dtype == np.int64
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, ValueError) as error:
+        raise_if_a_handlers(error)
         fine = False
     if not fine:
         raise ArgumentError(f"{part}, what an earlier run has counted, is damaged. Remove it to count anew.")

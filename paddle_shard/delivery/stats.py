@@ -12,6 +12,9 @@ import numpy as np
 
 from paddle_shard.clock import KINDS, LOADER, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
+from paddle_shard.delivery.metrics import serve
+from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.shown import as_html
 from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
 
@@ -120,9 +123,54 @@ class LoaderStats:
             found = {name: value for name, value in found.items() if name not in OF_COSTS}
         return {f"{prefix}{name}": float(value) for name, value in found.items()}
 
-    def __str__(self) -> str:
+    def told(self) -> Mapping[int, Summary]:
+        """Return where the time went, by global rank: as the ranks have told each other, or of this one alone."""
         own = self.summary()
-        return advice(self.of_ranks or ({} if own is None else {self._rank: own}))
+        return self.of_ranks or ({} if own is None else {self._rank: own})
+
+    def serve(self, port: int, address: str = "127.0.0.1") -> Any:
+        """Serve the statistics to Prometheus, at `http://<address>:<port>/metrics`, from global rank 0.
+
+        On other ranks it does nothing, so a script may call it on all. The totals are those of rank 0. How long a step
+        of each rank takes, and what it waits for, is there for all of them.
+
+        Args:
+            port: Port to listen at; 0 picks a free one, which is the `server_port` of what is returned.
+            address: Address to listen at. "" is all of this host's: then anyone in the network can read them.
+
+        Returns:
+            The HTTP server, which ends with the process or by its `shutdown()`; None on other ranks.
+
+        Raises:
+            MissingDependencyError: `prometheus_client` is not installed (the extra `metrics`).
+            OSError: The port is in use, or the address is none of this host's.
+
+        Examples:
+            >>> loader.stats.serve(9400)  # doctest: +SKIP
+        """
+        check_count("port", port, 0)
+        return serve(lambda: (self.total, self.told()), self._rank, port, address) if self._rank == 0 else None
+
+    def __str__(self) -> str:
+        return advice(self.told())
+
+    def _repr_html_(self) -> str:
+        def facts() -> dict[str, Any]:
+            of_epoch = self.epoch
+            counts = f"{of_epoch.batches} batches, {of_epoch.samples} samples, {of_epoch.bytes / 1e6:.1f} MB"
+            loop = f"{of_epoch.step_seconds:.2f} s in the step, {of_epoch.wait_seconds:.2f} s waiting for data"
+            return {"in short": str(self), "newest pass": counts, "its time": loop}
+
+        def causes() -> list[dict[str, Any]]:
+            waits = sorted(self.epoch.waits.items(), key=lambda item: -item[1])
+            whole = self.epoch.wait_seconds or 1.0
+            return [
+                {"waits for": kind, "seconds": f"{seconds:.3f}", "share": f"{seconds / whole:.0%}"}
+                for kind, seconds in waits
+                if seconds
+            ]
+
+        return as_html(self, facts, causes)
 
     def __repr__(self) -> str:
         lines = [

@@ -34,14 +34,16 @@ class TrainerCallback:
         >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None) -> None:
         """Watch nothing yet.
 
         Args:
             checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` if that is a
                 path, or else the folder in `args.output_dir` that has the trainer's global step.
+            writer: VisualDL's `LogWriter`, or anything with `add_scalar(name, value, step)`. Whenever the trainer logs,
+                it is given `loader.stats.scalars()` of this rank. None: nobody is.
         """
-        self._checkpoint = checkpoint
+        self._checkpoint, self._writer = checkpoint, writer
         self._loaders: list[ShardDataloader] = []
         self._loaded: dict[str, Any] | None = None
 
@@ -92,6 +94,13 @@ class TrainerCallback:
             loader = self._loader(others.get("train_dataloader"))
             loader.load_state_dict(saved)
             loader.set_epoch(saved["epoch"] + saved["ended"])
+
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Give the statistics of the data to the writer."""
+        if self._writer is None:
+            return
+        for name, value in self._loader(others.get("train_dataloader")).stats.scalars().items():
+            self._writer.add_scalar(name, value, state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Write the position into the checkpoint, `{output_dir}/checkpoint-{step}`; on all ranks, at the same step."""

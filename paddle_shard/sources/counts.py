@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_key
+from paddle_shard.plan.skips import counted
 from paddle_shard.sources import files
 from paddle_shard.sources.host_cache import HostCache, open_through
 from paddle_shard.sources.shards import RECOUNT, ShardSource
@@ -69,10 +70,11 @@ class ShardEntry:
         Raises:
             TypeError, ValueError, KeyError: It is damaged.
         """
-        starts = tuple(int(start) for start in found.get("starts", ()))
-        return cls(
-            samples=int(found["samples"]), size=int(found["bytes"]), starts=starts, every=int(found.get("every", EVERY))
-        )
+        starts = tuple(map(counted, found.get("starts", ())))
+        samples, size, every = counted(found["samples"]), counted(found["bytes"]), counted(found.get("every", EVERY), 1)
+        if max(samples, size, *starts) >= 1 << 63:
+            raise ValueError(found)
+        return cls(samples=samples, size=size, starts=starts, every=every)
 
 
 def count_file(name: str, samples: Samples, most: int | None = None, cache: HostCache | None = None) -> ShardEntry:
@@ -167,9 +169,14 @@ def source_of_files(
         shuffle_shards: If True, permute the files, in another order each epoch.
         resample: If True, each part is an endless stream of files, sampled with replacement.
     """
+    read = partial(_read, samples=samples, entries=entries, cache=cache)
+    for name, entry in (entries or {}).items():
+        if not entry.samples:  # it is never read, so that only this shows that it was empty when it was counted
+            with files.failures_named(name, lambda: ("opening", None)):
+                next(read(name, 0), None)
     return ShardSource(
         names,
-        partial(_read, samples=samples, entries=entries, cache=cache),
+        read,
         counts=None if entries is None else [entries[name].samples for name in names],
         shuffle_shards=shuffle_shards,
         resample=resample,

@@ -20,6 +20,7 @@ PACKAGES = {
     "dali": ["nvidia-dali-cuda130"],
     "ffcv": ["ffcv", "torch"],
     "ray": ["ray"],
+    "visualdl": ["visualdl"],
 }
 """Library -> the distributions whose versions are told, beside Paddle's and numpy's."""
 DEMOS = {"ray": "demos/ray_readers.py"}

@@ -10,6 +10,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard.cli.page import view_of
+from paddle_shard.delivery.stats import LoaderStats
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 
@@ -93,7 +94,7 @@ def test_options_that_a_page_mentions_exist(page):
     known |= {"model", "optimizer", "data"}  # what Checkpoints saves is named by the user
     known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
     classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
-    classes = *classes, paddle_shard.Checkpoints
+    classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback, LoaderStats.serve
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders
     for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, view_of, *classes):
         known |= set(inspect.signature(takes).parameters)

@@ -95,6 +95,21 @@ def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
         paddle_shard.TrainerCallback().on_train_begin(args, SimpleNamespace(global_step=2), None)
 
 
+def test_the_writer_is_given_the_statistics_whenever_the_trainer_logs(tmp_path):
+    given, written = paddle.io.DataLoader(Ids(), batch_size=4), []
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: written.append((name, value, step)))
+    position = paddle_shard.TrainerCallback(writer=writer)
+    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0)
+    position.add(loader)
+    list(loader)
+
+    position.on_log(None, SimpleNamespace(global_step=7), None, train_dataloader=given, logs={})
+    paddle_shard.TrainerCallback().on_log(None, SimpleNamespace(global_step=7), None, logs={})
+
+    assert written == [(name, value, 7) for name, value in loader.stats.scalars().items()]
+    assert ("data/batches", float(EPOCH), 7) in written
+
+
 def test_a_trainer_that_saves_elsewhere_is_told_where_the_position_is(tmp_path, caplog):
     position = paddle_shard.TrainerCallback()
     given = paddle.io.DataLoader(Ids(), batch_size=4)

@@ -322,6 +322,23 @@ def test_a_shard_of_another_size_than_the_index_says_is_an_error(folder, tmp_pat
         keys_of(source)
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_shard_that_was_empty_when_the_index_was_made_is_no_longer_passed_over_in_silence(remote, tmp_path):
+    with tarfile.open(tmp_path / "001.tar", "w"):
+        pass
+    (tmp_path / "002.tar").write_bytes(SHARDS["002.tar"])
+    index_command([f"{tmp_path}/{{001..002}}.tar", "-o", f"{tmp_path}/index.json"])
+    names, index = "{001..002}.tar", tmp_path / "index.json"
+    with serving({name: (tmp_path / name).read_bytes() for name in ("001.tar", "002.tar")}) as server:
+        where = server.url if remote else tmp_path
+        before = keys_of(webdataset_source(f"{where}/{names}", index=index))
+        assert before == keys_of(webdataset_source(f"{where}/002.tar", index=index))
+        server.files["001.tar"] = SHARDS["001.tar"]
+        (tmp_path / "001.tar").write_bytes(SHARDS["001.tar"])
+        with pytest.raises(ShardReadError, match=r"001\.tar: opening failed: .*It has changed since"):
+            webdataset_source(f"{where}/{names}", index=index)
+
+
 def test_twelve_openings_at_once_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
         source = webdataset_source(server.url + "/{000..009}.tar", cache_dir=tmp_path)
@@ -508,6 +525,14 @@ def test_the_index_says_where_samples_begin_over_http_too(folder):
         ("[]", StateError, "is not an index of shards"),
         ('{"version": 2, "shards": {}}', StateError, "version 2, this library reads 1"),
         ('{"version": 1, "shards": {"000.tar": {"samples": "many"}}}', StateError, "is damaged"),
+        *[
+            (
+                f'{{"version": 1, "shards": {{"000.tar": {{"samples": {samples}, "bytes": {size}}}}}}}',
+                StateError,
+                "is damaged",
+            )
+            for samples, size in [("true", 1), (1.5, 1), (2**70, 1), (-1, 1), (1, 2**63), (1, "null")]
+        ],
         ('{"version": 1, "shards": {}}', ArgumentError, r"does not know 1 of the shards: 000\.tar"),
         (None, ArgumentError, "cannot be read"),
     ],
