@@ -10,7 +10,7 @@ from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
 from paddle_shard.cli.ask import told
-from paddle_shard.cli.plan import MESH, with_data_axes
+from paddle_shard.cli.plan import MESH, with_data_axes, rows_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
@@ -56,7 +56,7 @@ def _forget(options: argparse.Namespace) -> Answer:
 
 def _steps_of(text: str) -> range:
     first, dash, last = text.partition("-")
-    if not (first.isdigit() and (last.isdigit() or not dash)):
+    if not (first.isdigit() and (last.isdigit() or not dash) and int(first) <= int(last or first)):
         raise argparse.ArgumentTypeError(f"must be a step or a stretch of them such as 3 or 3-6, got {text!r}")
     return range(int(first), int(last or first) + 1)
 
@@ -129,7 +129,7 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
 
 _STEPS = {"type": _steps_of, "required": True, "help": "a step of the epoch, or a stretch: 3 or 3-6"}
 _SAMPLES = {"required": True, "metavar": "FILE", "help": "a sample in each line: 17, or web:17 of a mixture"}
-_SIZE = {"type": int, "help": "rows of a global batch, before accumulation; else as it was"}
+_SIZE = {"type": rows_of, "help": "rows of a global batch, before accumulation; else as it was"}
 _SKIP = "Which lines of Python resume the run without some of its steps?"
 _FORGET = "In which steps were some samples, and which lines of Python resume the run without them?"
 _DIFF = "What changes for each rank if the run resumes from its last saved state on another mesh?"

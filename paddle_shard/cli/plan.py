@@ -34,6 +34,8 @@ from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.cut import chosen_num_parts
 from paddle_shard.stages.stage import Opening
 
+_MOST_RANKS, _MOST_ROWS = 10**7, 10**8
+"""Ranks of a mesh, and rows of a batch, that are looked at: each is held in memory."""
 _DATA_AXES = ("dp", "data", "fsdp", "sharding", "batch")
 """What an axis that carries data is usually called."""
 _MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "sequence")
@@ -82,11 +84,21 @@ def mesh_of(text: str) -> MeshLayout:
     if len(found) != len(shape.split(",")) or not re.fullmatch(r"(\d+(,\d+)*)?", ranks):
         raise argparse.ArgumentTypeError(f"must be axes and sizes such as dp=4,mp=2, got {text!r}")
     sizes = tuple(map(int, found.values()))
+    if math.prod(sizes) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"has {math.prod(sizes)} ranks; at most {_MOST_RANKS} are looked at")
     ids = tuple(map(int, ranks.split(","))) if ranks else tuple(range(math.prod(sizes)))
     try:
         return MeshLayout(shape=sizes, axes=tuple(found), process_ids=ids)
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def rows_of(text: str) -> int:
+    """Return a number of rows that fits into memory."""
+    found = int(text)
+    if found > _MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"is {found}; at most {_MOST_ROWS} rows of a batch are looked at")
+    return found
 
 
 def with_data_axes(meshes: Sequence[MeshLayout], axes: str | None) -> Meshes:
@@ -383,7 +395,7 @@ _SOURCE = {"type": _source_of, "action": "append", "help": "a source of a mixtur
 PLANNED: Sequence[tuple[str, dict[str, Any]]] = [
     ("record", {"nargs": "?", "metavar": "RECORD", "help": "the file of shard_dataloader(record=); or flags:"}),
     *MESH,
-    ("--batch-size", {"type": int, "help": "rows of a global batch, before accumulation"}),
+    ("--batch-size", {"type": rows_of, "help": "rows of a global batch, before accumulation"}),
     ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
     ("--source", _SOURCE),
     ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
@@ -392,7 +404,7 @@ PLANNED: Sequence[tuple[str, dict[str, Any]]] = [
     ("--tail", {"choices": list(TAILS), "default": "pad"}),
     ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
     ("--seed", {"type": int, "default": 0}),
-    ("--accumulation", {"type": int, "default": 1, "help": "micro-batches of a step"}),
+    ("--accumulation", {"type": rows_of, "default": 1, "help": "micro-batches of a step"}),
     ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
     ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
 ]

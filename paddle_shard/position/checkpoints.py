@@ -118,6 +118,9 @@ class Checkpoints:
             if self._rank:
                 return told
             self._check_fence()
+            newest = next(iter(self._names()), "0-0").split("-")
+            if int(newest[0]) == self._generation and int(newest[1]) > step:
+                self._generation = self._next_generation()  # the run went back: this is newer than what it saved before
             name = f"{self._generation:06d}-{step:010d}-"
             return [*told, f"{name}{sum(one.startswith(name) for one in self._folder.sizes())}"]
 
@@ -132,6 +135,7 @@ class Checkpoints:
         # Of a loader, the first rank may be on none of its meshes.
         savers = {known: rank for rank in reversed(self._ranks) for known in begun[rank][2]}
         name: str = begun[0][-1]
+        self._generation = int(name.partition("-")[0])
         try:
             with self._folder.filled(name) as directory:
                 self._on_all(lambda: self._write(directory, leaves, savers, splits), "save()")
@@ -209,19 +213,17 @@ class Checkpoints:
 
     def _claim(self) -> None:
         """Claim a generation for all ranks, once."""
-
-        def claim() -> int:
-            if self._rank:
-                return 0
-            me = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
-            while True:
-                number = self._newest_generation() + 1
-                with ignoring(FileExistsError):  # another process was faster
-                    self._folder.create(f"generation-{number:06d}", me.encode())
-                    return number
-
         if self._generation is None:
-            self._generation = self._on_all(claim, "save or load")[0]
+            self._generation = self._on_all(lambda: 0 if self._rank else self._next_generation(), "save or load")[0]
+
+    def _next_generation(self) -> int:
+        """Claim the next generation, and return its number."""
+        me = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
+        while True:
+            number = self._newest_generation() + 1
+            with ignoring(FileExistsError):  # another process was faster
+                self._folder.create(f"generation-{number:06d}", me.encode())
+                return number
 
     def _newest_generation(self) -> int:
         found = [name for name in self._folder.sizes() if re.fullmatch("generation-[0-9]+", name)]
@@ -325,13 +327,25 @@ class Checkpoints:
                 there, here = ({(path, *one.shape) for path, one in _leaves(state[key])} for state in (states, targets))
                 if here != there:
                     raise StateError(f"{key}: {name} holds {there - here}, and this model {here - there}.")
-        fill(filled, whole, directory)
+        setters: dict[str, Callable[[Any], Any]] = {}
         for key, value in what.items():
             setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
             if setter is None and not isinstance(value, dict):
                 kind = type(value).__name__
                 raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {kind}.")
-            (setter or value.update)(states[key])
+            setters[key] = setter or value.update
+        loaders = [key for key, value in what.items() if hasattr(value, "certificate")]
+        for key in loaders:  # before anything else is filled: it may refuse the state
+            try:
+                setters.pop(key)(states[key])
+            except StateError as error:
+                text = (
+                    f"found = {{}}; checkpoints.load(..., {key}=found); loader.load_state_dict(found, override=[...])"
+                )
+                raise StateError(f"{key}: {error} With Checkpoints that is: {text}.") from None
+        fill(filled, whole, directory)
+        for key, setter in setters.items():
+            setter(states[key])
 
     # What both need
 

@@ -217,7 +217,13 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
                 by_then = (*found.legs, *filter(Leg.moved, counted.values()))
                 told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(number - 1), by_then)
                 found.saved += [told] if line["line"] == "checkpoint" else []
-        found.legs += filter(Leg.moved, counted.values())
+        for leg in counted.values():
+            if leg.moved():
+                found.legs.append(leg)
+            elif (
+                leg.ended or leg.start.ended
+            ):  # that there was no more is told of the pass that delivered the last of it
+                found.legs = [replace(one, ended=one.ended or one.epoch == leg.epoch) for one in found.legs]
         for leg in filter(Leg.moved, legs.values()):
             upto = counted.get(leg.number)
             start = leg.start if upto is None else replace(leg.start, steps=upto.steps, samples=upto.samples)

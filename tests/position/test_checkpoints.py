@@ -127,6 +127,39 @@ def test_another_batch_size_goes_on_where_the_saved_one_stopped(tmp_path):
     assert second.loader.certificate().exact
 
 
+def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_was_and_says_the_way_out(tmp_path):
+    first, other = Parts(), sharded(paddle.io.DataLoader(Made(length=12), batch_size=4), ONE, tail="drop")
+    saved, model = paddle.nn.Linear(2, 1), paddle.nn.Linear(2, 1)
+    Checkpoints(tmp_path).save(1, model=saved, data=first.loader)
+    before = model.weight.numpy().copy()
+    with pytest.raises(
+        StateError, match=r"data: state is of another run .* With Checkpoints that is: found = \{\}; "
+    ) as why:
+        Checkpoints(tmp_path).load(model=model, data=other)
+    assert (model.weight.numpy() == before).all()
+    assert "checkpoints.load(..., data=found); loader.load_state_dict(found, override=[...])" in str(why.value)
+    with pytest.raises(ArgumentError, match=r"load\(data=\)"):
+        Checkpoints(tmp_path).load(model=model, data=5)
+    assert (model.weight.numpy() == before).all()
+    found = {}
+    assert Checkpoints(tmp_path).load(model=model, data=found) == 1
+    assert (model.weight.numpy() == saved.weight.numpy()).all()
+    assert found == first.loader.state_dict()
+
+
+@pytest.mark.parametrize("steps", [[10, 20, 6, 7], [5, 4, 3, 2, 1], [3, 3, 2, 2, 9]])
+def test_a_run_that_goes_back_saves_what_is_loaded_next(steps, tmp_path):
+    """In one process, as after a spike of the loss: a later save is newer, whatever its step is."""
+    run = Checkpoints(tmp_path)
+    for number, step in enumerate(steps):
+        path, extra = run.save(step, extra={"number": number}), {}
+        assert run.newest() == Checkpoints(tmp_path).newest() == path
+        assert run.load(extra=extra) == step
+        assert extra == {"number": number}
+    assert len([one for one in tmp_path.iterdir() if one.is_dir()]) == 2
+    assert Checkpoints(tmp_path).load(extra={}) == steps[-1]
+
+
 def test_a_stream_which_has_no_certificate_is_saved_too(tmp_path):
     def loader():
         return sharded(paddle.io.DataLoader(paddle_shard.Stream.of(range(8)), batch_size=2), ONE)
