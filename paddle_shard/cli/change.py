@@ -10,7 +10,7 @@ from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
 from paddle_shard.cli.ask import told
-from paddle_shard.cli.plan import MESH, with_data_axes, rows_of
+from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
@@ -115,6 +115,9 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
         parts = [of for _, of in parts_of(meshes, plan_of_parts)]
     elif job.unknown is None:
         plan = job.batches(state.history, **now).plan_of(state)
+        if batch_size is None:  # the next one, as a schedule may have changed it
+            size = [rows for first, rows in plan.segments or ((0, plan.batch_size),) if first <= state.samples][-1]
+            found["rows of a step"] = size
         found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
     for at, group in enumerate(groups_of(meshes)):

@@ -97,8 +97,8 @@ class _Found:
     """(law, what was counted for it) -> how many of how many."""
     blocks: list[int] = field(default_factory=list)
     """Blocks on disk of which each of some batches is."""
-    costs: list[tuple[float, float, float]] = field(default_factory=list)
-    """(imbalance, the same with `balance=`, share of padding to the longest row) of some batches."""
+    costs: list[tuple[float, float, float, float]] = field(default_factory=list)
+    """(imbalance, the same with `balance=`, tokens, tokens with padding to the longest row) of some batches."""
 
     def expect(self, law: str, holds: Any, what: str) -> None:
         """Note that a law is broken, unless it holds."""
@@ -200,7 +200,7 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
         parts = [loads(of_rows[at : at + micro_size], ranks) for at in range(0, num_rows, micro_size)]
         most, mean = np.sum(parts, axis=0) + 1e-9
         _, (best, _) = dealt(ids, micro_size, num_data_ranks=ranks, costs_of=costs.__getitem__)
-        found.costs.append((most / mean, best / mean, 1 - of_rows.mean() / max(1.0, of_rows.max())))
+        found.costs.append((most / mean, best / mean, of_rows.sum(), len(of_rows) * max(1.0, of_rows.max())))
 
 
 def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> None:
@@ -235,7 +235,7 @@ class _Part:
     looked_at: int = 0
     moved: float = 0.0
     """Sum of how far samples lie from where they are in the data set, as shares of it."""
-    kept: int = 0
+    kept: float = 0.0
     """Samples that follow the one that they follow in the data set."""
     drift: float = 0.0
 
@@ -256,7 +256,8 @@ def _of_plan(plan: ShardPlan, epoch: int, found: _Part, first: int, end: int) ->
     ids, order = plan.samples(epoch=epoch, first=first, end=end), plan.order(epoch=epoch)
     found.total = plus(found.total, total_of(ids))
     if found.num == 0:
-        found.looked_at, found.kept = len(ids), int(np.count_nonzero(np.diff(ids) == 1))
+        # The share of the pairs that are looked at, as if each sample was the second one of a pair.
+        found.looked_at, found.kept = len(ids), float(np.mean(np.diff(ids) == 1)) * len(ids) if len(ids) > 1 else 0.0
         if isinstance(order, MixtureOrder):
             found.drift = _drift(order, first, ids)
         else:
@@ -354,9 +355,9 @@ def _quality(plan: ShardPlan, epoch: int, all_of: _Part, found: _Found) -> tuple
             what = f"a batch is of {few:.1f} blocks on average: samples that lie together are trained together"
             hazards.append((what, "Blocks(window=) of more blocks, or a smaller size=, mixes more"))
     if found.costs:
-        now, best, padding = np.mean(found.costs, axis=0).tolist()
+        now, best, tokens, padded = np.mean(found.costs, axis=0).tolist()
         measures |= {"longest data rank, by the mean": now, "the same at the worst step": max(found.costs)[0]}
-        measures |= {"the same with balance=": best, "padding to the longest row, of all": padding}
+        measures |= {"the same with balance=": best, "padding to the longest row, of all": 1 - tokens / padded}
         if now > _UNEVEN and now - best > (now - 1) / 2:
             what = f"the data rank with most has {now:.2f} times the mean of its step, and the others wait for it"
             hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))

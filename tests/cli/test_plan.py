@@ -266,6 +266,10 @@ def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
         ([*FINE, "--step", "99"], "step must be in range"),
         ([*FINE, "--shuffle", "paddle", "--epoch", "-1", "--step", "0"], "--epoch must be an int >= 0"),
         (["none.jsonl"], "none.jsonl cannot be read"),
+        (["--mesh", "dp=99999999999"], "has 99999999999 ranks; at most 10000000 are looked at"),
+        (["--batch-size", str(2**64)], f"is {2**64}; at most 100000000 rows of a batch"),
+        (["--accumulation", "1" + "0" * 20], "at most 100000000 rows of a batch"),
+        (["--files", "a\0b", "--batch-size", "4", "--mesh", "dp=2"], "a path has no null bytes"),
     ],
 )
 def test_bad_arguments_exit_with_2_and_say_what_to_do(flags, text):

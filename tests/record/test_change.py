@@ -197,6 +197,31 @@ def test_diff_tells_what_each_rank_has_after_the_change(tmp_path):
     assert [one["before"] for one in answer["ranks"]] == ["data rank 0, 8 rows", None, None, None]
 
 
+@pytest.mark.parametrize("steps", ["3-1", "-1", "1-", "x"])
+def test_steps_that_are_none_are_refused_before_the_record_is_read(steps, tmp_path):
+    said = asked("skip", tmp_path / "none.jsonl", f"--step={steps}", code=2)
+    assert "must be a step or a stretch of them such as 3 or 3-6" in said
+
+
+def test_diff_of_a_schedule_tells_the_rows_of_the_next_step(tmp_path):
+    loader = sharded(
+        DataLoader(Made(lambda i: np.array([i]), 100), batch_size=4),
+        ONE,
+        record=tmp_path / "run.jsonl",
+        batch_size=[(0, 4), (12, 8)],
+    )
+    batches = iter(loader)
+    for rows in (4, 4, 4, 8):
+        answer = (
+            asked("diff", tmp_path / "run.jsonl", "--mesh", "dp=2", "--json") if loader.stats.total.batches else None
+        )
+        assert len(next(batches)._local_value()) == rows
+        loader.state_dict()
+        if answer:
+            assert {one["what"]: one["after"] for one in answer["run"]}["rows of a step"] == rows
+            assert [one["after"] for one in answer["ranks"]] == [f"data rank {at}, {rows // 2} rows" for at in (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("how", "flags", "ranks"),
     [

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from paddle.io import DataLoader
 
 import paddle_shard
+from paddle_shard import Stream
 from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.record.lines import append, digest_of, read
@@ -334,6 +335,39 @@ def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
         list(loader), list(loader)
     assert kinds(tmp_path / "run.jsonl") == ["begin", "pass", "end", "pass", "end"]
     assert "epoch 1: each of 8 samples exactly once" in asked("verify", tmp_path / "run.jsonl")
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("kind", ["index", "stream", "sampler"])
+def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(kind, at_the_end, tmp_path):
+    """The state is saved behind the last step of an epoch, before or after the loop has seen that there is no more."""
+
+    class Batches:
+        def __iter__(self):
+            yield from (list(range(at, at + 4)) for at in range(0, 16, 4))
+
+    def made():
+        if kind == "stream":
+            given = DataLoader(Stream.of(lambda: iter(range(16))).sharding_filter().in_parts(4), batch_size=4)
+        else:
+            how = {"batch_size": 4} if kind == "index" else {"batch_sampler": Batches()}
+            given = DataLoader(Made(length=16), **how)
+        return sharded(given, ONE, record=tmp_path / "run.jsonl")
+
+    loader = made()
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    if at_the_end:
+        assert next(batches, None) is None
+    state = loader.state_dict()
+    loader = made()
+    loader.load_state_dict(state)
+    assert [len(list(loader)) for _ in range(2)] == ([4, 4] if at_the_end else [0, 4])
+    loader.state_dict()
+    said = asked("verify", tmp_path / "run.jsonl")
+    assert "NOT" not in said
+    assert "epoch 0: each of 16 samples" in said
 
 
 def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
