@@ -73,7 +73,7 @@ def matched(paths: Paths) -> list[str]:
     for name in [os.fspath(path) for path in given]:
         path = "" if is_remote(name) else local_path(name)
         if "\0" in name:
-            raise ArgumentError(f"{name!r}: a path has no null bytes.")
+            raise ArgumentError(f"{name!r}: a path has no null bytes. Give another.")
         if not path and "://" in name and "*" in name.partition("?")[0]:
             raise ArgumentError(f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs.")
         if not glob.has_magic(path) or os.path.exists(path):

@@ -269,11 +269,15 @@ def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
         (["--mesh", "dp=99999999999"], "has 99999999999 ranks; at most 10000000 are looked at"),
         (["--batch-size", str(2**64)], f"is {2**64}; at most 100000000 rows of a batch"),
         (["--accumulation", "1" + "0" * 20], "at most 100000000 rows of a batch"),
-        (["--files", "a\0b", "--batch-size", "4", "--mesh", "dp=2"], "a path has no null bytes"),
     ],
 )
 def test_bad_arguments_exit_with_2_and_say_what_to_do(flags, text):
     assert text in asked("plan", *flags, code=2)
+
+
+def test_a_file_that_cannot_be_is_a_hazard():
+    said = asked("plan", "--files", "a\0b", "--batch-size", "4", "--mesh", "dp=2", code=1)
+    assert r"HAZARD: 'a\x00b': a path has no null bytes. Give another" in said
 
 
 @pytest.mark.parametrize("name", COMMANDS)
