@@ -44,6 +44,8 @@ _SPARE = 1.1
 """Workers have to be so much faster than the loop: samples do not take the same time."""
 _IDLE = 50
 """A loop does little else if its own code takes so many times less than its data."""
+_SMALL = 1e5
+"""Bytes of a batch below which it matters little how large it is."""
 _SLOWER = 1.1
 """The code of a rank is slow if it takes so many times as long as that of the median rank."""
 
@@ -183,12 +185,13 @@ def _remedy(one: Summary) -> str:
         once = f", or replicas='leader', which reads once for {one.num_replicas} ranks" * (one.num_replicas > 1)
         if _SPARE * one.cpu <= one.num_cores * one.step:
             had = f"instead of {one.num_workers} " if one.num_workers else ""
-            return f"{needed} workers {had}(num_workers=) would hide it{once}."
+            return f"{needed} worker{'s' * (needed > 1)} {had}(num_workers=) would hide it{once}."
         return (
             f"It would keep {one.cpu / max(one.step, 1e-6):.1f} of this host's {one.num_cores} cores busy: make it "
             f"cheaper, or read on other hosts, too (readers=RayReaders(...)){once}."
         )
-    return _REMEDIES[kind].format(size=size)
+    small = kind in (TRANSPORT, TENSORS) and one.num_bytes < _SMALL
+    return _REMEDIES[LOADER if small else kind].format(size=size)
 
 
 _REMEDIES = {

@@ -271,7 +271,8 @@ class WorkerExecutor(_Reads):
         while self._unsent and (self._num_sent - self._num_taken) // pool.num_workers < pool.num_ahead:
             request = self._unsent[0]
             try:
-                pool.send(self._num_sent % pool.num_workers, request)
+                with at(TRANSPORT):
+                    pool.send(self._num_sent % pool.num_workers, request)
             except BlockingIOError:  # the worker is busy with earlier messages
                 return
             except ConnectionError:  # told when the answer is due

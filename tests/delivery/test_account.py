@@ -227,3 +227,32 @@ def test_a_loop_that_does_nothing_else_is_not_told_how_many_workers_it_needs():
         pass
 
     assert "The loop does little else, so that any number of workers (num_workers=)" in str(loader.stats)
+
+
+def test_asking_workers_is_no_fault_of_the_order_and_small_batches_are_not_told_to_be_smaller(monkeypatch):
+    from paddle_shard.reading.workers import WorkerPool
+
+    send = WorkerPool.send
+
+    def slow(self, *args):
+        pause(0.003)
+        return send(self, *args)
+
+    monkeypatch.setattr(WorkerPool, "send", slow)
+    loader = sharded(DataLoader(Made(quick_row, 800), batch_size=8, num_workers=1), ONE)
+
+    run(loader)
+
+    waits = loader.stats.epoch.waits
+    assert waits["transport"] > STEPS * 0.003
+    assert waits["transport"] > 5 * waits["sampler"]
+    assert "handing batches over" in str(loader.stats)
+    assert "Larger batches make it cheaper" in str(loader.stats)
+
+
+def test_one_worker_is_not_many():
+    loader = sharded(DataLoader(Made(lambda i: (pause(0.0005), quick_row(i))[1], 800), batch_size=8), ONE, prefetch=0)
+
+    run(loader, step=0.02)
+
+    assert "1 worker (num_workers=) would hide it." in str(loader.stats), str(loader.stats)
