@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,7 +13,9 @@ import numpy as np
 
 from paddle_shard.clock import KINDS, LOADER, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
+from paddle_shard.delivery.memory import LOOK_SECONDS, Memory, memory, shortage
 from paddle_shard.delivery.metrics import serve
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shown import as_html
 from paddle_shard.reading.batch import Batch
@@ -107,6 +110,14 @@ class LoaderStats:
         return summary_of(self.recent, self.num_workers, self._num_replicas)
 
     @property
+    def memory(self) -> Memory:
+        """Whose the memory of this host is now: this rank's, its workers', shared, and what is left; in bytes.
+
+        The loader looks every few seconds, and logs a line before it is full, with what would help.
+        """
+        return memory()
+
+    @property
     def who_reads(self) -> str:
         """With `replicas=`: which global rank reads for this one, or which others this one reads for; or empty."""
         return self._who_reads()
@@ -180,6 +191,7 @@ class LoaderStats:
             + (f", imbalance {c.imbalance:.3f}" if c.mean_cost else "")
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
+        lines.append(f"memory: this rank has {self.memory}")
         return "\n".join(lines + [self.who_reads] * bool(self.who_reads))
 
 
@@ -192,7 +204,7 @@ class PassClock:
         self._left: float | None = None
         self._step = 0.0
         self._outer: Any = None
-        self._told_stall = False
+        self._told_stall, self._looks_at = False, time.perf_counter() + LOOK_SECONDS
 
     def enter(self, handed: float) -> float:
         """Note that the user asks for a batch; return the time.
@@ -229,6 +241,12 @@ class PassClock:
         if before is not None:
             self._say_if_stalled(taken, batch)
             self._stats.recent.append(taken)
+        if entered >= self._looks_at:
+            self._looks_at = entered + LOOK_SECONDS
+            with ignoring(OSError, LookupError, ValueError):  # whatever this kernel does not tell
+                if short := shortage(memory()):
+                    self._looks_at = math.inf  # once a pass
+                    say_once(short)
 
     def end(self, entered: float) -> None:
         """Note that there was no further batch."""
