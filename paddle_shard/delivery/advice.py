@@ -10,7 +10,7 @@ import math
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ _IDLE = 50
 _SMALL = 1e5
 """Bytes of a batch below which it matters little how large it is."""
 _SLOWER = 1.1
-"""The code of a rank is slow if it takes so many times as long as that of the median rank."""
+"""The code of a rank is slow if it takes so many times as long as that of a quarter of the ranks, or more."""
 
 
 class Taken(NamedTuple):
@@ -143,10 +143,7 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
     rank, worst = max(of_ranks.items(), key=lambda item: item[1].wait)
     whole = worst.step + worst.wait + worst.others
     if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS):
-        several = len(of_ranks) > 1
-        whose = f"on global rank {rank}, " if several else ""
-        if len({one.host for one in of_ranks.values()}) > 1:
-            whose = f"on global rank {rank} (host {worst.host}), "
+        whose = f"on {_named(rank, of_ranks, lambda one: one.wait)}, " if len(of_ranks) > 1 else ""
         each = worst.cause_work / max(worst.samples, 1.0)
         per = f"{in_ms(each)} a sample" if worst.cause[0] in MADE_BY_READERS else f"{in_ms(worst.cause_work)} a step"
         return (
@@ -156,19 +153,32 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
     rank, late = max(of_ranks.items(), key=lambda item: item[1].step)
     waiting = max(of_ranks.values(), key=lambda one: one.others)
     whole = waiting.step + waiting.wait + waiting.others
-    usual = float(np.median([one.step for one in of_ranks.values()]))
+    usual = float(np.quantile([one.step for one in of_ranks.values()], 0.25, method="lower"))
     if waiting.others >= max(_MATTERS * whole, _MATTERS_SECONDS):
         share = f"Ranks wait for each other {waiting.others / whole:.0%} of each step, which takes {in_ms(whole)}"
         if late.step > _SLOWER * usual:
             return (
-                f"{share}: the code between two batches takes {in_ms(late.step)} on global rank {rank}, and "
-                f"{in_ms(usual)} on most. Data is ready when it is asked for: look at what that rank does besides."
+                f"{share}: the code between two batches takes {in_ms(late.step)} on "
+                f"{_named(rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. Data is ready when it is "
+                "asked for: look at what is done there besides."
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."
     return (
         f"Training waits for data {worst.wait / whole:.1%} of each step, which takes {in_ms(whole)}. "
         "Data is ready when it is asked for."
     )
+
+
+def _named(rank: int, of_ranks: Mapping[int, Summary], late: Callable[[Summary], float]) -> str:
+    """Return the name of the rank that is latest; of its host, if all of its ranks are late and no others."""
+    host = of_ranks[rank].host
+    there = [late(one) for one in of_ranks.values() if one.host == host]
+    elsewhere = [late(one) for one in of_ranks.values() if one.host != host]
+    if not elsewhere:
+        return f"global rank {rank}"
+    if len(there) > 1 and max(elsewhere) * _SLOWER < min(there) and max(there) < 2 * min(there):
+        return f"all {len(there)} ranks of host {host}"
+    return f"global rank {rank} (host {host})"
 
 
 def _remedy(one: Summary) -> str:

@@ -1,0 +1,74 @@
+"""What is said of ranks on several hosts: who is late, one of them or all of a host."""
+
+import pytest
+
+from paddle_shard.clock import LOADER, READING
+from paddle_shard.delivery.advice import Summary, advice
+
+USUAL = Summary(
+    num_steps=64,
+    step=0.010,
+    wait=0.0,
+    others=0.0,
+    cause=(LOADER, ""),
+    cause_work=0.0,
+    work=0.0,
+    cpu=0.0,
+    slowest=(0.0, ""),
+    samples=8.0,
+    num_bytes=1e6,
+    num_workers=2,
+    num_replicas=1,
+    num_cores=8,
+    host="a",
+)
+
+
+def waiting(seconds, **more):
+    """A rank that waits so long for what it reads itself."""
+    return USUAL._replace(wait=seconds, cause=(READING, "file x.tar"), cause_work=seconds, work=2 * seconds, **more)
+
+
+def job(**of_hosts):
+    """The summaries of a job, by global rank, with the hosts that they are given by."""
+    ranks = [one._replace(host=host) for host, ranks in of_hosts.items() for one in ranks]
+    return dict(enumerate(ranks))
+
+
+@pytest.mark.parametrize(
+    ("told", "who"),
+    [
+        (job(a=[USUAL, waiting(0.02)]), "on global rank 1, reading file x.tar"),
+        (job(a=[USUAL] * 2, b=[USUAL, waiting(0.02)]), "on global rank 3 (host b), reading file x.tar"),
+        (job(a=[USUAL] * 2, b=[waiting(0.02), waiting(0.022)]), "on all 2 ranks of host b, reading file x.tar"),
+        (job(a=[waiting(0.020)] * 2, b=[waiting(0.021)] * 2), "on global rank 2 (host b), reading"),  # all are late
+        (job(a=[waiting(0.02)], b=[USUAL]), "on global rank 0 (host a), reading"),
+        (job(a=[waiting(0.02)]), "would take 10 ms: reading file x.tar"),
+    ],
+)
+def test_who_waits_for_its_data_is_named(told, who):
+    assert who in advice(told), advice(told)
+
+
+def slow(seconds):
+    return USUAL._replace(step=seconds)
+
+
+FOR_OTHERS = USUAL._replace(others=0.01)
+
+
+@pytest.mark.parametrize(
+    ("told", "who"),
+    [
+        (job(a=[FOR_OTHERS, slow(0.02)]), "takes 20 ms on global rank 1, and 10 ms on others"),
+        (job(a=[FOR_OTHERS] * 2, b=[slow(0.02), slow(0.021)]), "takes 21 ms on all 2 ranks of host b, and 10 ms on"),
+        (job(a=[FOR_OTHERS] * 2, b=[slow(0.02), FOR_OTHERS]), "takes 20 ms on global rank 2 (host b), and 10 ms on"),
+        (job(a=[FOR_OTHERS] * 2, b=[FOR_OTHERS] * 2), "no rank's own data is late"),
+    ],
+)
+def test_whose_code_is_late_is_named(told, who):
+    assert who in advice(told), advice(told)
+
+
+def test_nothing_is_claimed_of_ranks_that_are_alike():
+    assert advice(job(a=[USUAL] * 2, b=[USUAL] * 2)).startswith("Training waits for data 0.0% of each step")
