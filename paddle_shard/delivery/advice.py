@@ -159,8 +159,8 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
         if late.step > _SLOWER * usual:
             return (
                 f"{share}: the code between two batches takes {in_ms(late.step)} on "
-                f"{_named(rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. Data is ready when it is "
-                "asked for: look at what is done there besides."
+                f"{_named(rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. "
+                "Data is ready when it is asked for: look at what is done there besides."
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."
     return (
