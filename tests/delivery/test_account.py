@@ -10,6 +10,7 @@ from paddle.io import DataLoader
 
 from paddle_shard import Mixture, Stream
 from tests.helpers import ONE, Made, sharded
+from tests.sources.http_server import serving
 
 STEP, STEPS = 0.004, 16
 
@@ -159,6 +160,46 @@ def test_a_slow_function_of_a_stream_is_named(tmp_path):
     run(loader)
 
     assert "`augment` in map(), " in str(loader.stats)
+
+
+def test_a_slow_file_is_named():
+    """Of two on a server, one comes slowly."""
+    rows = {name: "".join(f"{row:8000}\n" for row in range(200)).encode() for name in ("good.txt", "bad.txt")}
+    with serving(rows) as server:
+        server.slow["bad.txt"] = 0.003
+        stream = Stream.lines([f"{server.url}/{name}" for name in rows], counts=False).map(int).in_parts(2)
+        loader = sharded(DataLoader(stream, batch_size=8), ONE)
+
+        run(loader, step=0.003, steps=40)
+
+    assert re.search(r"reading .*bad\.txt, [\d.]+ ms a sample", str(loader.stats)), str(loader.stats)
+
+
+def test_copies_that_are_too_large_are_named_with_their_size():
+    """Batches of 32 MB, on a machine that copies a few GB in a second."""
+    image = np.zeros(4 << 20, np.uint8)
+    loader = sharded(DataLoader(Made(lambda i: image, 400), batch_size=8, num_workers=1), ONE)
+
+    run(loader, step=0.0005, steps=24)
+
+    said = str(loader.stats)
+    assert said.startswith("Training waits for data"), said
+    if "handing batches over" in said or "making tensors" in said:
+        assert "A batch of 33.6 MB" in said
+        assert "smaller dtypes, such as uint8 for images" in said
+    else:  # the worker has nothing else to do than to copy them, too
+        assert "stacking samples" in said, said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_is_ready_long_before_it_is_asked_for_is_no_cause(workers):
+    """All that is read ahead is full, and waits for the loop."""
+    how = {"prefetch_factor": 4} if workers else {}
+    loader = sharded(DataLoader(Made(slow_row, 800), batch_size=4, num_workers=workers, **how), ONE, prefetch=4)
+
+    run(loader, step=0.1)
+
+    assert "Data is ready when it is asked for" in str(loader.stats)
 
 
 def test_nothing_is_claimed_if_nothing_is_planted():

@@ -56,5 +56,7 @@ report(
         "slow rows of rank 1, workers": said(DP, row=0.004 * ME, workers=1),
         "a leader": said(MP, row=0.003, replicas="leader"),
         "each": said(MP, row=0.003),
+        "a slow follower": said(MP, step=0.02 + 0.02 * ME, replicas="leader"),
+        "a slow rank": said(DP, step=0.02 + 0.02 * ME),
     }
 )

@@ -35,6 +35,8 @@ def test_all_ranks_name_the_one_that_is_late_and_why(reports):
     assert "on global rank 0, reading `Rows`" in told["a leader"]
     assert two["a leader"][2]["leader"] > 0.3
     assert "replicas='leader', which reads once for 2 ranks" in told["each"]
+    for case in ("a slow follower", "a slow rank"):
+        assert "Data is ready when it is asked for" in told[case], told[case]
 
 
 def test_a_trace_shows_all_ranks_workers_and_steps_in_their_time(reports):

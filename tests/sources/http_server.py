@@ -1,6 +1,7 @@
 """A server on loopback that has files, ranges, and bad days."""
 
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,8 @@ class ShardServer:
     """For each of the next answers: bytes after which nothing more comes, without a close."""
     statuses: list[int] = field(default_factory=list)
     """For each of the next answers: a code to answer with, and nothing else."""
+    slow: dict[str, float] = field(default_factory=dict)
+    """Seconds that each 8 KiB of a file take."""
     ranges: bool = True
     sized: bool = True
     """Whether it says how long a file is."""
@@ -49,7 +52,11 @@ class ShardServer:
         handler.end_headers()
         limit = self.drops.pop(0) if self.drops else None
         stall = self.stalls.pop(0) if self.stalls else None
-        handler.wfile.write(content[start:][: limit if stall is None else stall])
+        body = content[start:][: limit if stall is None else stall]
+        piece = 1 << 13 if name in self.slow else max(1, len(body))
+        for at in range(0, len(body), piece):
+            handler.wfile.write(body[at : at + piece])
+            time.sleep(self.slow.get(name, 0.0))
         if stall is not None:
             handler.wfile.flush()
             self.released.wait(HANG)
