@@ -15,7 +15,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-page test-trainers faults bench bench-device soak lint dist clean
+.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-page test-trainers faults bench bench-device soak lint dist docs clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -106,9 +106,13 @@ lint: $(READY)
 dist: .venv-dist/.ready
 	.venv-dist/bin/python tests/dist.py
 
+## docs: build the site into site/, without a warning (PADDLE_SHARD_URL=: where its links to files of the repository lead)
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+
 ## clean: remove what the others made
 clean:
-	rm -rf dist .venv .venv-dist .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-visualdl .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf dist site .venv .venv-dist .venv-docs .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-visualdl .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 # Paddle loads the plug-in when it is imported. Without kernels of its own, a device needs the flag.
 ON_DEVICE := CUSTOM_DEVICE_ROOT=$(CURDIR)/build/device FLAGS_use_stride_kernel=0 GLOG_minloglevel=2
@@ -136,6 +140,11 @@ $(READY): setup.py
 .venv-dist/.ready:
 	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	touch $@
+
+.venv-docs/.ready: setup.py
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.* 'mkdocstrings[python]==1.*' ruff
 	touch $@
 
 $(OLDEST)/.ready: setup.py
