@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -127,16 +127,19 @@ def _of_leg(leg: Leg, counts: bool) -> dict[str, Any]:
     return {**found, "accumulation": facts["plan"]["accumulation"] if facts["plan"] else 1, "dealt": facts["dealt"]}
 
 
-def page_of(view: Mapping[str, Any]) -> Page:
+def page_of(view: Mapping[str, Any], hazards: Iterable[tuple[str, str]] = ()) -> Page:
     """Return the page that shows a view: HTML that loads nothing.
 
     Args:
         view: See `view_of`.
+        hazards: What is wrong, and what would help.
     """
     text = {name: (FILES / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
     page = text["page.html"].replace("__CSS__", text["page.css"])
     for name in SCRIPTS:
         page = page.replace(f"__{name}__", text[name])
+    items = "".join(f"<li><strong>{escape(what)}.</strong> {escape(remedy)}</li>" for what, remedy in hazards)
+    page = page.replace("__HAZARDS__", f'<ul id="hazards" aria-label="Hazards">{items}</ul>' if items else "")
     # The last of all: names of sources may be anything, also what looks like one of the marks, or the end of a script.
     return Page(page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c")))
 

@@ -251,7 +251,8 @@ def _size_of(name: str) -> int | None:
 # What is wrong with it
 
 
-def _hazards(asked: Planned) -> Iterator[Hazard]:
+def hazards_of(asked: Planned) -> Iterator[Hazard]:
+    """Yield what is wrong with a plan, and what would help."""
     yield from asked.hazards
     for mesh, axes in asked.meshes:
         yield from _hazards_of_mesh(mesh, axes, asked.replicas)
@@ -357,20 +358,21 @@ def _plan(options: argparse.Namespace) -> Answer:
         if options.step is not None:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
-    if options.html is not None:
-        drawn = plan or asked.plan_of_parts
-        if drawn is None:
-            raise ArgumentError("--html: there is no plan to draw: the order is not known here, or no plan fits.")
-        options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view)), encoding="utf-8")
+    hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
+    if options.html is not None and drawn is not None:
+        view = view_of(drawn, *asked.meshes[0], **asked.view)
+        options.html.write_text(page_of(view, hazards), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
-    if options.svg is not None:
-        if plan is None or not plan.num_steps:
-            raise ArgumentError("--svg: there is no step to draw.")
+    elif options.html is not None:
+        hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))
+    if options.svg is not None and (plan is None or not plan.num_steps):
+        hazards.append((f"{options.svg} is not drawn: there is no step", ""))
+    elif options.svg is not None:
         step = options.step or 0
         given = samples_of(of, holders, asked.epoch, step, skips)
         options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
         said.append(f"{options.svg} is the picture of step {step}")
-    return with_hazards(found, said, list(_hazards(asked)))
+    return with_hazards(found, said, hazards)
 
 
 def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.cli.answer import Answer, Command, Hazard, Progress, Rows, shapes_of, with_hazards
-from paddle_shard.cli.plan import PLANNED, Planned, planned
+from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, dealt, loads
 from paddle_shard.plan.blocks import Blocks
@@ -310,7 +310,9 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
         drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
         spans = enumerate(zip(*drawn, strict=True))
         belongs = [("draws that belong there", partial(_of_source, order, source), *span) for source, span in spans]
-    delivered = [("positions of the epoch", partial(_of_plan, leg.plan, epoch), *leg.positions()) for leg in legs]
+    delivered = [
+        ("positions of the epoch", partial(_of_plan, leg.plan, leg.start.epoch), *leg.positions()) for leg in legs
+    ]
     for what, count, first, end in (*delivered, *belongs):
         starts = range(first, end, _JOB)
         some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
@@ -411,7 +413,11 @@ def _simulate(options: argparse.Namespace) -> Answer:
     head = f"{plan.num_samples} samples in {plan.num_steps} steps of {plan.batch_size}, simulated in {seconds:.1f} s"
     said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "number": one} for name, one in quality.items()]]
     told = {"laws": laws, "starts": starts, "quality": quality, "seconds": seconds}
-    return with_hazards(told, said, [*broken, *hazards])
+    if len(legs) <= options.restarts:
+        said.append(
+            f"{len(legs) - 1} restarts instead of {options.restarts}: an epoch of {plan.num_steps} steps has no more"
+        )
+    return with_hazards(told, said, [*broken, *hazards, *hazards_of(asked)])
 
 
 _ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [

@@ -288,4 +288,21 @@ def test_the_svg_of_a_record_escapes_what_it_did_not_name(tmp_path):
 def test_a_plan_without_samples_has_no_svg(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     flags = "--files", tmp_path / "a.txt", "--batch-size", 2, "--mesh", "dp=1", "--svg", tmp_path / "a.svg"
-    assert "--svg: there is no step to draw" in asked("plan", *flags, code=2)
+    assert f"HAZARD: {tmp_path / 'a.svg'} is not drawn: there is no step." in asked("plan", *flags, code=1)
+
+
+def test_a_plan_that_cannot_be_drawn_still_says_why_there_is_none(tmp_path):
+    flags = "--samples", 1000, "--batch-size", 30, "--mesh", "dp=4", "--html", tmp_path / "a.html"
+    said = asked("plan", *flags, code=1)
+    assert "28 or 32" in said
+    assert "a.html is not drawn: the order is not known here, or no plan fits." in said
+    assert not (tmp_path / "a.html").exists()
+
+
+def test_the_page_has_the_hazards(tmp_path):
+    flags = "--samples", 5, "--batch-size", 8, "--mesh", "dp=8", "--html", tmp_path / "a.html"
+    asked("plan", *flags, code=1)
+    page = (tmp_path / "a.html").read_text()
+    assert '<ul id="hazards" aria-label="Hazards"><li><strong>8 data ranks share 5 samples: ' in page
+    asked("plan", "--samples", 64, *flags[2:-1], tmp_path / "b.html")
+    assert '<ul id="hazards"' not in (tmp_path / "b.html").read_text()

@@ -260,7 +260,7 @@ def test_an_order_that_mixes_a_few_blocks_only_is_a_hazard(capsys):
 
 def test_a_billion_samples_on_a_hundred_thousand_ranks_take_as_long_as_they_may_and_what_is_sampled_is_said():
     flags = "--samples", 10**9, "--batch-size", 10**5, "--mesh", "dp=50000,mp=2", "--shuffle", "--restarts", 2
-    found = asked_elsewhere("simulate", *flags, "--seconds", 6)
+    found = asked_elsewhere("simulate", *flags, "--replicas", "leader", "--seconds", 6)
 
     assert {law["holds"] for law in found["laws"]} <= {"yes", "not counted"}
     counted = re.fullmatch(
@@ -268,6 +268,32 @@ def test_a_billion_samples_on_a_hundred_thousand_ranks_take_as_long_as_they_may_
     )
     assert int(counted[1]) < 10**9
     assert re.search(r"SAMPLED \d+ of 10000 steps, of all ranks", found["laws"][1]["counted"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "hazard"),
+    [
+        (["--samples", 5, "--batch-size", 8, "--mesh", "dp=8"], "8 data ranks share 5 samples"),
+        (
+            ["--samples", 64, "--batch-size", 8, "--mesh", "dp=2,mp=2", "--data-axes", "mp"],
+            "axis 'dp' of 2 ranks carries",
+        ),
+        (["--samples", 64, "--batch-size", 8, "--mesh", "mp=2,dp=4"], "axis 'mp' is further apart than 'dp'"),
+        (
+            ["--source=web=9000:0.7", "--source=chat=10:0.3", "--batch-size", 8, "--mesh", "dp=2"],
+            "'chat' has 10 samples",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_plan_is_said_here_too(flags, hazard):
+    for command in ("plan", "simulate"):
+        assert "HAZARD: " in (said := asked(command, *flags, code=1))
+        assert hazard in said
+
+
+def test_restarts_that_do_not_fit_are_said():
+    said = asked("simulate", "--samples", 64, "--batch-size", 64, "--mesh", "dp=4", "--restarts", 3)
+    assert "0 restarts instead of 3: an epoch of 1 steps has no more" in said
 
 
 def test_how_far_it_is_is_said_on_stderr_only_if_it_takes_long():
