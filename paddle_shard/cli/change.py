@@ -13,6 +13,7 @@ from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.mixture import source_and_index
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
@@ -31,22 +32,52 @@ def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple
         state, line = saved.state, saved.line
         place = {"epoch": state.epoch, "step": state.steps, "line": line["number"], "time": line["time"]}
         where = f"at step {state.steps} of epoch {state.epoch} (line {line['number']}, {line['time']})"
-        lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)", skip]
+        lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)"]
+        lines += [*_left_out_since(run, state), skip]
         return lines, {"resume": place, "python": "\n".join(lines)}
-    lines = ["# No state was saved before that: begin the run again, with a new loader.", skip]
+    lines = ["# No state was saved before that: begin the run again, with a new loader."]
+    lines += [*_left_out_since(run, LoaderState()), skip]
     return lines, {"resume": None, "python": "\n".join(lines)}
+
+
+def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
+    """Return the Python that leaves out what the run has left out since a state: the state does not know it."""
+    before, job = state.history.skips, run.last
+    since = {sample for sample, *_ in run.skips.samples} - {sample for sample, *_ in before.samples}
+    ids: list[Any] = [sample for sample, *_ in run.skips.samples if sample in since]
+    if "mixture" in job.facts["fingerprint"]:
+        names = job.facts["fingerprint"]["mixture"]["sources"]
+        ids = [(names[source], index) for source, index in map(source_and_index, ids)]
+    lines = [f"loader.skip(samples={ids!r})"] if ids else []
+    for epoch, first, end in run.skips.stretches:
+        if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:
+            continue
+        leg = next((leg for leg in reversed(run.legs) if leg.epoch == epoch), None)
+        plan = job.batches(state.history).plan_of(LoaderState(epoch=epoch)) if leg is None else leg.plan
+        at = max(first, state.samples if epoch == state.epoch else 0)
+        if at < end:
+            steps = range(plan.step_of(position=at), plan.step_of(position=end - 1) + 1)
+            lines.append(f"loader.skip(steps={steps!r}, epoch={epoch})")
+    return ["# The run has left this out since then:", *lines] if lines else []
 
 
 def _forget(options: argparse.Namespace) -> Answer:
     run, samples, steps = run_of(options.record), [], list[dict[str, Any]]()
+    hits, number = list[tuple[Leg, int]](), 0
     try:
         with open(options.samples) as file:
-            samples = [sample_of(line.strip()) for line in file if line.strip()]
-    except (OSError, UnicodeError, argparse.ArgumentTypeError) as error:
+            for line in file:
+                number += 1
+                if line.strip():
+                    samples.append(sample_of(line.strip()))
+                    hits += [(leg, step) for leg, step, _ in places_in(run, samples[-1])]
+    except (OSError, UnicodeError, ArgumentError, argparse.ArgumentTypeError) as error:
         raise_if_a_handlers(error)
-        what = f"--samples {options.samples}: {error}"
+        what = f"--samples {options.samples}{f', line {number}' * (number > 0)}: {error}".rstrip(".")
         raise ArgumentError(f"{what}. It has a sample in each line: 17, or web:17 of a mixture.") from error
-    hits = [(leg, step) for sample in samples for leg, step, _ in places_in(run, sample)]
+    if not hits:
+        said = "None of these samples was delivered, or they are left out already: nothing has to be undone."
+        return Answer(found={"steps": [], "resume": None, "python": ""}, said=[said])
     for job, epoch, step, line in sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits}):
         steps.append({"job": job, "epoch": epoch, "step": step, "told": line})
     lines, found = _without(run, hits, f"loader.skip(samples={samples!r})")

@@ -48,6 +48,7 @@ class Run:
     def resumed_by(self, answer, **how):
         """Another job of the run, resumed by the lines that a command has printed."""
         place, found = answer["resume"], Run(self.path, **how)
+        found.states = dict(self.states)
         state = None if place is None else self.states[place["epoch"], place["step"]]
         exec(answer["python"], {"loader": found.loader, "state": state})
         return found
@@ -121,6 +122,38 @@ def test_forget_goes_back_over_epochs_and_a_branch_that_does_not_count(tmp_path,
     answer = asked("forget", run.path, "--samples", ids(late), "--json")
     assert [(one["job"], one["epoch"], one["step"]) for one in answer["steps"]] == [(1, 0, 10)]
     assert answer["resume"]["step"] == 9
+
+
+def test_what_was_forgotten_stays_forgotten_when_the_run_goes_back_further(tmp_path, ids):
+    """The state of then does not know what was left out after it."""
+    run = Run(tmp_path / "run.jsonl").go(9)
+    one = run.steps[7][2][1]
+    second = run.resumed_by(asked("forget", run.path, "--samples", ids(one), "--json"))  # from step 6 on
+    second.go(9)
+    step = asked("skip", run.path, "--step", 8, "--json")
+    gone = {one, *second.steps[-1][2]}
+    third = second.resumed_by(step)
+    third.go(10)
+    other = run.steps[4][2][0]
+    answer = asked("forget", run.path, "--samples", ids(other), "--json")
+    assert answer["resume"]["step"] == 3
+    assert f"loader.skip(samples=[{one}])" in answer["python"]
+    assert "loader.skip(steps=range(8, 9), epoch=0)" in answer["python"]
+
+    again = run.resumed_by(answer).go()
+
+    seen = Counter(i for _, _, of in [*run.steps[:3], *again.steps] for i in of)
+    assert seen == Counter(set(range(LENGTH)) - gone - {other})
+    assert asked("forget", run.path, "--samples", ids(one, other)).startswith("None of these samples was delivered")
+    assert asked("forget", run.path, "--samples", ids()).startswith("None of these samples was delivered")
+
+
+def test_a_sample_that_cannot_be_is_told_with_its_line(tmp_path, ids):
+    run = Run(tmp_path / "run.jsonl").go(4)
+    for text in ("2000", "web:3"):
+        said = asked("forget", run.path, "--samples", ids(3, text), code=2)
+        assert "ids.txt, line 2: sample must be an int in range(46)" in said
+        assert "It has a sample in each line" in said
 
 
 @pytest.mark.parametrize("text", ["x\n", "web:x\n", "1 2\n"])
