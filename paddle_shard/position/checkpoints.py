@@ -327,6 +327,16 @@ class Checkpoints:
                 there, here = ({(path, *one.shape) for path, one in _leaves(state[key])} for state in (states, targets))
                 if here != there:
                     raise StateError(f"{key}: {name} holds {there - here}, and this model {here - there}.")
+        for key, value in what.items():
+            if isinstance(value, paddle.optimizer.Optimizer):  # its first step would fail, in Paddle's words
+                saved_for = [name for name in states[key] if not isinstance(states[key][name], Mapping)]
+                names = [one.name for one in _parameters_of(value)]
+                if saved_for and names and not any(one.startswith(f"{name}_") for one in saved_for for name in names):
+                    raise StateError(
+                        f"{key}: {_few(saved_for)} are in {name}, and this optimizer has the parameters "
+                        f"{_few(names)}. Make the model as it was when it was saved: Paddle numbers its layers, "
+                        "and names a parameter that is a distributed tensor with '.dist', also on one rank."
+                    )
         setters: dict[str, Callable[[Any], Any]] = {}
         for key, value in what.items():
             setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
@@ -411,6 +421,18 @@ def _is_counted(value: Any) -> bool:
             value.certificate()
             return True
     return False
+
+
+def _parameters_of(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer, which may be in groups."""
+    found: list[Any] = []
+    for one in optimizer._parameter_list or ():
+        found += one["params"] if isinstance(one, dict) else [one]
+    return found
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + ", ..." * (len(names) > 2)
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,8 @@ def is_split(leaf: Any) -> bool:
     """Return whether a leaf is a tensor that `dist.save_state_dict` can save in parts."""
     if not is_dist(leaf):
         return False
-    kinds = zip(leaf.process_mesh.shape, leaf.placements, strict=True)
+    # `dist.shard_layer` gives a placement for each dim of a tensor, which may be more or fewer than the mesh has axes.
+    kinds = zip(leaf.process_mesh.shape, leaf.placements, strict=False)
     over = [kind for size, kind in kinds if size > 1 and not kind.is_replicated()]
     # Not sums; and Paddle 3.3 fails for a dim that two axes split, whose kind does not tell its dim.
     return bool(over) and all(hasattr(kind, "get_dim") for kind in over)
@@ -88,7 +89,7 @@ def _own_part(tensor: Any) -> tuple[Any, Any] | None:
     if dist.get_rank() not in ranks:
         return None
     place = map(int, np.unravel_index(ranks.index(dist.get_rank()), shape))
-    for at, number, kind in zip(place, shape, tensor.placements, strict=True):
+    for at, number, kind in zip(place, shape, tensor.placements, strict=False):  # see `is_split`
         if kind.is_shard():  # the first parts have one more each, if they are not even
             dim = next(dim for dim in range(len(size)) if kind.is_shard(dim))
             each, more = divmod(size[dim], number)

@@ -474,6 +474,8 @@ class Coordinator:
         """True if a call has failed here since the ranks have told each other how far they are."""
         self._failed: dict[int, tuple[int, str]] = {}
         """Global rank -> (pass, report) of a call that has failed there, as they have told."""
+        self._leaves = False
+        """True if the process ends before the ranks have met, so that nobody need be told who is lost."""
         self._heard = False
         """True if the training thread has learned that a rank is lost."""
         self._meet = meet
@@ -508,6 +510,7 @@ class Coordinator:
             told = self.heartbeat + _LEAVE
             self.changed.wait_for(lambda: self.lost or not self.untold or self.group.absent(), told)
         if self.group.absent() and self._thread is not None:
+            self._leaves = True
             self.group.close()  # a thread in the store's client, when the interpreter is gone, would abort the process
             self._thread.join(_LEAVE)
 
@@ -606,7 +609,7 @@ class Coordinator:
             in_use = [a.terms for a in self._passes.values() if a.outlook.kind != CLOSED]
             exits = any(terms.exit_when_lost for terms in in_use)
             then = f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
-            if in_use:
+            if in_use and not self._leaves:
                 logging.getLogger("paddle_shard").error("global rank %s: %s%s", self.name, lost, then)
             heard = self.changed.wait_for(lambda: self._heard or not exits, GRACE)
         if not heard:

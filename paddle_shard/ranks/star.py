@@ -202,6 +202,8 @@ class StarGroup(Group):
             except PeerLostError as lost:
                 store.set(f"{key}/address", told_loss(lost).decode())  # for those who come later
                 raise
+            if self._missing:
+                raise self._lose(set(self._missing), "is not there")
 
     def _join(self, deadline: float) -> None:
         """Connect to rank 0 of the group."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from paddle_shard.testing import RanksFailed
 from tests.deadlines import HANG
 from tests.jobs import run_ranks, start_ranks
 
@@ -107,3 +108,24 @@ def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(how, victim,
 def test_a_rank_ends_at_once_though_the_process_that_should_hear_of_it_is_stopped(tmp_path):
     with start_ranks(WORKER, 2, tmp_path, args=["stop", "1"], env=ENVIRONMENT, timeout=HANG) as job:
         assert job.wait([1], HANG / 4) == {1: 1}
+
+
+REFUSED = """
+import paddle, paddle.distributed as dist, paddle_shard
+dist.init_parallel_env()
+mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
+paddle_shard.shard_dataloader(paddle.io.DataLoader(list(range(100)), batch_size=25), mesh, shard_dims="dp")
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_loader_that_all_ranks_refuse_says_nothing_else_when_they_end(tmp_path):
+    """They end before they have met, which nobody else need know."""
+    (tmp_path / "refused.py").write_text(REFUSED)
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(tmp_path / "refused.py", 2, tmp_path / "job", env=ENVIRONMENT, timeout=HANG)
+    assert "a global batch of 25 cannot be split evenly over 2 data ranks. Nearest sizes that can: 24 or 26" in str(
+        failed.value
+    )
+    assert "ERROR" not in str(failed.value)
+    assert "Agreement" not in str(failed.value)

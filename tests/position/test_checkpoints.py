@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import paddle.nn.functional as F
 import pytest
 
@@ -158,6 +159,53 @@ def test_a_run_that_goes_back_saves_what_is_loaded_next(steps, tmp_path):
         assert extra == {"number": number}
     assert len([one for one in tmp_path.iterdir() if one.is_dir()]) == 2
     assert Checkpoints(tmp_path).load(extra={}) == steps[-1]
+
+
+def adam(*, distributed=True):
+    """A model and its optimizer; `dist.shard_layer` gives a weight two placements, though the mesh has one axis."""
+    model = paddle.nn.Linear(4, 4)
+    if distributed:
+        dist.shard_layer(model, ONE)
+        assert len(model.weight.placements) == 2 > len(ONE.shape)
+    return model, paddle.optimizer.Adam(1e-3, parameters=model.parameters())
+
+
+def trained(model, optimizer):
+    model(paddle.ones([4, 4])).mean().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_layer_that_is_sharded_as_paddles_guide_does_it_is_loaded_before_its_first_step(steps, tmp_path):
+    with paddle.utils.unique_name.guard():
+        model, optimizer = adam()
+        for _ in range(steps):
+            trained(model, optimizer)
+        Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer)
+        saved = model.weight.numpy().copy()
+        trained(model, optimizer)
+    with paddle.utils.unique_name.guard():  # as in another process
+        again, other = adam()
+        Checkpoints(tmp_path).load(model=again, optimizer=other)
+        assert (again.weight.numpy() == saved).all()
+        trained(again, other)
+        assert (again.weight.numpy() == model.weight.numpy()).all()
+
+
+def test_an_optimizer_of_other_parameters_is_refused_before_its_first_step(tmp_path):
+    with paddle.utils.unique_name.guard():
+        model, optimizer = adam(distributed=False)
+        trained(model, optimizer)
+        Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer)
+    with paddle.utils.unique_name.guard():
+        again, other = adam()
+    before = again.weight.numpy().copy()
+    with pytest.raises(
+        StateError, match=r"linear_0.w_0_moment1_0, .* are in .*, and .* linear_0.w_0.dist, .*Make the model"
+    ):
+        Checkpoints(tmp_path).load(model=again, optimizer=other)
+    assert (again.weight.numpy() == before).all()
 
 
 def test_a_stream_which_has_no_certificate_is_saved_too(tmp_path):
