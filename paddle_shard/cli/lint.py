@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,10 @@ from paddle_shard.sources.text import CSV_DICTS, JSON_LINES, LINES, text_source
 from paddle_shard.sources.webdataset import Decode, expand, webdataset_source
 from paddle_shard.stages.stage import Opening, Unreadable
 
-_MOST_FORMS, _MOST_SHOWN = 64, 20
+# Of each field in a file, so many forms are told apart; further ones by their type only.
+_MOST_FORMS, _MOST_SHOWN, _SHOWN = 64, 20, 40
+_USUAL, _FEW = 0.9, 8
+"""A field of lists of numbers is ragged, as tokens are, if it has more than so few lengths, and none is usual."""
 _KEY = "__key__"
 """Field of a WebDataset sample; those that begin with two underscores tell where it is from."""
 
@@ -52,6 +55,12 @@ _REMEDIES = {
 """What may be wrong with a sample, and what helps."""
 
 
+class _Further(NamedTuple):
+    """Stands for the forms of a field beyond those that are told apart: all that are of one type."""
+
+    kind: str
+
+
 @dataclass
 class _Shard:
     """What a file holds."""
@@ -63,6 +72,10 @@ class _Shard:
     """A hash of each sample's key; 0 if it has none."""
     forms: Counter[tuple[str | None, Any]] = field(default_factory=Counter)
     """(field, shape and dtype of its value) -> how many samples have it; (None, names of all fields), too."""
+    num_forms: Counter[str | None] = field(default_factory=Counter)
+    """Field -> how many forms of it are in `forms`."""
+    lengths: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    """Field of lists of numbers -> how many samples have it with which length."""
     examples: dict[tuple[str | None, Any], tuple[int, Any]] = field(default_factory=dict)
     """One of `forms` -> (number of the first sample that has it, a value of this form)."""
 
@@ -71,12 +84,24 @@ class _Shard:
         fields = sample if isinstance(sample, Mapping) else {"sample": sample}
         values = {str(name): value for name, value in fields.items() if not str(name).startswith("__")}
         for name, value in [(None, frozenset(values)), *values.items()]:
+            if name is not None and (length := _num_numbers(value)) is not None:
+                self.lengths[name][length] += 1
             what = name, value if isinstance(value, frozenset) else _form(value)
-            if what in self.forms or len(self.forms) < _MOST_FORMS * (1 + len(values)):
-                self.forms[what] += 1
-                if what not in self.examples:
-                    self.examples[what] = len(self.keys), _stand_in(value)
+            if what not in self.forms and self.num_forms[name] >= _MOST_FORMS:
+                what = name, _Further(type(value).__name__)
+            if what not in self.forms:
+                self.num_forms[name] += 1
+                self.examples[what] = len(self.keys), _stand_in(value)
+            self.forms[what] += 1
         self.keys.append(derive_seed(str(fields[key])) if key in fields else 0)
+
+
+def _num_numbers(value: Any) -> int | None:
+    """Return the length of a list of numbers, such as the tokens of a text; None if it is none."""
+    if isinstance(value, np.ndarray):
+        return len(value) if value.ndim == 1 and value.dtype.kind in "iuf" else None
+    numbers = isinstance(value, list) and all(type(one) in (int, float) for one in value)
+    return len(value) if numbers else None
 
 
 def _form(value: Any) -> Any:
@@ -87,6 +112,8 @@ def _form(value: Any) -> Any:
         return tuple((str(name), _form(one)) for name, one in value.items())
     if isinstance(value, list | tuple):
         return len(value), tuple(dict.fromkeys(map(_form, value)))
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return "int of more than 64 bits"
     return type(value).__name__
 
 
@@ -98,7 +125,7 @@ def _stand_in(value: Any) -> Any:
         return {name: _stand_in(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_stand_in(one) for one in value]
-    return type(value)() if isinstance(value, str | bytes) else value
+    return value[:_SHOWN] if isinstance(value, str | bytes) else value
 
 
 def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | None) -> _Shard:
@@ -124,8 +151,8 @@ def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | No
     return found
 
 
-def _fault(fault: str, shard: _Shard, number: int, why: str) -> dict[str, Any]:
-    return {"fault": fault, "file": shard.name, "sample": number, "why": why}
+def _fault(fault: str, shard: _Shard, number: int, why: str, samples: int = 1) -> dict[str, Any]:
+    return {"fault": fault, "file": shard.name, "sample": number, "samples": samples, "why": why}
 
 
 def _doubled(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
@@ -141,25 +168,36 @@ def _doubled(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
         yield _fault("same key", other, again_at, f"the key of sample {number} of {first.name}")
 
 
-def _unlike(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
+def _ragged(shards: Sequence[_Shard]) -> dict[str, Counter[int]]:
+    """Return the fields whose lists of numbers have no usual length, as the tokens of texts: field -> its lengths."""
+    found = defaultdict[str, Counter[int]](Counter)
+    for shard in shards:
+        for name, lengths in shard.lengths.items():
+            found[name].update(lengths)
+    return {name: of for name, of in found.items() if len(of) > _FEW and max(of.values()) < _USUAL * of.total()}
+
+
+def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield samples whose fields are not those of most, or that would make no batch with most."""
     forms, examples, usual = Counter[Any](), dict[Any, tuple[_Shard, int, Any]](), dict[str | None, Any]()
     for shard in shards:
         forms.update(shard.forms)
         for what, example in shard.examples.items():
             examples.setdefault(what, (shard, *example))
-    for (name, form), num in forms.most_common():
+    for (name, form), num in sorted(forms.items(), key=lambda one: (isinstance(one[0][1], _Further), -one[1])):
         shard, number, value = examples[name, form]
         most, so_many = usual.setdefault(name, value), f" ({num} like it)"
         if name is None:
             differ = [f"no {one!r}" for one in sorted(most - value)] + [f"also {one!r}" for one in sorted(value - most)]
             if differ:
-                yield _fault("other fields", shard, number, f"{', '.join(differ)}{so_many}")
+                yield _fault("other fields", shard, number, f"{', '.join(differ)}{so_many}", num)
+            continue
+        if name in ragged and _num_numbers(value) is not None:
             continue
         try:
             collate([most, value], path=f"[{name!r}]")
         except (TypeError, ValueError) as error:
-            yield _fault("other form", shard, number, f"{str(error).partition('. ')[0]}{so_many}")
+            yield _fault("other form", shard, number, f"{str(error).partition('. ')[0]}{so_many}", num)
 
 
 def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -188,14 +226,20 @@ def _lint(options: argparse.Namespace) -> Answer:
     faults = [_fault("unreadable", shard, *one) for shard in shards for one in shard.unreadable]
     empty = [shard for shard in shards if not shard.keys and not shard.unreadable]
     faults += [_fault("empty", shard, 0, "there is no sample") for shard in empty]
-    faults += [*_doubled(shards), *_unlike(shards)]
-    counts, total = Counter(one["fault"] for one in faults), sum(len(shard.keys) for shard in shards)
+    ragged = _ragged(shards)
+    faults += [*_doubled(shards), *_unlike(shards, ragged)]
+    counts, total = Counter[str](), sum(len(shard.keys) for shard in shards)
+    for one in faults:
+        counts[one["fault"]] += one["samples"]
     hazards = [(f"{num} times: {fault}", _REMEDIES[fault]) for fault, num in counts.items()]
-    if options.key != _KEY and not any(any(shard.keys) for shard in shards):
+    if total and options.key != _KEY and not any(any(shard.keys) for shard in shards):
         hazards.append((f"no sample has the field {options.key!r}", "Give another --key"))
     some = [one for kind in counts for one in [one for one in faults if one["fault"] == kind][:_MOST_SHOWN]]
     said: list[str | Rows] = [f"{total} samples in {len(shards)} files", "", some]
     said += [f"and {len(faults) - len(some)} more, which --json shows"] if len(faults) > len(some) else []
+    for name, lengths in ragged.items():
+        what = f"field {name!r} has {len(lengths)} lengths, from {min(lengths)} to {max(lengths)}"
+        said.append(f"{what}: pad_to= or Packed makes batches of such rows")
     files = {shard.name: len(shard.keys) for shard in shards}
     return with_hazards({"samples": total, "files": files, "faults": faults}, said, hazards)
 

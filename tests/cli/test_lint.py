@@ -151,6 +151,45 @@ def test_lists_of_different_lengths_make_no_batch(tmp_path):
     assert "pad them in a collate_fn" in asked("lint", tmp_path / "a.jsonl", code=1)
 
 
+def test_tokens_are_ragged_and_what_is_wrong_among_them_is_still_found(tmp_path):
+    """However many lengths there are."""
+    lines = [json.dumps({"ids": list(range(1 + number * 7 % 900))}) for number in range(2000)]
+    (tmp_path / "fine.jsonl").write_text("\n".join(lines) + "\n")
+    assert "field 'ids' has 900 lengths, from 1 to 900: pad_to= or Packed" in asked("lint", tmp_path / "fine.jsonl")
+    lines[1500], lines[1600] = '{"ids": "oops"}', '{"id": [1]}'
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    found = faults(tmp_path / "bad.jsonl")
+    assert len(found) == 2
+    assert any("sample 1500 of" in one and "one of them is 'oops'" in one for one in found)
+    assert any("sample 1600 of" in one and "no 'ids', also 'id'" in one for one in found)
+
+
+def test_a_list_of_another_length_than_nearly_all_is_one(tmp_path):
+    lines = [json.dumps({"x": [0.5] * (127 if number == 70 else 128)}) for number in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (found,) = faults(tmp_path / "a.jsonl")
+    assert "sample 70 of" in found
+
+
+def test_forms_beyond_those_that_are_looked_at_are_counted(tmp_path):
+    urls = write(tmp_path, a=[sample(number, shape=(number + 1, 3)) for number in range(100)])
+    found = asked("lint", urls, "--json", code=1)
+    assert sum(one["samples"] for one in found["faults"]) == 99
+    assert max(one["samples"] for one in found["faults"]) == 100 - 64
+    assert "HAZARD: 99 times: other form." in asked("lint", urls, code=1)
+
+
+def test_a_number_that_no_array_holds_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 5 + f'{{"a": {2**70}}}\n')
+    (found,) = faults(tmp_path / "a.jsonl")
+    assert "sample 5 of" in found
+
+
+def test_where_nothing_was_read_no_key_is_missed(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    assert "Give another --key" not in asked("lint", tmp_path / "a.jsonl", "--key", "id", code=1)
+
+
 def test_a_limit_reads_the_first_samples_of_each_shard_only(tmp_path):
     a = [sample(number) for number in range(6)]
     a[4] = sample(4, shape=(1,))
