@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from paddle_shard.cli.answer import Answer, Command, Hazard, with_hazards
-from paddle_shard.cli.plan import MESH
+from paddle_shard.cli.plan import MESH, with_data_axes
 from paddle_shard.errors import PeerLostError, described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
@@ -87,6 +87,8 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
     from paddle_shard.ranks.verdict import Terms
 
     ranks, found, timeout = tuple(range(size)), dict[str, str](), float(options.timeout)
+    if options.data_axes is not None:
+        with_data_axes(options.mesh, options.data_axes)  # refuses axes that a mesh does not have
     meshes = [f"{mesh.shape} of axes {mesh.axes} with ranks {mesh.process_ids}" for mesh in options.mesh]
     mine = {**versions, "host": socket.gethostname(), "--mesh": "; ".join(meshes), "--data-axes": options.data_axes}
     try:

@@ -23,7 +23,8 @@ from paddle_shard.sources.files import replacing
 from paddle_shard.sources.packed import check_lengths, write_lengths
 from paddle_shard.stages.pack import tokens_of
 
-_CHUNK = 1024
+_CHUNK, _LOOKED_AT, _MOST_SHOWN = 1024, 16, 20
+"""Documents that are counted at a time; those of an earlier run that are looked at again; failures that are shown."""
 _UNKNOWN = -1
 _given: dict[str, Any] = {}
 """The documents and their key, for processes that are forked."""
@@ -56,7 +57,9 @@ def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
 
 def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     """Count the documents, and write the file when all are counted; return what was in the way."""
-    number, part = len(documents), f"{path}.{key}.part"
+    number, part, anew = len(documents), f"{path}.{key}.part", "Remove it to count anew."
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ArgumentError(f"--output {path}: its folder does not exist. Make it.")
     if not os.path.exists(part):
         with replacing(part) as file:
             np.save(file, np.full(number, _UNKNOWN))
@@ -67,10 +70,16 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
         raise_if_a_handlers(error)
         fine = False
     if not fine:
-        raise ArgumentError(f"{part}, what an earlier run has counted, is damaged. Remove it to count anew.")
+        raise ArgumentError(f"{part}, what an earlier run has counted, is damaged. {anew}")
     if len(known) != number:
-        raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. Remove it to count anew.")
+        raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. {anew}")
     known = np.load(part, mmap_mode="r+")  # a kill leaves what is in it
+    done = np.flatnonzero(known >= 0)
+    for at in done[np.linspace(0, len(done) - 1, min(len(done), _LOOKED_AT)).astype(int)].tolist():
+        if known[at] != len(tokens_of(documents[at], key)):
+            raise ArgumentError(
+                f"{part} has another length of document {at}: it is damaged, or of other documents. {anew}"
+            )
     _given.update(documents=documents, key=key)
     size, hazards = max(1, min(_CHUNK, number // (8 * workers))), list[Hazard]()
     spans = [(at, min(at + size, number)) for at in range(0, number, size) if (known[at : at + size] < 0).any()]
@@ -82,6 +91,9 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
                 known[first : first + len(counts)] = counts
                 hazards += [(what, "Mend it, or name the field by --key, and run this again") for what in failed]
                 progress.add(len(counts))
+            if len(hazards) > _MOST_SHOWN:
+                what = f"the tokens of {len(hazards) - _MOST_SHOWN} more documents cannot be counted"
+                hazards[_MOST_SHOWN:] = [(what, "Mend the first ones, or name the field by --key, and run this again")]
         except BrokenProcessPool as error:
             hazards.append((f"a process that counts has died: {error}", "Run this again: what was counted is kept"))
     if not hazards:

@@ -299,7 +299,7 @@ def write_lengths(file: str | os.PathLike[str], lengths: Indices, key: str) -> N
         lengths: The tokens of each document.
         key: Field of the tokens, in documents that are dicts.
     """
-    with replacing(file) as target:
+    with replacing(file, 0o644) as target:
         np.savez(target, lengths=lengths, about=np.array(json.dumps({"version": VERSION, "key": key})))
 
 

@@ -163,3 +163,27 @@ def test_what_an_earlier_run_has_counted_is_told_by_name_if_it_is_damaged(damage
     assert "a.npz.input_ids.part, what an earlier run has counted, is damaged. Remove it" in said
     part.unlink()
     asked("lengths", "--open", name, "-o", "a.npz")
+
+
+def test_a_part_of_other_documents_or_with_another_number_is_refused_before_anything_is_written(tmp_path, module):
+    name, part = module("first_documents"), tmp_path / "a.npz.input_ids.part"
+    with open(part, "wb") as file:
+        np.save(file, np.array([*lengths_of(200), *[-1] * 100]))
+    longer = module("other_documents_of_the_part", does="at += 1")
+    said = asked("lengths", "--open", longer, "-o", "a.npz", code=2)
+    assert "a.npz.input_ids.part has another length of document 0: it is damaged, or of other documents" in said
+    assert not (tmp_path / "a.npz").exists()
+    asked("lengths", "--open", name, "-o", "a.npz")
+    assert read_lengths("a.npz")[0].tolist() == lengths_of(300)
+    assert (tmp_path / "a.npz").stat().st_mode & 0o777 == 0o644
+
+
+def test_of_many_documents_that_cannot_be_counted_some_are_shown(tmp_path, module):
+    said = asked("lengths", "--open", module("texts", does="return 'text'"), "-o", "a.npz", code=1)
+    assert said.count("the tokens of document") == 20
+    assert "the tokens of 280 more documents cannot be counted" in said
+
+
+def test_a_folder_that_is_not_there_is_named(module):
+    said = asked("lengths", "--open", module("for_nowhere"), "-o", "nowhere/a.npz", code=2)
+    assert "--output nowhere/a.npz: its folder does not exist" in said
