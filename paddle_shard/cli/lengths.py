@@ -58,8 +58,8 @@ def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
 def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     """Count the documents, and write the file when all are counted; return what was in the way."""
     number, part, anew = len(documents), f"{path}.{key}.part", "Remove it to count anew."
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ArgumentError(f"--output {path}: its folder does not exist. Make it.")
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+        raise ArgumentError(f"--output {path}: No such file or directory: {folder}. Make it.")
     if not os.path.exists(part):
         with replacing(part) as file:
             np.save(file, np.full(number, _UNKNOWN))

@@ -17,6 +17,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 import paddle_shard
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.plan.orders import PaddleSequential
+from paddle_shard.plan.state import sealed
 from paddle_shard.say_once import _SAID
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from tests.orders_and_tails import BLOCKS, OF_ANY_MESH
@@ -417,7 +418,7 @@ def test_a_field_may_be_overridden_by_name():
     ("damage", "text"),
     [
         (lambda s: s.pop("segments"), r"damaged: missing \['segments'\]"),
-        (lambda s: s.update(version=2), "state has version 2, but this paddle_shard reads version 4 only"),
+        (lambda s: s.update(version=2), "state has version 2, but this paddle_shard reads version 5 only"),
         (lambda s: s.update(history={"lengths": [[1, 5]], "segments": []}), "state is damaged: history"),
         (lambda s: s.update(samples=-1), "damaged: samples is -1"),
         (lambda s: s["fingerprint"].update(order_version=0), "order_version: saved 0, now 1"),
@@ -428,7 +429,7 @@ def test_a_damaged_state_is_refused(damage, text):
     damage(state)
 
     with pytest.raises(StateError, match=text):
-        make().load_state_dict(state)
+        make().load_state_dict(sealed(state))
     with pytest.raises(StateError, match="must be what the loader's state_dict"):
         make().load_state_dict(b"cut sho")
 
