@@ -95,7 +95,8 @@ class Clock:
         self._seconds.pop((IDLE, ""), None)
         if (WAITING, "") in self._seconds:  # what it was waited for has failed
             self.blame(None)
-        mine = Stretch(who, outer[1], self._since, self._seconds)
+        # A worker that has waited for a request begins when it no longer does.
+        mine = Stretch(who, self._since - sum(self._seconds.values()), self._since, self._seconds)
         found = Spent(self._seconds, self._slowest, self._work or None, self.cpu, (*self._stretches, mine))
         self._cause, began, self._seconds, self._work, self._stretches, self._slowest, self.cpu = outer
         self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + self._since - began

@@ -41,15 +41,22 @@ def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple
 
 
 def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
-    """Return the Python that leaves out what the run has left out since a state: the state does not know it."""
-    before, job = state.history.skips, run.last
-    since = {sample for sample, *_ in run.skips.samples} - {sample for sample, *_ in before.samples}
-    ids: list[Any] = [sample for sample, *_ in run.skips.samples if sample in since]
-    if "mixture" in job.facts["fingerprint"]:
-        names = job.facts["fingerprint"]["mixture"]["sources"]
+    """Return the Python that changes what the run has changed since a state: the state does not know it."""
+    before, now, job = state.history.skips, run.history.skips, run.last
+    since = {sample for sample, *_ in now.samples} - {sample for sample, *_ in before.samples}
+    ids: list[Any] = [sample for sample, *_ in now.samples if sample in since]
+    weights = []
+    if (mixture := job.facts["fingerprint"].get("mixture")) is not None:
+        names = mixture["sources"]
         ids = [(names[source], index) for source, index in map(source_and_index, ids)]
+        weights = [
+            f"# From sample {one.first} of the run on, it has had other weights. When it comes there again:\n"
+            f"# loader.set_weights({dict(zip(names, one.parts, strict=False))!r})"
+            for one in run.history.segments
+            if one.first and one not in state.history.segments
+        ]
     lines = [f"loader.skip(samples={ids!r})"] if ids else []
-    for epoch, first, end in run.skips.stretches:
+    for epoch, first, end in now.stretches:
         if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:
             continue
         leg = next((leg for leg in reversed(run.legs) if leg.epoch == epoch), None)
@@ -58,7 +65,7 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
         if at < end:
             steps = range(plan.step_of(position=at), plan.step_of(position=end - 1) + 1)
             lines.append(f"loader.skip(steps={steps!r}, epoch={epoch})")
-    return ["# The run has left this out since then:", *lines] if lines else []
+    return [*weights, *(["# The run has left this out since then:", *lines] if lines else [])]
 
 
 def _forget(options: argparse.Namespace) -> Answer:

@@ -196,9 +196,10 @@ def _remedy(one: Summary) -> str:
         if _SPARE * one.cpu <= one.num_cores * one.step:
             had = f"instead of {one.num_workers} " if one.num_workers else ""
             return f"{needed} worker{'s' * (needed > 1)} {had}(num_workers=) would hide it{once}."
+        more = f"{one.num_cores} workers (num_workers=) would hide a part. " if one.num_workers < one.num_cores else ""
         return (
-            f"It would keep {one.cpu / max(one.step, 1e-6):.1f} of this host's {one.num_cores} cores busy: make it "
-            f"cheaper, or read on other hosts, too (readers=RayReaders(...)){once}."
+            f"{more}All of it would keep {one.cpu / max(one.step, 1e-6):.1f} of this host's {one.num_cores} cores "
+            f"busy: make it cheaper, or read on other hosts, too (readers=RayReaders(...)){once}."
         )
     small = kind in (TRANSPORT, TENSORS) and one.num_bytes < _SMALL
     return _REMEDIES[LOADER if small else kind].format(size=size)

@@ -150,7 +150,8 @@ class Mixing(Ordering):
         if not isinstance(index, int | np.integer) or not 0 <= index < most:
             raise ArgumentError(
                 "sample of a mixture must be (name of a source, index in it), such as "
-                f"{(self.names[0], 0)}, got {sample!r}; the sources are {list(self.names)}."
+                f"{(self.names[0], 0)}, got {sample!r}; the sources are {list(self.names)}"
+                + (f", and {self.names[source]!r} has {most} samples." if fine else ".")
             )
         return source, int(index)
 

@@ -168,8 +168,8 @@ class Timeline:
     """What was delivered and does not count, since no saved position holds it that the run was resumed from."""
     saved: list[Saved] = field(default_factory=list)
     """The positions on the way at which the state was saved, in order."""
-    skips: Skips = field(default_factory=Skips)
-    """What the run leaves out, as of its newest line."""
+    history: History = field(default_factory=History)
+    """What was changed in the run, as of its newest line."""
     newest: dict[int, Saved] = field(default_factory=dict)
     """The newest position of each epoch that a line tells, with what its job knows to be delivered."""
 
@@ -207,7 +207,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     while at.parent is not None:
         way[id(at.parent[0])] = at.parent[1]
         at = at.parent[0]
-    found = Timeline(last=newest.job, began_at=at.resumed, skips=History.from_json(newest.lines[-1][1]).skips)
+    found = Timeline(last=newest.job, began_at=at.resumed, history=History.from_json(newest.lines[-1][1]))
     for stretch in begun:
         counted: dict[int, Leg] = {}
         legs: dict[int, Leg] = {}

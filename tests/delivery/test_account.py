@@ -199,7 +199,8 @@ def test_data_that_is_ready_long_before_it_is_asked_for_is_no_cause(workers):
 
     run(loader, step=0.1)
 
-    assert "Data is ready when it is asked for" in str(loader.stats)
+    assert "reading `Made`" not in str(loader.stats), str(loader.stats)  # a busy machine may be slow at all else
+    assert "num_workers" not in str(loader.stats)
 
 
 def test_nothing_is_claimed_if_nothing_is_planted():

@@ -40,6 +40,17 @@ def test_all_ranks_name_the_one_that_is_late_and_why(reports):
         assert "Data is ready when it is asked for" in told[case], told[case]
 
 
+def test_a_worker_that_has_nothing_to_do_is_not_shown_as_busy(reports):
+    """Rank 0 reads at once, and its worker waits for requests while rank 1 reads."""
+    events = [event for event in reports[0]["slow rows of rank 1, workers"][3] if event["ph"] == "X"]
+
+    def made(rank):
+        spans = [one for one in events if one["pid"] == rank and one["name"] == "making a batch"]
+        return sum(one["dur"] for one in spans) / (max(one["ts"] + one["dur"] for one in spans) - spans[0]["ts"])
+
+    assert made(0) < 0.5 < made(1)
+
+
 def test_a_trace_shows_all_ranks_workers_and_steps_in_their_time(reports):
     events = reports[0]["slow rows of rank 1, workers"][3]
     assert events == reports[1]["slow rows of rank 1, workers"][3]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard import Stream
+from paddle_shard import Mixture, Stream
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
@@ -146,6 +146,20 @@ def test_what_was_forgotten_stays_forgotten_when_the_run_goes_back_further(tmp_p
     assert seen == Counter(set(range(LENGTH)) - gone - {other})
     assert asked("forget", run.path, "--samples", ids(one, other)).startswith("None of these samples was delivered")
     assert asked("forget", run.path, "--samples", ids()).startswith("None of these samples was delivered")
+
+
+def test_weights_that_were_switched_since_are_told(tmp_path, ids):
+    mixture = Mixture({"a": Made(length=30), "b": Made(length=30)}, {"a": 1, "b": 1})
+    loader = sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl")
+    batches = iter(loader)
+    next(batches)
+    loader.state_dict()
+    loader.set_weights({"a": 3, "b": 1})
+    next(batches)
+    loader.state_dict()
+    said = asked("skip", tmp_path / "run.jsonl", "--step", 1)
+    assert "loader.set_weights({'a': 3, 'b': 1})" in said
+    assert re.search(r"# From sample \d+ of the run on, it has had other weights", said)
 
 
 def test_a_sample_that_cannot_be_is_told_with_its_line(tmp_path, ids):
