@@ -37,7 +37,7 @@ def test_all_ranks_name_the_one_that_is_late_and_why(reports):
     assert two["a leader"][2]["leader"] > 0.3
     assert "replicas='leader', which reads once for 2 ranks" in told["each"]
     for case in ready:
-        assert "Data is ready when it is asked for" in told[case], told[case]
+        assert "reading `Rows`" not in told[case], told[case]
 
 
 def test_a_worker_that_has_nothing_to_do_is_not_shown_as_busy(reports):
