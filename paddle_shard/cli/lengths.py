@@ -48,7 +48,7 @@ def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
     for number in range(first, end):
         try:
             found.append(len(tokens_of(_given["documents"][number], _given["key"])))
-        except Exception as error:  # whatever the user's data set raises
+        except (Exception, SystemExit) as error:  # whatever the user's data set raises
             raise_if_a_handlers(error)
             found.append(_UNKNOWN)
             failed.append(f"the tokens of document {number} cannot be counted: {described(error)}")
@@ -95,7 +95,9 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
                 what = f"the tokens of {len(hazards) - _MOST_SHOWN} more documents cannot be counted"
                 hazards[_MOST_SHOWN:] = [(what, "Mend the first ones, or name the field by --key, and run this again")]
         except BrokenProcessPool as error:
-            hazards.append((f"a process that counts has died: {error}", "Run this again: what was counted is kept"))
+            due = [span for span in spans if (known[span[0] : span[1]] < 0).any()][:workers]
+            what = f"a process that counts has died, among documents {due[0][0]} to {due[-1][1] - 1}: {error}"
+            hazards.append((what, "Look whether one of them ends it; run this again: what was counted is kept"))
     if not hazards:
         write_lengths(path, np.array(known), key)
         os.remove(part)

@@ -371,7 +371,7 @@ def _simulate(options: argparse.Namespace) -> Answer:
     if asked.plan is None:
         if asked.hazards:
             return with_hazards({}, [], asked.hazards)
-        why = " ".join(map(str, asked.said))
+        why = " ".join(one for one in asked.said if isinstance(one, str))
         raise ArgumentError(f"{why} There is no order to simulate: give --samples or --source.")
     plan = replace(asked.plan, segments=(), ended=False)  # of a record: from its beginning, as the newest job does it
     if options.restarts < 0 or options.seconds <= 0:

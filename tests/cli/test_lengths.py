@@ -117,7 +117,15 @@ def test_documents_that_cannot_be_counted_are_named_and_the_others_are_kept(tmp_
 
 def test_a_process_that_dies_is_told_and_nothing_hangs(module):
     name = module("deadly_documents", does="at == 40 and os._exit(3)")
-    assert "a process that counts has died" in asked("lengths", "--open", name, "-o", "found.npz", code=1)
+    said = asked("lengths", "--open", name, "-o", "found.npz", "--workers", 2, code=1)
+    first, last = map(int, re.search(r"a process that counts has died, among documents (\d+) to (\d+)", said).groups())
+    assert first <= 40 <= last < 300
+
+
+def test_documents_that_exit_are_told(module):
+    name = module("leaving_documents", does="at == 40 and exit(3)")
+    said = asked("lengths", "--open", name, "-o", "found.npz", code=1)
+    assert "the tokens of document 40 cannot be counted: SystemExit: 3" in said
 
 
 def test_it_needs_no_paddle(module):
