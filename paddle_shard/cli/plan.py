@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
-from paddle_shard.sources.files import failures_named, local_size, matched, open_file
+from paddle_shard.sources.files import failures_named, is_remote, local_path, local_size, matched, open_file
 from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
@@ -189,10 +190,19 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     """Look at files that are not counted, each of which belongs to one part as a whole."""
     names = matched(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
+    local = [name for name in names if not is_remote(name)]
+    if gone := [name for name in local if not os.path.exists(local_path(name))]:
+        found.hazards.append(
+            (f"{len(gone)} files do not exist: {gone[0]}{', ...' * (len(gone) > 1)}", "Correct the paths")
+        )
+    if len(local) == len(names) and not any(re.search(r"\.(gz|tgz|bz2|xz)$", name) for name in names):
+        found.where = (
+            ". (Such files are counted when the stream is made, unless index=False or counts=False says not to)"
+        )
     known = sorted((size, name) for size, name in zip(source.sizes(), names, strict=True) if size is not None)
     if known and known[-1][0] > (1 + _MUCH) * known[0][0]:
         (least, small), (most, large) = known[0], known[-1]
-        found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}"
+        found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}{found.where}"
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
     plan = found.plan_of_parts = PartsPlan(num_parts=parts, tail=options.tail, **cut)
     found.view = {"files": names}

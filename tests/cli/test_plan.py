@@ -275,6 +275,16 @@ def test_bad_arguments_exit_with_2_and_say_what_to_do(flags, text):
     assert text in asked("plan", *flags, code=2)
 
 
+def test_files_that_a_stream_would_count_are_told_as_that_and_those_that_are_not_there(tmp_path):
+    for number, size in enumerate((100, 900)):
+        (tmp_path / f"{number}.jsonl").write_text("1\n" * size)
+    flags = "--batch-size", "2", "--mesh", "dp=2"
+    said = asked("plan", "--files", tmp_path / "*.jsonl", *flags, code=1)
+    assert "Such files are counted when the stream is made, unless index=False or counts=False says not to" in said
+    said = asked("plan", "--files", tmp_path / "0.jsonl", tmp_path / "none.jsonl", *flags, code=1)
+    assert f"HAZARD: 1 files do not exist: {tmp_path / 'none.jsonl'}. Correct the paths." in said
+
+
 def test_a_file_that_cannot_be_is_a_hazard():
     said = asked("plan", "--files", "a\0b", "--batch-size", "4", "--mesh", "dp=2", code=1)
     assert r"HAZARD: 'a\x00b': a path has no null bytes. Give another" in said
