@@ -42,6 +42,10 @@ _MATTERS, _MATTERS_SECONDS = 0.05, 50e-6
 """Share of a step, and seconds, from which on a wait is worth a word."""
 _SPARE = 1.1
 """Workers have to be so much faster than the loop: samples do not take the same time."""
+_RARE = 1.5
+"""A few samples take long if the mean of the work of a step is so many times the median."""
+_MOST_AHEAD = 64
+"""The largest `prefetch_factor` that is advised."""
 _IDLE = 50
 """A loop does little else if its own code takes so many times less than its data."""
 _SMALL = 1e5
@@ -82,8 +86,10 @@ class Summary(NamedTuple):
     """That this takes all readers together."""
     work: float
     """That reading, the user's functions and collating take all readers together: the median."""
+    mean_work: float
+    """The same, but the mean: it is more if some samples take long."""
     cpu: float
-    """Of `work`, that they have computed and not waited."""
+    """Of `mean_work`, that they have computed and not waited."""
     slowest: tuple[float, str]
     """Seconds and name of the slowest sample."""
     samples: float
@@ -115,6 +121,7 @@ def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -
         cause=cause,
         cause_work=max(work[cause], waits[cause]) if cause[0] in MADE_BY_READERS else waits[cause],
         work=float(np.median([sum(s for (kind, _), s in one.items() if kind in MADE_BY_READERS) for one in made])),
+        mean_work=sum(seconds for (kind, _), seconds in work.items() if kind in MADE_BY_READERS),
         cpu=sum(one.spent.cpu for one in recent) / len(recent),
         slowest=max(one.spent.slowest for one in recent),
         samples=sum(one.samples for one in recent) / len(recent),
@@ -186,15 +193,20 @@ def _remedy(one: Summary) -> str:
     kind, size = one.cause[0], f"{one.num_bytes / 1e6:.3g} MB"
     if kind in MADE_BY_READERS:
         needed = math.ceil(_SPARE * one.work / max(one.step, 1e-6))
-        slow, name = one.slowest
-        if needed <= one.num_workers or slow > one.wait * one.num_steps / 2:
-            more = "A larger prefetch_factor evens" if one.num_workers else "Workers (num_workers=) even"
-            return f"Samples differ: the slowest, {name}, took {in_ms(slow)}. {more} that out."
+        (slow, name), had = one.slowest, f"instead of {one.num_workers} " if one.num_workers else ""
+        in_all = math.ceil(_SPARE * one.mean_work / max(one.step, 1e-6))
+        if needed <= one.num_workers or one.mean_work > _RARE * one.work or slow > one.wait * one.num_steps / 2:
+            several = max(1, one.num_workers, in_all)
+            ahead = min(_MOST_AHEAD, max(2, math.ceil(slow / max(one.step, 1e-6) / several)))
+            more = (
+                f"{several} worker{'s' * (several > 1)} {had}(num_workers=) with " if several > one.num_workers else ""
+            )
+            differ = f"Samples differ: the slowest, {name}, took {in_ms(slow)}." if name else "Steps differ."
+            return f"{differ} {more}prefetch_factor={ahead} evens that out."
         if one.step < one.wait / _IDLE:
             return "The loop does little else, so that any number of workers (num_workers=) makes it faster."
         once = f", or replicas='leader', which reads once for {one.num_replicas} ranks" * (one.num_replicas > 1)
         if _SPARE * one.cpu <= one.num_cores * one.step:
-            had = f"instead of {one.num_workers} " if one.num_workers else ""
             return f"{needed} worker{'s' * (needed > 1)} {had}(num_workers=) would hide it{once}."
         more = f"{one.num_cores} workers (num_workers=) would hide a part. " if one.num_workers < one.num_cores else ""
         return (

@@ -13,6 +13,7 @@ USUAL = Summary(
     cause=(LOADER, ""),
     cause_work=0.0,
     work=0.0,
+    mean_work=0.0,
     cpu=0.0,
     slowest=(0.0, ""),
     samples=8.0,
@@ -26,7 +27,8 @@ USUAL = Summary(
 
 def waiting(seconds, **more):
     """A rank that waits so long for what it reads itself."""
-    return USUAL._replace(wait=seconds, cause=(READING, "file x.tar"), cause_work=seconds, work=2 * seconds, **more)
+    found = {"cause_work": seconds, "work": 2 * seconds, "mean_work": 2 * seconds, **more}
+    return USUAL._replace(wait=seconds, cause=(READING, "file x.tar"), **found)
 
 
 def job(**of_hosts):
@@ -72,3 +74,17 @@ def test_whose_code_is_late_is_named(told, who):
 
 def test_nothing_is_claimed_of_ranks_that_are_alike():
     assert advice(job(a=[USUAL] * 2, b=[USUAL] * 2)).startswith("Training waits for data 0.0% of each step")
+
+
+@pytest.mark.parametrize(
+    ("workers", "remedy"),
+    [
+        (0, "3 workers (num_workers=) with prefetch_factor=9 evens that out."),
+        (2, "3 workers instead of 2 (num_workers=) with prefetch_factor=9 evens that out."),
+        (4, "took 500 ms. prefetch_factor=7 evens that out."),
+    ],
+)
+def test_of_rare_slow_samples_the_mean_tells_how_many_workers_and_the_slowest_how_far_ahead(workers, remedy):
+    """One sample in ten steps of 20 ms takes half a second, so that a step takes 50 ms of reading on average."""
+    one = waiting(0.03, step=0.02, work=0.001, mean_work=0.05, slowest=(0.5, "sample 7"), num_workers=workers)
+    assert remedy in advice({0: one}), advice({0: one})
