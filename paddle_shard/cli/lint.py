@@ -147,6 +147,8 @@ def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | No
         raise
     except Exception as error:  # whatever a file, a server or a store has to say
         raise_if_a_handlers(error)
+        if kind == "parquet" and isinstance(error, ArgumentError) and "have no row" in str(error):
+            return found  # it is empty
         found.unreadable.append((len(found.keys), f"{described(error)} (no sample from there on is read)"))
     return found
 

@@ -185,6 +185,13 @@ def test_a_number_that_no_array_holds_is_named(tmp_path):
     assert "sample 5 of" in found
 
 
+def test_a_parquet_file_without_rows_is_empty(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"a": pyarrow.array([], "int64")}), tmp_path / "a.parquet")
+    assert faults(tmp_path / "a.parquet") == [f"empty: sample 0 of {tmp_path}/a.parquet: there is no sample"]
+
+
 def test_where_nothing_was_read_no_key_is_missed(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     assert "Give another --key" not in asked("lint", tmp_path / "a.jsonl", "--key", "id", code=1)
