@@ -30,8 +30,8 @@ from paddle_shard.stages.stage import Opening, Unreadable
 
 # Of each field in a file, so many forms are told apart; further ones by their type only.
 _MOST_FORMS, _MOST_SHOWN, _SHOWN = 64, 20, 40
-_USUAL, _FEW = 0.9, 8
-"""A field of lists of numbers is ragged, as tokens are, if it has more than so few lengths, and none is usual."""
+_USUAL, _FEW = 0.9, 16
+"""A field of lists is ragged, as tokens are, if no length has so many of its samples; of a few, that is not known."""
 _KEY = "__key__"
 """Field of a WebDataset sample; those that begin with two underscores tell where it is from."""
 
@@ -75,7 +75,7 @@ class _Shard:
     num_forms: Counter[str | None] = field(default_factory=Counter)
     """Field -> how many forms of it are in `forms`."""
     lengths: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
-    """Field of lists of numbers -> how many samples have it with which length."""
+    """Field of lists -> how many samples have it with which length."""
     examples: dict[tuple[str | None, Any], tuple[int, Any]] = field(default_factory=dict)
     """One of `forms` -> (number of the first sample that has it, a value of this form)."""
 
@@ -84,7 +84,7 @@ class _Shard:
         fields = sample if isinstance(sample, Mapping) else {"sample": sample}
         values = {str(name): value for name, value in fields.items() if not str(name).startswith("__")}
         for name, value in [(None, frozenset(values)), *values.items()]:
-            if name is not None and (length := _num_numbers(value)) is not None:
+            if name is not None and (length := _length(value)) is not None:
                 self.lengths[name][length] += 1
             what = name, value if isinstance(value, frozenset) else _form(value)
             if what not in self.forms and self.num_forms[name] >= _MOST_FORMS:
@@ -96,12 +96,11 @@ class _Shard:
         self.keys.append(derive_seed(str(fields[key])) if key in fields else 0)
 
 
-def _num_numbers(value: Any) -> int | None:
-    """Return the length of a list of numbers, such as the tokens of a text; None if it is none."""
+def _length(value: Any) -> int | None:
+    """Return the length of a list, such as the tokens or the boxes of a sample; None if it is none."""
     if isinstance(value, np.ndarray):
-        return len(value) if value.ndim == 1 and value.dtype.kind in "iuf" else None
-    numbers = isinstance(value, list) and all(type(one) in (int, float) for one in value)
-    return len(value) if numbers else None
+        return len(value) if value.ndim == 1 else None
+    return len(value) if isinstance(value, list) else None
 
 
 def _form(value: Any) -> Any:
@@ -171,12 +170,12 @@ def _doubled(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
 
 
 def _ragged(shards: Sequence[_Shard]) -> dict[str, Counter[int]]:
-    """Return the fields whose lists of numbers have no usual length, as the tokens of texts: field -> its lengths."""
+    """Return the fields whose lists have no usual length, as the tokens of texts: field -> its lengths."""
     found = defaultdict[str, Counter[int]](Counter)
     for shard in shards:
         for name, lengths in shard.lengths.items():
             found[name].update(lengths)
-    return {name: of for name, of in found.items() if len(of) > _FEW and max(of.values()) < _USUAL * of.total()}
+    return {name: of for name, of in found.items() if of.total() > _FEW and max(of.values()) < _USUAL * of.total()}
 
 
 def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -194,7 +193,7 @@ def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[
             if differ:
                 yield _fault("other fields", shard, number, f"{', '.join(differ)}{so_many}", num)
             continue
-        if name in ragged and _num_numbers(value) is not None:
+        if name in ragged and _length(value) is not None:
             continue
         try:
             collate([most, value], path=f"[{name!r}]")
@@ -241,7 +240,7 @@ def _lint(options: argparse.Namespace) -> Answer:
     said += [f"and {len(faults) - len(some)} more, which --json shows"] if len(faults) > len(some) else []
     for name, lengths in ragged.items():
         what = f"field {name!r} has {len(lengths)} lengths, from {min(lengths)} to {max(lengths)}"
-        said.append(f"{what}: pad_to= or Packed makes batches of such rows")
+        said.append(f"{what}: pad_to=, Packed or a collate_fn makes batches of such rows")
     files = {shard.name: len(shard.keys) for shard in shards}
     return with_hazards({"samples": total, "files": files, "faults": faults}, said, hazards)
 

@@ -155,13 +155,21 @@ def test_tokens_are_ragged_and_what_is_wrong_among_them_is_still_found(tmp_path)
     """However many lengths there are."""
     lines = [json.dumps({"ids": list(range(1 + number * 7 % 900))}) for number in range(2000)]
     (tmp_path / "fine.jsonl").write_text("\n".join(lines) + "\n")
-    assert "field 'ids' has 900 lengths, from 1 to 900: pad_to= or Packed" in asked("lint", tmp_path / "fine.jsonl")
+    assert "field 'ids' has 900 lengths, from 1 to 900: pad_to=, Packed or" in asked("lint", tmp_path / "fine.jsonl")
     lines[1500], lines[1600] = '{"ids": "oops"}', '{"id": [1]}'
     (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
     found = faults(tmp_path / "bad.jsonl")
     assert len(found) == 2
     assert any("sample 1500 of" in one and "one of them is 'oops'" in one for one in found)
     assert any("sample 1600 of" in one and "no 'ids', also 'id'" in one for one in found)
+
+
+@pytest.mark.parametrize("item", [7, "tag", [1, 2, 3, 4], {"role": "user", "content": "x"}], ids=str)
+@pytest.mark.parametrize("lengths", [3, 30])
+def test_lists_of_anything_are_ragged(item, lengths, tmp_path):
+    lines = [json.dumps({"x": [item] * (1 + number % lengths)}) for number in range(90)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    assert f"field 'x' has {lengths} lengths, from 1 to {lengths}" in asked("lint", tmp_path / "a.jsonl")
 
 
 def test_a_list_of_another_length_than_nearly_all_is_one(tmp_path):
