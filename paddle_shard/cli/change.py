@@ -75,8 +75,8 @@ def _forget(options: argparse.Namespace) -> Answer:
         with open(options.samples) as file:
             for line in file:
                 number += 1
-                if line.strip():
-                    samples.append(sample_of(line.strip()))
+                if line.strip() and (sample := sample_of(line.strip())) not in samples:
+                    samples.append(sample)
                     hits += [(leg, step) for leg, step, _ in places_in(run, samples[-1])]
     except (OSError, UnicodeError, ArgumentError, argparse.ArgumentTypeError) as error:
         raise_if_a_handlers(error)

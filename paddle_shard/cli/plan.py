@@ -156,7 +156,7 @@ def planned(options: argparse.Namespace) -> Planned:
             found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed, tail=options.tail, **cut)
     except ArgumentError as error:
         what, _, remedy = str(error).partition(". ")
-        found.hazards.append((f"{what}{found.where}", remedy))
+        found.hazards.append((f"{what}{found.where if 'shards' in what else ''}", remedy))
     return found
 
 
@@ -244,7 +244,7 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
         files = max(files, sum(min(2, number) for number in readers.values()))
     found.facts["least cache_bytes"] = least = least_bytes(known, files)
     found.said.append(
-        f"cache_bytes={least} is enough for {each} ranks of a host, which read up to {files} files at once"
+        f"cache_bytes={least} would be enough for {each} ranks of a host, which read up to {files} files at once"
     )
     if given is not None and given < least:
         what = f"cache_bytes={given} is too little for {each} ranks of a host: some files are read from their servers"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan import certificate as certificates
 from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus, total_of_plan
 from paddle_shard.plan.partition import slice_rows
@@ -36,6 +37,10 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     if before is not None and before.epoch == epoch and before.samples:
         stretches.insert(0, (0, before.samples, before.history.skips))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
+    for leg in legs:  # else all positions up to there would be counted, however many
+        if leg.job.unknown is None and leg.samples > leg.plan.num_positions:
+            what = f"epoch {epoch} has {leg.plan.num_positions} positions, and a line tells of {leg.samples}"
+            raise ArgumentError(f"the record is damaged: {what}.")
     plan = None if newest.job.unknown is not None else newest.plan
     end = 0 if plan is None else plan.num_served
     delivered = _of_all(plan, epoch, stretches)[ALL]

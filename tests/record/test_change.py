@@ -71,7 +71,7 @@ def test_the_lines_of_forget_resume_from_before_the_first_of_the_samples(tmp_pat
         next(i for i in range(LENGTH) if not any(i in s[2] for s in run.steps)),
     ]
 
-    answer = asked("forget", run.path, "--samples", ids(*gone), "--json")
+    answer = asked("forget", run.path, "--samples", ids(*gone, gone[0]), "--json")  # one of them is there twice
 
     steps = [(one["step"], one["told"]) for one in answer["steps"]]
     assert steps[:2] == [(4, "yes"), (7, "not yet")]

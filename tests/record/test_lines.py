@@ -382,17 +382,37 @@ def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
     )
 
 
-def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
-    path = str(tmp_path / "run.jsonl")
+def written_anew(whole, path, change):
+    """Write a record with changed lines as if they had been written like that."""
     digests = {}
-    for line in map(json.loads, whole.splitlines()):  # written anew, with another sum in each line
+    for line in map(json.loads, whole.splitlines()):
         before = line.pop("after")
+        del line["own"]
         if "job" in line:
             line["job"] = digests[line["job"]]
+        change(line)
+        digests[read_digest(whole, before)] = append(str(path), line)[0]
+    return path
+
+
+def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
+    def with_other_sums(line):
         for entry in line.get("state", {}).get("certificate", ()):
             entry[5][2] ^= 1
-        digests[read_digest(whole, before)] = append(path, line)[0]
+
+    path = written_anew(whole, tmp_path / "run.jsonl", with_other_sums)
     assert "read other samples than those of the order" in asked("verify", path, code=1)
+
+
+def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
+    def far_away(line):
+        if line["line"] == "end":
+            line["passes"] = [[number, 10**12, 10**13] for number, *_ in line["passes"]]
+
+    path = written_anew(whole, tmp_path / "run.jsonl", far_away)
+    assert "the record is damaged: epoch 0 has 46 positions, and a line tells of 10000000000000" in asked(
+        "verify", path, code=2
+    )
 
 
 def read_digest(whole, before):
