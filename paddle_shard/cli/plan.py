@@ -156,7 +156,7 @@ def planned(options: argparse.Namespace) -> Planned:
             found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed, tail=options.tail, **cut)
     except ArgumentError as error:
         what, _, remedy = str(error).partition(". ")
-        found.hazards.append((f"{what}{found.where if 'shards' in what else ''}", remedy))
+        found.hazards.append((f"{what}{'' if what.startswith('batch_size') else found.where}", remedy))
     return found
 
 
