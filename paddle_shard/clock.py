@@ -58,9 +58,13 @@ class Spent(NamedTuple):
 class Clock:
     """The clock of one thread."""
 
-    __slots__ = ("_cause", "_seconds", "_since", "_slowest", "_stretches", "_work", "cpu", "fine")
+    __slots__ = ("_cause", "_seconds", "_since", "_slowest", "_span", "_stretches", "_work", "cpu", "fine")
+
+    spans: Callable[[str], Any] | None = None
+    """Makes a span of a profiler, with `begin` and `end`, while one is running; set by whoever knows the profiler."""
 
     def __init__(self) -> None:
+        self._span: Any = None
         self._cause, self._since = (IDLE, ""), time.perf_counter()
         self._seconds: dict[Cause, float] = {}
         self._work: dict[Cause, float] = {}
@@ -75,7 +79,18 @@ class Clock:
         now, seconds, before = time.perf_counter(), self._seconds, self._cause
         seconds[before] = seconds.get(before, 0.0) + now - self._since
         self._since, self._cause = now, cause
+        if self.spans is not None or self._span is not None:
+            self._mark(*cause)
         return before
+
+    def _mark(self, kind: str, name: str) -> None:
+        """End the span of a profiler that is open, and begin that of a cause."""
+        if self._span is not None:
+            self._span.end()
+        self._span = None
+        if self.spans is not None and kind not in (IDLE, LOADER):  # those go on where the user's code does
+            self._span = self.spans(f"paddle_shard: {kind} {name}".rstrip())
+            self._span.begin()
 
     def begin(self, kind: str) -> Any:
         """Begin an account of its own; return what `end` needs."""

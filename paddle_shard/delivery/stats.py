@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from paddle.profiler import RecordEvent
+from paddle.profiler.utils import in_profiler_mode
 
-from paddle_shard.clock import KINDS, LOADER, Spent, clock
+from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
 from paddle_shard.delivery.memory import LOOK_SECONDS, Memory, memory, shortage
 from paddle_shard.delivery.metrics import serve
@@ -213,6 +215,7 @@ class PassClock:
             handed: When the batch before was handed to the user: a little after `leave`, as the position is noted in
                 between.
         """
+        Clock.spans = RecordEvent if in_profiler_mode() else None
         now = time.perf_counter()
         if self._left is not None:
             self._step, noting = now - handed, handed - self._left

@@ -1,13 +1,17 @@
 """Paddle's profiler sees the loader as it sees Paddle's own."""
 
 import gc
+import json
 import time
 import weakref
+from collections import Counter
 
 import numpy as np
 import paddle.profiler
+import pytest
 from paddle.io import DataLoader
 
+from paddle_shard.clock import Clock
 from tests.helpers import ONE, Made, sharded
 
 
@@ -39,3 +43,27 @@ def test_an_evaluation_in_between_is_not_counted_as_reading_and_no_pass_is_held(
         del batches
         gc.collect()
         assert held() is None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_profile_has_a_span_for_each_stage_and_none_when_it_is_over(workers, tmp_path):
+    loader = sharded(DataLoader(Made(slow), batch_size=4, num_workers=workers), ONE, prefetch=0)
+    profiler = paddle.profiler.Profiler(targets=[paddle.profiler.ProfilerTarget.CPU])
+    profiler.start()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    profiler.stop()
+    profiler.export(str(tmp_path / "trace.json"), format="json")
+    for _ in batches:
+        pass
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event.get("name", "").startswith("paddle_shard: ")]
+    names = Counter(event["name"].partition(" ")[2].rpartition("[")[0] for event in spans)
+    assert names["next batch"] == 3
+    wanted = {"placing", "sampler"} | ({"waiting"} if workers else {"reading `Made`", "collating stacking samples"})
+    assert wanted <= set(names), names
+    if not workers:
+        reading = [event["dur"] for event in spans if "reading" in event["name"]]
+        assert sum(reading) > 3 * 4 * 2000 * 0.8  # microseconds
+    assert Clock.spans is None
