@@ -361,7 +361,8 @@ class Checkpoints:
 
     def _names(self) -> list[str]:
         """Return the names of all checkpoints, whole or not, the newest first."""
-        found = filter(re.compile("[0-9]+-[0-9]+-[0-9]+").fullmatch, self._folder.sizes())
+        named = re.compile("[0-9]+-[0-9]+-[0-9]+").fullmatch
+        found = [name for name, size in self._folder.sizes().items() if size is None and named(name)]  # directories
         return sorted(found, key=lambda name: [int(part) for part in name.split("-")], reverse=True)
 
     def _manifest_of(self, name: str) -> dict[str, Any] | str:

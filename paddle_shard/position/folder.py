@@ -38,7 +38,7 @@ class LocalFolder:
         found: dict[str, int | None] = {}
         with ignoring(FileNotFoundError), os.scandir(self._path / name) as entries:
             for one in entries:
-                with ignoring(FileNotFoundError):  # deleted in between
+                with ignoring(OSError):  # deleted in between, or a link to nowhere: as if it was not there
                     found[one.name] = None if one.is_dir() else one.stat().st_size
         return found
 

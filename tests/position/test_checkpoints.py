@@ -375,6 +375,7 @@ DAMAGE = {
     "a number for a manifest": (lambda new, old: (new / "manifest.json").write_text("3"), "manifest is damaged"),
     "a text for a manifest": (lambda new, old: (new / "manifest.json").write_text('"x"'), "manifest is damaged"),
     "bytes for a manifest": (lambda new, old: (new / "manifest.json").write_bytes(b"\xff\xfe"), "manifest is damaged"),
+    "a link to itself": (lambda new, old: (values(new).unlink(), values(new).symlink_to(values(new))), "are missing"),
     "another version": (lambda new, old: of_version(new / "manifest.json", 2), "another version"),
 }
 
@@ -458,6 +459,18 @@ def test_random_histories_of_starts_saves_kills_and_damage(batch, tmp_path, monk
             elif action == "late" and late:
                 with pytest.raises(TakenOverError):
                     rng.choice(late).save(number + 1000, extra={})
+
+
+def test_a_file_in_place_of_the_newest_checkpoint_is_none(tmp_path):
+    run = Checkpoints(tmp_path)
+    old, new = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
+    shutil.rmtree(new)
+    new.write_text("")
+    extra = {}
+    assert Checkpoints(tmp_path).newest() == str(old)
+    again = Checkpoints(tmp_path)
+    assert again.load(extra=extra) == 1
+    again.save(3, extra={"step": 3})
 
 
 def test_a_name_with_digits_of_another_script_is_none_of_ours(tmp_path):
