@@ -46,7 +46,8 @@ def test_an_evaluation_in_between_is_not_counted_as_reading_and_no_pass_is_held(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_profile_has_a_span_for_each_stage_and_none_when_it_is_over(workers, tmp_path):
+def test_a_profile_has_a_span_for_each_stage_and_none_when_it_is_over(workers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where Paddle writes a folder of its own
     loader = sharded(DataLoader(Made(slow), batch_size=4, num_workers=workers), ONE, prefetch=0)
     profiler = paddle.profiler.Profiler(targets=[paddle.profiler.ProfilerTarget.CPU])
     profiler.start()

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/README.md", ROOT / "launch/README.md"]
 OTHERS = {"resampled", "pin_memory", "use_buffer_reader", "persistent_workers", "nranks", "local_rank"}
+OTHERS |= {"probabilities", "split_batches"}
 """Options of other libraries."""
 RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "elastic.md": 2, "failures.md": 2}
 """Of the pages whose meshes have several."""
