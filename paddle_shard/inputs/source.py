@@ -192,6 +192,9 @@ def _users(
         of = {"num_samples": dataset, "sampler_length": getattr(sampler, "sampler", None)}
         of |= {} if nominal is not None else {"num_batches": sampler}
         lengths = {name: length for name, one in of.items() if (length := length_or_none(one)) is not None}
+        drawn = getattr(of["sampler_length"], "num_samples", None)  # of Paddle's WeightedRandomSampler `len` may fail
+        if "sampler_length" not in lengths and isinstance(drawn, int):
+            lengths["sampler_length"] = drawn
     return UserBatches(
         batch_sampler=sampler,
         num_data_ranks=num_data_ranks,

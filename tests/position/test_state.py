@@ -1254,3 +1254,20 @@ def test_plan_and_length_are_those_of_the_epoch_that_is_served_with_another_batc
 
     assert told == (delivered, delivered)
     assert len(again) == again.plan.num_steps == 5  # of the next epoch
+
+
+@pytest.mark.parametrize("weights", [list, np.array])
+def test_a_sampler_that_draws_another_number_is_refused_also_where_paddle_does_not_tell_its_length(weights):
+    def made(number):
+        sampler = paddle.io.WeightedRandomSampler(weights([1.0 + at for at in range(23)]), number)
+        given = DataLoader(
+            [np.array([at]) for at in range(23)], batch_sampler=BatchSampler(sampler=sampler, batch_size=4)
+        )
+        return paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp")
+
+    loader = made(23)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    with pytest.raises(StateError, match="sampler_length: saved 23, now 21"):
+        made(21).load_state_dict(state)
