@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -43,10 +44,12 @@ _ONCE = "each sample exactly once, as the tail says"
 _EQUAL = "equal steps and equal rows on all ranks"
 _ALIKE = "replicas get the same rows"
 
-_CHUNK = 1 << 14
+_CHUNK = 1 << 13
 """Positions whose ids are computed at once: they stay in the cache."""
 _JOB = 1 << 20
-"""Positions that a thread counts before it takes others."""
+"""Positions that a process counts before it takes others."""
+_FEW_JOBS = 16
+"""Fewer jobs are done sooner than processes are begun."""
 _MOST_JOBS = 1 << 14
 _MOST_STEPS = 1024
 """Steps at which all ranks are looked at."""
@@ -302,6 +305,14 @@ def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
     return float(np.abs(counts - _shares(mixing, order.first + at + 1 + np.arange(len(ids)))[0]).max())
 
 
+def _pool(num_jobs: int) -> Executor:
+    """Return processes that count, as threads would wait for each other; for a few jobs, threads."""
+    number = min(num_jobs, os.cpu_count() or 1)
+    if num_jobs < _FEW_JOBS or "fork" not in multiprocessing.get_all_start_methods():
+        return ThreadPoolExecutor(number)
+    return ProcessPoolExecutor(number, multiprocessing.get_context("fork"))
+
+
 def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> _Part:
     """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
     plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
@@ -320,7 +331,7 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
         found.add(_ONCE, what, 0, end - first)
     draw.shuffle(jobs)
     all_of, progress = _Part(), Progress("ids counted", sum(end - first for _, _, first, end in jobs))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with _pool(len(jobs)) as pool:
         tasks = {pool.submit(_counted, count, at, end, deadline): what for what, count, at, end in jobs}
         for task in as_completed(tasks):
             part = task.result()
