@@ -34,7 +34,10 @@ def without_blocks(text):
 
 
 def code_in(page):
-    return re.findall(r"`([^`\n]+)`", without_blocks(page.read_text()))
+    text = without_blocks(page.read_text())
+    if page.name == "migration.md":  # what stands on the left of its tables is other libraries'
+        text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", text)
 
 
 @pytest.mark.multiprocess
@@ -93,7 +96,18 @@ def test_options_that_a_page_mentions_exist(page):
         "num_workers",
     }
     known |= {"model", "optimizer", "data"}  # what Checkpoints saves is named by the user
-    known |= {"batch_size", "drop_last", "dim", "sample", "override", "shuffle", "args", "num_ranks", "collate_fn"}
+    known |= {
+        "batch_sampler",
+        "batch_size",
+        "drop_last",
+        "dim",
+        "sample",
+        "override",
+        "shuffle",
+        "args",
+        "num_ranks",
+        "collate_fn",
+    }
     classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
     classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback, LoaderStats.serve
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders
