@@ -419,7 +419,8 @@ class RayPool(WorkerPool):
         return f"{text}. Other loaders with persistent_workers keep theirs; a node that is added is used at once."
 
     def _kill(self, actor: _Actor) -> None:
-        with ignoring(Exception):  # Ray may have been shut down, and its actors with it
+        with ignoring(Exception):
             import ray
 
-            ray.kill(actor.handle)
+            if ray.is_initialized():  # else its actors have ended with it, and `kill` would connect to some cluster
+                ray.kill(actor.handle)

@@ -278,6 +278,17 @@ def test_a_cluster_that_cannot_be_reached_is_an_error_of_the_first_answer(monkey
             pool.receive(0)
 
 
+def test_readers_that_outlive_the_connection_connect_to_nothing_when_they_end(monkeypatch):
+    """`ray.kill` without a connection makes one, to whatever cluster it finds."""
+    with faked(monkeypatch) as ray:
+        pool = pool_of(persistent=True)
+        pool.start()
+        assert answers(pool, 4) == list(range(4))
+        ray.connected = False
+        pool.shut_down()
+        assert len(ray.living) == WORKERS, "nobody was asked to end them"
+
+
 def test_per_node_limits_the_actors_of_a_node_and_new_nodes_are_used(monkeypatch):
     monkeypatch.setattr(ray_pool, "_NODES_SECONDS", 0.0)
     with faked(monkeypatch) as ray:
