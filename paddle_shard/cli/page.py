@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -135,13 +136,15 @@ def page_of(view: Mapping[str, Any], hazards: Iterable[tuple[str, str]] = ()) ->
         hazards: What is wrong, and what would help.
     """
     text = {name: (FILES / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
-    page = text["page.html"].replace("__CSS__", text["page.css"])
-    for name in SCRIPTS:
-        page = page.replace(f"__{name}__", text[name])
     items = "".join(f"<li><strong>{escape(what)}.</strong> {escape(remedy)}</li>" for what, remedy in hazards)
-    page = page.replace("__HAZARDS__", f'<ul id="hazards" aria-label="Hazards">{items}</ul>' if items else "")
-    # The last of all: names of sources may be anything, also what looks like one of the marks, or the end of a script.
-    return Page(page.replace("__VIEW__", json.dumps(view).replace("<", "\\u003c")))
+    put = {name: text[name] for name in SCRIPTS} | {
+        "CSS": text["page.css"],
+        "HAZARDS": f'<ul id="hazards" aria-label="Hazards">{items}</ul>' if items else "",
+        "VIEW": json.dumps(view).replace("<", "\\u003c"),
+    }
+    # All at once: names of sources may be anything, also what looks like one of the marks, or the end of a script.
+    marks = "|".join(re.escape(f"__{name}__") for name in put)
+    return Page(re.sub(marks, lambda found: put[found[0].strip("_")], text["page.html"]))
 
 
 def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[str, Any]:

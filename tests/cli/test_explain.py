@@ -299,6 +299,15 @@ def test_a_plan_that_cannot_be_drawn_still_says_why_there_is_none(tmp_path):
     assert not (tmp_path / "a.html").exists()
 
 
+def test_a_source_that_is_called_like_a_mark_of_the_page_stays_a_name(tmp_path):
+    sources = "--source=__HAZARDS__=9000:0.7", "--source=__VIEW__=10:0.3"
+    asked("plan", *sources, "--batch-size", 8, "--mesh", "dp=2", "--html", tmp_path / "a.html", code=1)
+    page = (tmp_path / "a.html").read_text()
+    assert page.count('<ul id="hazards"') == page.count('id="view"') == 1
+    assert "source &#x27;__VIEW__&#x27; has 10 samples" in page
+    assert "__HAZARDS__" in page.partition('id="view">')[2]
+
+
 def test_the_page_has_the_hazards(tmp_path):
     flags = "--samples", 5, "--batch-size", 8, "--mesh", "dp=8", "--html", tmp_path / "a.html"
     asked("plan", *flags, code=1)
