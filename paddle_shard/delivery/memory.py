@@ -15,6 +15,8 @@ from paddle_shard.plan.handlers import ignoring
 
 LOOK_SECONDS = 5.0
 """Seconds from one look to the next."""
+UNTOLD = OSError, LookupError, ValueError
+"""What `memory` raises where a kernel does not tell all of it."""
 _SHORT = 0.05
 """Share of the host's memory below which what is left is short."""
 

@@ -15,7 +15,7 @@ from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
-from paddle_shard.delivery.memory import LOOK_SECONDS, Memory, memory, shortage
+from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, memory, shortage
 from paddle_shard.delivery.metrics import serve
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.parts import check_count
@@ -193,7 +193,8 @@ class LoaderStats:
             + (f", imbalance {c.imbalance:.3f}" if c.mean_cost else "")
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
-        lines.append(f"memory: this rank has {self.memory}")
+        with ignoring(*UNTOLD):
+            lines.append(f"memory: this rank has {self.memory}")
         return "\n".join(lines + [self.who_reads] * bool(self.who_reads))
 
 
@@ -246,7 +247,7 @@ class PassClock:
             self._stats.recent.append(taken)
         if entered >= self._looks_at:
             self._looks_at = entered + LOOK_SECONDS
-            with ignoring(OSError, LookupError, ValueError):  # whatever this kernel does not tell
+            with ignoring(*UNTOLD):
                 if short := shortage(memory()):
                     self._looks_at = math.inf  # once a pass
                     say_once(short)

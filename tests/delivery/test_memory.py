@@ -136,6 +136,7 @@ def test_a_loop_says_it_once_a_pass_and_goes_on_where_nothing_is_told(monkeypatc
 
     monkeypatch.setattr("paddle_shard.delivery.stats.memory", untold)
     assert rows() == 40
+    assert "newest pass: 10 batches" in repr(loader.stats)
 
 
 def test_a_look_is_cheap():
