@@ -38,3 +38,11 @@ def local(batch):
 
 def locals_of(batches):
     return [local(batch) for batch in batches]
+
+
+def places_in(value, way=()):
+    """The way to each value inside a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield (*way, key)
+        yield from places_in(one, (*way, key))

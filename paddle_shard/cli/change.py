@@ -69,15 +69,15 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
 
 
 def _forget(options: argparse.Namespace) -> Answer:
-    run, samples, steps = run_of(options.record), [], list[dict[str, Any]]()
+    run, given, steps = run_of(options.record), dict[Any, None](), list[dict[str, Any]]()
     hits, number = list[tuple[Leg, int]](), 0
     try:
         with open(options.samples) as file:
             for line in file:
                 number += 1
-                if line.strip() and (sample := sample_of(line.strip())) not in samples:
-                    samples.append(sample)
-                    hits += [(leg, step) for leg, step, _ in places_in(run, samples[-1])]
+                if line.strip() and (sample := sample_of(line.strip())) not in given:
+                    given[sample] = None
+                    hits += [(leg, step) for leg, step, _ in places_in(run, sample)]
     except (OSError, UnicodeError, ArgumentError, argparse.ArgumentTypeError) as error:
         raise_if_a_handlers(error)
         what = f"--samples {options.samples}{f', line {number}' * (number > 0)}: {error}".rstrip(".")
@@ -87,6 +87,7 @@ def _forget(options: argparse.Namespace) -> Answer:
         return Answer(found={"steps": [], "resume": None, "python": ""}, said=[said])
     for job, epoch, step, line in sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits}):
         steps.append({"job": job, "epoch": epoch, "step": step, "told": line})
+    samples = list(given)
     lines, found = _without(run, hits, f"loader.skip(samples={samples!r})")
     what = f"{len(samples)} samples were delivered {len(hits)} times, in {len(steps)} steps"
     return Answer(found={"steps": steps, **found}, said=[what, *([steps] if steps else []), *lines])

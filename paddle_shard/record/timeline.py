@@ -222,9 +222,8 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
         for leg in counted.values():
             if leg.moved():
                 found.legs.append(leg)
-            elif (
-                leg.ended or leg.start.ended
-            ):  # that there was no more is told of the pass that delivered the last of it
+            elif leg.ended or leg.start.ended:
+                # That there was no more is told of the pass that delivered the last of it.
                 found.legs = [replace(one, ended=one.ended or one.epoch == leg.epoch) for one in found.legs]
         for leg in filter(Leg.moved, legs.values()):
             upto = counted.get(leg.number)

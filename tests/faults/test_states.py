@@ -12,7 +12,7 @@ from paddle_shard import Mixture
 from paddle_shard.errors import StateError
 from paddle_shard.plan.state import sealed
 from tests.faults.feeds import Rows, loader_of, numbers, read_until, the_rest
-from tests.helpers import ONE, sharded
+from tests.helpers import ONE, places_in, sharded
 
 LENGTH = 88
 ALL = list(range(LENGTH))
@@ -85,14 +85,6 @@ def test_a_field_of_another_type_is_refused(name, rng):
         if not fine:
             accepted.append(value)
     assert accepted == []
-
-
-def places_in(value, way=()):
-    """The way to each value inside a state."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inside:
-        yield (*way, key)
-        yield from places_in(one, (*way, key))
 
 
 @pytest.mark.parametrize("kind", ["map", "stream", "mixture", "cut"])

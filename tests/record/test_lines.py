@@ -20,7 +20,7 @@ from paddle_shard import Stream
 from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.record.lines import append, digest_of, read
-from tests.helpers import ONE, Made, sharded
+from tests.helpers import ONE, Made, places_in, sharded
 from tests.record.runs import asked
 
 
@@ -278,14 +278,6 @@ def test_any_byte_that_is_changed_is_found(whole, tmp_path_factory, data):
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert main(["verify", str(path)]) in (1, 2)
-
-
-def places_in(value, way=()):
-    """The way to each value inside a line."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inside:
-        yield (*way, key)
-        yield from places_in(one, (*way, key))
 
 
 JUNK = [None, True, -1, 0, 3, 10**6, 2**63, 10**40, 1.5, float("nan"), "", "x", [], [1], [[0]], {}, {"x": 1}]
