@@ -58,14 +58,15 @@ class Spent(NamedTuple):
 class Clock:
     """The clock of one thread."""
 
-    __slots__ = ("_cause", "_seconds", "_since", "_slowest", "_span", "_stretches", "_work", "cpu", "fine")
+    __slots__ = ("_cause", "_seconds", "_slowest", "_span", "_stretches", "_work", "cpu", "fine", "since")
 
     spans: Callable[[str], Any] | None = None
     """Makes a span of a profiler, with `begin` and `end`, while one is running; set by whoever knows the profiler."""
 
     def __init__(self) -> None:
         self._span: Any = None
-        self._cause, self._since = (IDLE, ""), time.perf_counter()
+        self._cause, self.since = (IDLE, ""), time.perf_counter()
+        """`since`: when it moved to the cause at which it is; in seconds of `time.perf_counter`."""
         self._seconds: dict[Cause, float] = {}
         self._work: dict[Cause, float] = {}
         self._stretches: list[Stretch] = []
@@ -77,8 +78,8 @@ class Clock:
     def to(self, cause: Cause) -> Cause:
         """Move to a cause, and return the one before."""
         now, seconds, before = time.perf_counter(), self._seconds, self._cause
-        seconds[before] = seconds.get(before, 0.0) + now - self._since
-        self._since, self._cause = now, cause
+        seconds[before] = seconds.get(before, 0.0) + now - self.since
+        self.since, self._cause = now, cause
         if self.spans is not None or self._span is not None:
             self._mark(*cause)
         return before
@@ -95,7 +96,7 @@ class Clock:
     def begin(self, kind: str) -> Any:
         """Begin an account of its own; return what `end` needs."""
         before = self.to((kind, ""))
-        outer = (before, self._since, self._seconds, self._work, self._stretches, self._slowest, self.cpu)
+        outer = (before, self.since, self._seconds, self._work, self._stretches, self._slowest, self.cpu)
         self._seconds, self._work, self._stretches, self._slowest, self.cpu = {}, {}, [], (0.0, ""), 0.0
         return outer
 
@@ -111,10 +112,10 @@ class Clock:
         if (WAITING, "") in self._seconds:  # what it was waited for has failed
             self.blame(None)
         # A worker that has waited for a request begins when it no longer does.
-        mine = Stretch(who, self._since - sum(self._seconds.values()), self._since, self._seconds)
+        mine = Stretch(who, self.since - sum(self._seconds.values()), self.since, self._seconds)
         found = Spent(self._seconds, self._slowest, self._work or None, self.cpu, (*self._stretches, mine))
         self._cause, began, self._seconds, self._work, self._stretches, self._slowest, self.cpu = outer
-        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + self._since - began
+        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + self.since - began
         return found
 
     def blame(self, spent: Spent | None) -> None:

@@ -217,14 +217,15 @@ class PassClock:
                 between.
         """
         Clock.spans = RecordEvent if in_profiler_mode() else None
-        now = time.perf_counter()
+        mine = clock()
+        self._outer = mine.begin(LOADER)
+        now = mine.since  # its own times, so that the causes add up to the wait
         if self._left is not None:
             self._step, noting = now - handed, handed - self._left
             for counts in self._counts:
                 counts.step_seconds += self._step
                 counts.wait_seconds += noting
                 counts.waits[LOADER] += noting
-        self._outer = clock().begin(LOADER)
         return now
 
     def leave(self, entered: float, batch: Batch) -> None:
@@ -262,8 +263,9 @@ class PassClock:
         outer, self._outer = self._outer, None
         if outer is None:
             return Spent({})
-        spent = clock().end(outer, "training thread")
-        self._left = now = time.perf_counter()
+        mine = clock()
+        spent = mine.end(outer, "training thread")
+        self._left = now = mine.since
         for counts in self._counts:
             counts.wait_seconds += now - entered
             for (kind, _), seconds in spent.seconds.items():

@@ -105,7 +105,7 @@ def test_the_account_closes(kind):
     waited = run(loader)
 
     waits = loader.stats.epoch.waits
-    assert sum(waits.values()) == pytest.approx(loader.stats.epoch.wait_seconds, rel=0.05)
+    assert sum(waits.values()) == pytest.approx(loader.stats.epoch.wait_seconds)
     assert 0.95 * waited <= sum(waits.values()) <= waited
     assert waits.get("waiting", 0.0) == 0.0
 

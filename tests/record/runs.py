@@ -72,14 +72,16 @@ def whole_run(folder):
 
 def asked(*arguments, code=0):
     """What `paddle-shard` prints; as JSON if that is asked for."""
+    as_json = "--json" in arguments
     printed, found = io.StringIO(), None
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    errors = io.StringIO() if as_json else printed  # how far a command is, is not part of what a program reads
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         try:
             found = main([*map(str, arguments)])
         except SystemExit as left:  # argparse's
             found = left.code
-    assert found == code, (found, printed.getvalue())
-    return json.loads(printed.getvalue()) if "--json" in arguments else printed.getvalue()
+    assert found == code, (found, printed.getvalue(), errors.getvalue())
+    return json.loads(printed.getvalue()) if as_json else printed.getvalue()
 
 
 WITHOUT_PADDLE = """
