@@ -285,12 +285,6 @@ class Run:
 
     def begin(self, start: LoaderState) -> PassProgress:
         """Return the progress of a pass that begins at a position."""
-        before = self._newest
-        if before is not None and before.closed and before.epoch == start.epoch and before.at.steps > start.steps:
-            say_once(
-                "a loop over this loader was left before its end, and the next one begins the same epoch again. Call "
-                "loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to continue it."
-            )
         source, plan, segments = self._source, self._plan_from(start), start.segments
         if plan is not None:
             segments = plan.segments or ((0, plan.batch_size),)
@@ -314,7 +308,15 @@ class Run:
             ids: The samples in this process's slice of it.
             lost: How many more could not be read.
         """
-        if progress.number >= self.first_pass and (self._newest is None or progress.number > self._newest.number):
+        before = self._newest
+        if progress.number >= self.first_pass and (before is None or progress.number > before.number):
+            # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next one has begun.
+            if before and before.closed and before.epoch == step.epoch and before.at.steps > progress.start.steps:
+                say_once(
+                    "a loop over this loader was left before its end, and the next one begins the same epoch again. "
+                    "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "
+                    "continue it."
+                )
             self._newest = self._latest = progress
         progress.deliver(step, ids, lost, drawn=not self._source.split)
 

@@ -76,6 +76,17 @@ def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
     assert len(said()) == 1
 
 
+def test_an_iterator_that_takes_the_place_of_an_unfinished_one_is_said_to_begin_again(caplog, monkeypatch):
+    monkeypatch.setattr(say_once, "_SAID", set())
+    loader = sharded(DataLoader(Made(length=16), batch_size=4), ONE)
+    first, kept = iter(loader), iter(loader)
+    next(first), next(kept), next(first)  # two at once are one's own business
+    assert caplog.records == []
+    kept = iter(loader)  # lets go of the one before only now
+    next(kept)
+    assert [record for record in caplog.records if "begins the same epoch again" in record.getMessage()]
+
+
 def test_a_closed_iterator_consumes_no_epoch():
     loader = sharded(DataLoader(Made(), batch_size=4))
     batches = iter(loader)
