@@ -73,6 +73,7 @@ setup(
             "moto[s3]",
             "mypy>=1.10",
             "pytest>=8",
+            "pytest-rerunfailures>=14",
             "pytest-xdist>=3.5",
             "pyyaml",
             "ruff>=0.5",

@@ -12,6 +12,9 @@ from paddle_shard import Mixture, Stream
 from tests.helpers import ONE, Made, sharded
 from tests.sources.http_server import serving
 
+# What is planted are a few milliseconds, and so is what a busy machine takes at times: there, the loader is right to name
+# something else. What it says wrongly, it says at each try.
+pytestmark = pytest.mark.flaky(reruns=4)
 STEP, STEPS = 0.004, 16
 
 
@@ -100,17 +103,14 @@ def kinds():
 
 @pytest.mark.parametrize("kind", ["index", "quick", "workers", "collate", "sampler", "mixture"])
 def test_the_account_closes(kind):
-    """A machine that is busy stops the test between its own watch and the loader's: what the account lacks is the least
-    of a few runs."""
-    shares = []
-    while max(shares, default=0.0) < 0.95 and len(shares) < 5:
-        loader = sharded(kinds()[kind], ONE)
-        waited = run(loader)
-        waits = loader.stats.epoch.waits
-        assert sum(waits.values()) == pytest.approx(loader.stats.epoch.wait_seconds)
-        assert waits.get("waiting", 0.0) == 0.0
-        shares.append(sum(waits.values()) / waited)
-    assert 0.95 <= max(shares) <= 1.0
+    loader = sharded(kinds()[kind], ONE)
+
+    waited = run(loader)
+
+    waits = loader.stats.epoch.waits
+    assert sum(waits.values()) == pytest.approx(loader.stats.epoch.wait_seconds)
+    assert 0.95 * waited <= sum(waits.values()) <= waited
+    assert waits.get("waiting", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -20,6 +20,11 @@ def slow(index):
     return np.array(index)
 
 
+def very_slow(index):
+    time.sleep(0.05)
+    return np.array(index)
+
+
 def test_step_info_tells_what_reading_costs():
     with paddle.profiler.Profiler(timer_only=True) as profiler:
         for _ in sharded(DataLoader(Made(slow), batch_size=4), ONE, prefetch=0):
@@ -36,10 +41,10 @@ def test_an_evaluation_in_between_is_not_counted_as_reading_and_no_pass_is_held(
         batches = iter(train)
         held = weakref.ref(batches)
         for _ in batches:
-            for _ in sharded(DataLoader(Made(slow), batch_size=4), ONE, prefetch=0):
+            for _ in sharded(DataLoader(Made(very_slow, 4), batch_size=4), ONE, prefetch=0):
                 pass
             profiler.step(num_samples=4)
-        assert float(profiler.step_info().split("reader_cost: ")[1].split(" ")[0]) < 0.008
+        assert float(profiler.step_info().split("reader_cost: ")[1].split(" ")[0]) < 0.1
         del batches
         gc.collect()
         assert held() is None
