@@ -12,8 +12,8 @@ from paddle_shard import Mixture, Stream
 from tests.helpers import ONE, Made, sharded
 from tests.sources.http_server import serving
 
-# What is planted are a few milliseconds, and so is what a busy machine takes at times: there, the loader is right to name
-# something else. What it says wrongly, it says at each try.
+# What is planted are a few milliseconds, and so is what a busy machine takes at times: there, the loader is right to
+# name something else. What it says wrongly, it says at each try.
 pytestmark = pytest.mark.flaky(reruns=4)
 STEP, STEPS = 0.004, 16
 
