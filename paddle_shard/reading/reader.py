@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -27,7 +28,7 @@ from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.tensors import dtype_of, is_tensor
-from paddle_shard.samplers.randomness import Generator, kept, restore, states
+from paddle_shard.samplers.randomness import Generator, kept, parts, restore, states
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import leaves
@@ -109,6 +110,7 @@ class Reader:
             self._explain(error, asked, at)
             return ReadFailure.of(error, worker=worker, **at)
         finally:
+            parts.seed = None
             mine.to(before)
             took = time.perf_counter() - began
             mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
@@ -206,6 +208,8 @@ class IdReader(Reader):
         self._draws: bool | None = None
         """True if reading is known to draw random numbers, False if not; None: not known."""
         self._stand_in: Any = None
+        self._seeded = self._part_key = 0
+        """What the generators were last seeded with, and what the seeds of a sample's parts depend on."""
         self._left: Any = None
         """The generators after the last batch; None: they must be looked at before the next one, too."""
         self._loop_draws = False
@@ -289,7 +293,7 @@ class IdReader(Reader):
         if seeded:
             self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
-        watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
+        watched, drew = self._draws is None, self._draws is None and self._drew_since()
         contents, listed = self.contents(step), isinstance(samples, list)
         if listed and len(samples) != len(ids):
             raise ValueError(
@@ -299,10 +303,10 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples) if listed else 'the'} samples", index=None)
         clock().to(self._collating)
         if seeded:
-            self._seed(seed := self._collate_seed(step))
+            self._seed(self._collate_seed(step))
         value = self._collate(samples) if listed or self._collate_fn is not None else samples
         if watched:
-            self._draws = drew or self._drew_since(seed)
+            self._draws = drew or self._drew_since()
         return Chunk(value, contents=contents)
 
     def _collate_seed(self, step: Step) -> int:
@@ -311,7 +315,7 @@ class IdReader(Reader):
 
     def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
         """Read sample after sample, and collate."""
-        samples, failed, seed = list[Any](), dict[int, str](), 0
+        samples, failed = list[Any](), dict[int, str]()
         threads = threading.enumerate() if step.contents else None
         read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
         of_source = mine.fine > 0 and self._name_of is not _itself
@@ -322,8 +326,7 @@ class IdReader(Reader):
             if of_source:
                 self._to_source(index)
             if seeded:
-                seed = _seed_of(key, index)
-                self._seed(seed)
+                self._seed_sample(key, index)
             try:
                 samples.append(read(index))
             except catches as error:
@@ -341,10 +344,10 @@ class IdReader(Reader):
             mine.note(float(took[slow]), lambda: f"sample {self._name_of(ids[slow])!r}")
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
-        watched, drew = self._draws is None, self._draws is None and self._drew_since(seed)
+        watched, drew = self._draws is None, self._draws is None and self._drew_since()
         contents = self.contents(step, ids, samples, drew=drew, threads=threads)  # before collating may change them
         if seeded:
-            self._seed(seed := self._collate_seed(step))
+            self._seed(self._collate_seed(step))
         value, skipped = self._collated(
             samples,
             failed,
@@ -353,7 +356,7 @@ class IdReader(Reader):
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
-            self._draws = drew or self._drew_since(seed)
+            self._draws = drew or self._drew_since()
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
@@ -400,22 +403,44 @@ class IdReader(Reader):
 
     def _again(self, one: Content) -> Any:
         """Read a sample with its seed, and leave the generators as they are."""
-        with kept(self.generators):
-            self._seed(_seed_of(_key_of(self._how.seed, one.epoch), one.sample))
+        with self._apart():
+            self._seed_sample(_key_of(self._how.seed, one.epoch), one.sample)
             return self.dataset[one.sample]
 
-    def _drew_since(self, seed: int) -> bool:
-        """Return whether something was drawn since the generators were seeded with this."""
+    def _seed(self, seed: int) -> None:
+        self._seeded = seed
+        super()._seed(seed)
+
+    def _seed_sample(self, key: int, index: Any) -> None:
+        """Seed for a sample, and for the parts that it seeds for itself (`seed_part`)."""
+        self._part_key, parts.seed = _part_key_of(key, *index[:1] if isinstance(index, tuple) else ()), self._seed_part
+        self._seed(_seed_of(key, index))
+
+    def _seed_part(self, number: int) -> None:
+        self._seed(mix(self._part_key, number))
+
+    def _drew_since(self) -> bool:
+        """Return whether something was drawn since the generators were seeded."""
         now = states(self.generators)
-        self._seed(seed)
+        self._seed(self._seeded)
         return states(self.generators) != now
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Seed and read samples in between, and leave all as it is."""
+        seed = parts.seed
+        try:
+            with kept(self.generators):
+                yield
+        finally:
+            parts.seed = seed
 
     def _readable(self, key: int) -> Any:
         """Return the first sample of the data set that can be read: the same one on every rank."""
         if self._stand_in is None:
-            with kept(self.generators):  # seeding is not drawing
+            with self._apart():  # seeding is not drawing
                 for index in range(min(TRIED, len(self.dataset))):
-                    self._seed(_seed_of(key, index))
+                    self._seed_sample(key, index)
                     try:
                         self._stand_in = self.dataset[index]
                         return self._stand_in
@@ -429,6 +454,12 @@ class IdReader(Reader):
 def _key_of(*parts: int) -> int:
     """Return the key of the seeds of an epoch's samples, given the seed, the epoch and perhaps the data rank."""
     return derive_seed("sample", *parts)
+
+
+@lru_cache(maxsize=64)
+def _part_key_of(key: int, *source: Any) -> int:
+    """Return the key of the seeds of the parts of samples, given the key of samples and perhaps the source."""
+    return derive_seed("part", key, *source)
 
 
 def _seed_of(key: int, index: Any) -> int:

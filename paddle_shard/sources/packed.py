@@ -20,6 +20,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
+from paddle_shard.samplers.randomness import seed_part
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import said_if_slow
@@ -211,6 +212,7 @@ class Packed:
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
+        seed_part(piece.document)  # the rows that hold pieces of it are cut from one draw
         document, what = self.documents[piece.document], f"document {piece.document}"
         self._check_length(piece.document, document)
         found = self.rows.fields(document, what, self._token_fields)

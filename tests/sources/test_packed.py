@@ -1,6 +1,7 @@
 """Packed documents: each token once, fields for attention kernels, rows that the loader treats as any others."""
 
 import json
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -411,3 +412,49 @@ def test_labels_of_the_documents_that_would_be_filled_with_0_are_a_line_in_the_l
         found = [line for line in caplog.messages if "labels" in line]
         assert len(found) == lines
         assert all("labels='labels'" in line and "pad_values={'labels': -100}" in line for line in found)
+
+
+class Turned(Texts):
+    """Each document begins somewhere in its middle, where a generator says."""
+
+    def __init__(self, lengths, draw):
+        super().__init__(lengths)
+        self.draw = draw
+
+    def __getitem__(self, index):
+        document = super().__getitem__(index)
+        at = int(self.draw() * len(document["input_ids"]))
+        return document | {"input_ids": np.roll(document["input_ids"], at)}
+
+
+def paddles():
+    return paddle.rand([1]).item()
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random, paddles])
+@pytest.mark.parametrize("of", ["alone", "in a mixture"])
+def test_pieces_of_a_document_are_cut_from_one_draw(draw, of):
+    lengths = [70, 3, 25, 90, 1, 17, 40, 8, 33]
+
+    def loader(**options):
+        packed = Packed(Turned(lengths, draw), 16, lengths=lengths)
+        data = packed if of == "alone" else Mixture({"a": packed, "b": packed}, stop="all")
+        return sharded(DataLoader(data, batch_size=4, shuffle=True, **options), ONE, seed=3)
+
+    def rows(batches):
+        return [row for batch in batches for row in batch["input_ids"]._local_value().numpy().tolist()]
+
+    plain = loader()
+    first, second = rows(plain), rows(plain)
+    tokens = [1000 * document + at + 1 for document, length in enumerate(lengths) for at in range(length)]
+    for epoch in (first, second):
+        seen = sorted(token for row in epoch for token in row if token)
+        assert seen == (tokens if of == "alone" else sorted(tokens + tokens))
+    assert sorted(first) != sorted(second)
+    assert rows(loader(num_workers=2)) == first
+    stopped = loader()
+    batches = iter(stopped)
+    begun = rows(next(batches) for _ in range(3))
+    resumed = loader(num_workers=1)
+    resumed.load_state_dict(stopped.state_dict())
+    assert begun + rows(resumed) == first
