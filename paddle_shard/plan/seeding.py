@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 _MASK = (1 << 64) - 1
@@ -34,3 +36,24 @@ def mix(key: int, value: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+class _Parts(threading.local):
+    def __init__(self) -> None:
+        self.seed: Callable[[int], None] | None = None
+
+
+parts = _Parts()
+"""`seed` seeds the generators for a part of the sample that this thread reads; None where samples are not seeded."""
+
+
+def seed_part(number: int) -> None:
+    """Seed for a part of a sample that may be read for other samples, too, such as a document of several packed rows.
+
+    So all of them hold the same draw of it.
+
+    Args:
+        number: What tells the part from others of the data set.
+    """
+    if parts.seed is not None:
+        parts.seed(number)

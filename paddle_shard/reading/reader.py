@@ -22,13 +22,13 @@ from paddle_shard.clock import COLLATING, READING, SLOW, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
-from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.plan.seeding import derive_seed, mix, parts
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.tensors import dtype_of, is_tensor
-from paddle_shard.samplers.randomness import Generator, kept, parts, restore, states
+from paddle_shard.samplers.randomness import Generator, kept, restore, states
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import leaves

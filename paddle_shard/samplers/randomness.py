@@ -65,27 +65,6 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-class _Parts(threading.local):
-    def __init__(self) -> None:
-        self.seed: Callable[[int], None] | None = None
-
-
-parts = _Parts()
-"""`seed` seeds the generators for a part of the sample that this thread reads; None where samples are not seeded."""
-
-
-def seed_part(number: int) -> None:
-    """Seed for a part of a sample that may be read for other samples, too, such as a document of several packed rows.
-
-    So all of them hold the same draw of it.
-
-    Args:
-        number: What tells the part from others of the data set.
-    """
-    if parts.seed is not None:
-        parts.seed(number)
-
-
 def states(generators: Sequence[Generator]) -> list[Any]:
     """Return the states of some generators: about 50 us for numpy's and Python's."""
     with _private:

@@ -20,7 +20,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
-from paddle_shard.samplers.randomness import seed_part
+from paddle_shard.plan.seeding import seed_part
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import said_if_slow
