@@ -50,8 +50,7 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
         names = mixture["sources"]
         ids = [(names[source], index) for source, index in map(source_and_index, ids)]
         weights = [
-            f"# From sample {one.first} of the run on, it has had other weights. When it comes there again:\n"
-            f"# loader.set_weights({dict(zip(names, one.parts, strict=False))!r})"
+            f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})"
             for one in run.history.segments
             if one.first and one not in state.history.segments
         ]

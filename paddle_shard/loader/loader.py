@@ -308,28 +308,30 @@ class ShardDataloader(PaddleShardDataloader):
         return self._run.where(sample, epoch)
 
     @fails_on_all_ranks(_ranks_of)
-    def set_weights(self, weights: Mapping[str, float]) -> int:
+    def set_weights(self, weights: Mapping[str, float], at: int | None = None) -> int:
         """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
 
         The call is collective: every rank calls it, at the same step, with the same weights. Steps that were
-        prefetched keep the old weights; a schedule of the `Mixture` ends here. The switch is part of the saved state,
+        prefetched keep the old weights; what a schedule, or an earlier call, has set for later no longer holds. The switch is part of the saved state,
         so a resumed or replayed run makes it at the same sample.
 
         Args:
             weights: Name -> a number >= 0, for every source; see `Mixture`.
+            at: The sample of the run from which they hold, in place of the first one that no rank has requested. So a
+                run makes a switch again where another one has made it.
 
         Returns:
             The sample of the run from which the weights hold.
 
         Raises:
-            ArgumentError: The data set is no `Mixture`, the weights do not fit it, or the ranks gave others; on every
-                rank.
+            ArgumentError: The data set is no `Mixture`, the weights do not fit it, the ranks gave others, or one of
+                them has requested `at` already; on every rank.
 
         Examples:
             >>> loader.set_weights({"web": 0.5, "code": 0.5})  # doctest: +SKIP
             1024
         """
-        return self._run.set_weights(weights)
+        return self._run.set_weights(weights, at)
 
     def sources(self) -> Mapping[str, Drawn]:
         """Return what the run has drawn of each source of a `Mixture`, up to the last batch that was delivered.

@@ -483,25 +483,30 @@ class Run:
             raise ArgumentError(f"{what} is for a loader over a paddle_shard.Mixture, with its own order.")
         return plan.ordering
 
-    def set_weights(self, weights: Any) -> int:
-        """Switch to other weights of a mixture, at the first position that no rank has requested; collective.
+    def set_weights(self, weights: Any, at: int | None) -> int:
+        """Switch to other weights of a mixture; collective.
 
         Args:
             weights: Name -> weight of each source, the same on all ranks.
+            at: The position of the run; None: the first one that no rank has requested.
 
         Returns:
             The position of the run.
 
         Raises:
-            ArgumentError: The weights do not fit the sources, or are not the same on all ranks; on all ranks.
+            ArgumentError: The weights do not fit the sources, are not the same on all ranks, or the position was
+                requested already; on all ranks.
         """
         batches = self._source.batches
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         position = self.state()
+        if at is not None:
+            at = check_count("at", at, 0)
         parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
         after = f"step {position.steps} of epoch {position.epoch}"
         found = gathered(
-            {"parts": parts, "drawn": batches.drawn, "after": after}, self.ranks, self._timeout, "set_weights()"
+            {"parts": parts, "drawn": batches.drawn, "after": after, "at": at},
+            *(self.ranks, self._timeout, "set_weights()"),
         )
         for rank, one in zip(self.ranks, found, strict=True):
             if one["parts"] != found[0]["parts"]:
@@ -514,7 +519,18 @@ class Run:
                     f"set_weights(): called before {found[0]['after']} on global rank {self.ranks[0]}, and before "
                     f"{one['after']} on global rank {rank}. Call it on all ranks at the same step."
                 )
-        at = max(int(one["drawn"]) for one in found)
+            if one["at"] != found[0]["at"]:
+                raise ArgumentError(
+                    f"set_weights(): at is {found[0]['at']} on global rank {self.ranks[0]}, and {one['at']} on global "
+                    f"rank {rank}. Give the same on all ranks."
+                )
+        drawn = max(int(one["drawn"]) for one in found)
+        if at is not None and at < drawn:
+            raise ArgumentError(
+                f"set_weights(): at={at}, but a rank has requested the samples of the run up to {drawn} already. Give "
+                f"at={drawn} or later, call it earlier, or leave at out."
+            )
+        at = drawn if at is None else at
         batches.set_weights(at, tuple(found[0]["parts"]))
         self._note("weights", at=at, weights=dict(zip(mixing.names, found[0]["parts"], strict=True)))
         return at

@@ -252,6 +252,26 @@ def resumed(old, lengths, weights=None, **options):
 GONE = {**LENGTHS, "code": 0}
 
 
+def test_weights_that_are_to_hold_from_a_sample_on_are_those_of_a_schedule():
+    before, after = {"web": 5, "code": 3, "chat": 1}, {"web": 1, "code": 0, "chat": 1}
+    want = flat(ids(iter(make(weights=[(0, before), (18, after)], num_samples=40))))
+    loader = make()
+    batches = iter(loader)
+    begun = ids(batches, 1)
+    with pytest.raises(ArgumentError, match=r"at=2, but a rank has requested the samples of the run up to \d+ already"):
+        loader.set_weights(after, at=2)
+    with pytest.raises(ArgumentError, match="at must be an int >= 0, got 18.5"):
+        loader.set_weights(after, at=18.5)
+    assert loader.set_weights({"web": 0, "code": 1, "chat": 0}, at=30) == 30
+    assert loader.set_weights(after, at=18) == 18
+    assert flat(begun) + flat(ids(batches)) == want
+    fresh = make()
+    fresh.set_weights(after, at=18)
+    resumed = make()
+    resumed.load_state_dict(fresh.state_dict())
+    assert flat(ids(iter(resumed))) == want
+
+
 def test_a_source_that_is_gone_comes_back_as_long_as_it_was_or_longer():
     old = make()
     next(iter(old))

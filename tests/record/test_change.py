@@ -148,18 +148,30 @@ def test_what_was_forgotten_stays_forgotten_when_the_run_goes_back_further(tmp_p
     assert asked("forget", run.path, "--samples", ids()).startswith("None of these samples was delivered")
 
 
-def test_weights_that_were_switched_since_are_told(tmp_path, ids):
-    mixture = Mixture({"a": Made(length=30), "b": Made(length=30)}, {"a": 1, "b": 1})
-    loader = sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl")
-    batches = iter(loader)
-    next(batches)
-    loader.state_dict()
-    loader.set_weights({"a": 3, "b": 1})
-    next(batches)
-    loader.state_dict()
-    said = asked("skip", tmp_path / "run.jsonl", "--step", 1)
-    assert "loader.set_weights({'a': 3, 'b': 1})" in said
-    assert re.search(r"# From sample \d+ of the run on, it has had other weights", said)
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefetch, tmp_path):
+    """However far the two jobs have read ahead."""
+
+    def loader():
+        sources = {name: Made(lambda i, first=first: np.array([first + i]), 30) for name, first in [("a", 0), ("b", 100)]}
+        mixture = Mixture(sources, {"a": 1, "b": 1})
+        return sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl", prefetch=prefetch)
+
+    def rows(batches, most=None):
+        return [batch.numpy().reshape(-1).tolist() for _, batch in zip(range(most or 99), batches, strict=False)]
+
+    first = loader()
+    batches = iter(first)
+    seen, state = rows(batches, 1), first.state_dict()
+    for weights in ({"a": 3, "b": 1}, {"a": 0, "b": 1}):
+        first.set_weights(weights)
+        seen += rows(batches, 4)
+        first.state_dict()
+    seen += rows(batches)
+    answer = asked("skip", tmp_path / "run.jsonl", "--step", 3, "--json")
+    again = loader()
+    exec(answer["python"], {"loader": again, "state": state})
+    assert seen[:1] + rows(iter(again)) == [*seen[:3], *seen[4:]]
 
 
 def test_a_sample_that_cannot_be_is_told_with_its_line(tmp_path, ids):
