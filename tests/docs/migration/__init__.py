@@ -1,0 +1,168 @@
+"""What the tests of the lines of docs/migration.md have in common, and what several lines promise."""
+
+import json
+import re
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.io import DataLoader, DistributedBatchSampler
+
+import paddle_shard
+from paddle_shard.testing.simulated import on_each_rank
+from tests.docs.test_docs import ROOT
+from tests.helpers import DP2, ONE, Made, local, sharded
+
+DATA = Made(length=24)
+ODD = Made(length=21)
+"""Of a length that two ranks cannot share."""
+NAMES = {"paddle": paddle, "dist": dist, "paddle_shard": paddle_shard, "mesh": DP2, "data": DATA, "b": 4, "B": 8}
+NAMES |= {name: getattr(paddle_shard, name) for name in paddle_shard.__all__}
+NAMES |= {"DataLoader": DataLoader, "np": np}
+IDS = list(range(24))
+
+
+def launched(data, batch_size, **options):
+    """Paddle's sampler as it is on a rank of two. It takes their number from the launcher's variables."""
+    return DistributedBatchSampler(data, batch_size, num_replicas=2, rank=dist.get_rank(), **options)
+
+
+NAMES |= {"DistributedBatchSampler": launched}
+
+
+def lines():
+    """(section, old, new) of each line of each table that says what one gets."""
+    found, section, head = [], "", ""
+    for line in (ROOT / "docs/migration.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = line[3:].replace("`", "")
+        if not line.startswith("|"):
+            head = ""
+        elif not head:
+            head = line
+        elif head == "| old | new | you get |" and line.startswith("| "):
+            old, new, promise = line.strip("| ").split(" | ")
+            assert promise
+            found.append((section, old, new))
+    return found
+
+
+class Side:
+    """What stands on one side of a line. Its pieces of code can be run."""
+
+    def __init__(self, cell):
+        self.codes = re.findall(r"`([^`]+)`", cell)
+
+    def __call__(self, number=0, **names):
+        """Return the value of a piece of code, or the options that it is."""
+        code = self.codes[number]
+        return eval(f"dict({code})" if re.match(r"\w+=[^=]", code) else code, {**NAMES, **names})
+
+
+CASES = {}
+
+
+def case(section, old):
+    """The test of the line of a section whose old side begins like this."""
+
+    def keep(function):
+        assert (section, old) not in CASES
+        CASES[section, old] = function
+        return function
+
+    return keep
+
+
+def cases_of(line):
+    section, old, _ = line
+    return [key for key in CASES if section == key[0] and re.match(re.escape(key[1]) + r"(\W|$)", old.replace("`", ""))]
+
+
+def steps(make, ranks=(0, 1)):
+    """The global batches of an epoch: the rows of both ranks, one after the other. Alone: those of one rank."""
+    per_rank = on_each_rank(ranks, lambda: [local(batch) for batch in make()])
+    return [flat(rows) for rows in zip(*per_rank.values(), strict=True)]
+
+
+def flat(batches):
+    return [row for batch in batches for row in batch]
+
+
+def cut(rows, size=8):
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def keeps_the_order(new, given):
+    """Rows of two epochs are those of Paddle's sampler."""
+
+    def theirs():
+        sampler, found = launched(DATA, 4, shuffle=True), []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            found.append(list(sampler))
+        return found
+
+    def ours():
+        loader = sharded(given(), **new())
+        return [[local(batch) for batch in loader] for _ in range(2)]
+
+    assert on_each_rank((0, 1), ours) == on_each_rank((0, 1), theirs)
+
+
+def shuffled(meshes=DP2, workers=0, data=DATA, **options):
+    return sharded(DataLoader(data, batch_size=8, shuffle=True, num_workers=workers), meshes, **options)
+
+
+def stopped(after=1, **how):
+    """The state after some steps of each rank, and the global batches up to there."""
+
+    def run():
+        loader = shuffled(**how)
+        batches = iter(loader)
+        rows = [local(next(batches)) for _ in range(after)]
+        batches.close()
+        return rows, json.loads(json.dumps(loader.state_dict()))
+
+    found = on_each_rank((0, 1), run)
+    return found[0][1], [one + two for one, two in zip(found[0][0], found[1][0], strict=True)]
+
+
+def resumes(new, **how):
+    """A run that two ranks have begun goes on with the next sample: on two ranks, and on one."""
+    straight = steps(shuffled)
+    for after in (1, 2):
+        state, begun = stopped(after)
+        for meshes, ranks in ((DP2, (0, 1)), (ONE, (0,))):
+
+            def rest(meshes=meshes, state=state):
+                loader = shuffled(meshes, **how)
+                new(loader=loader, state=state)
+                return loader
+
+            assert begun + steps(rest, ranks) == straight
+
+
+def of_each_rank(given, **options):
+    return on_each_rank((0, 1), lambda: [local(batch) for batch in sharded(given(), **options)])
+
+
+def epochs_differ(given):
+    """Every epoch has each sample once, on one data rank, in an order of its own."""
+
+    def two():
+        loader = sharded(given())
+        return [[local(batch) for batch in loader] for _ in range(2)]
+
+    found = on_each_rank((0, 1), two)
+    epochs = [flat(found[0][epoch]) + flat(found[1][epoch]) for epoch in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [IDS, IDS]
+    assert epochs[0] != epochs[1]
+
+
+def chooses_epochs(new):
+    """A pass moves to the next epoch; `set_epoch` goes to any."""
+    loader = shuffled(ONE)
+    epochs = [[local(batch) for batch in loader] for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    new(loader=loader, epoch=1)
+    assert [local(batch) for batch in loader] == epochs[1]
