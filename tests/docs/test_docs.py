@@ -22,7 +22,7 @@ OTHERS |= {"probabilities", "split_batches"}
 """Options of other libraries."""
 RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "elastic.md": 2, "failures.md": 2}
 """Of the pages whose meshes have several."""
-EXTRAS = {"streams.md": "PIL"}
+EXTRAS = {"streams.md": ["PIL"], "migration.md": ["PIL", "webdataset", "datasets", "grain"]}
 
 
 def name_of(page):
@@ -43,8 +43,8 @@ def code_in(page):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
 def test_the_python_of_a_page_runs(page, tmp_path):
-    if page.name in EXTRAS:
-        pytest.importorskip(EXTRAS[page.name])
+    for extra in EXTRAS.get(page.name, ()):
+        pytest.importorskip(extra)
     (tmp_path / "work").mkdir()
     worker = Path(__file__).with_name("page_worker.py")
     ranks = RANKS.get(page.name, 1)
@@ -54,6 +54,14 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     assert all(report["blocks"] for report in reports)
     for promised in re.findall(r"prints `([^`]+)`", page.read_text()):
         assert all(promised in report["printed"] for report in reports), reports[0]["printed"]
+
+
+def test_scripts_of_other_libraries_are_python():
+    """They stand beside those that replace them, in blocks of `py`, and do not run: their libraries are not here."""
+    blocks = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs/migration.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        compile(block, "docs/migration.md", "exec")
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)

@@ -88,6 +88,17 @@ def flat(batches):
     return [row for batch in batches for row in batch]
 
 
+def real(loader, epochs=1):
+    """The rows of each step of a rank that are `valid`; of several epochs, one after the other."""
+    found = []
+    for _ in range(epochs):
+        batches = iter(loader)
+        for batch in batches:
+            good = local(batches.valid)
+            found.append([row for row, valid in zip(local(batch), good, strict=True) if valid])
+    return found
+
+
 def cut(rows, size=8):
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
@@ -113,11 +124,11 @@ def shuffled(meshes=DP2, workers=0, data=DATA, **options):
     return sharded(DataLoader(data, batch_size=8, shuffle=True, num_workers=workers), meshes, **options)
 
 
-def stopped(after=1, **how):
+def stopped(after=1, make=shuffled):
     """The state after some steps of each rank, and the global batches up to there."""
 
     def run():
-        loader = shuffled(**how)
+        loader = make()
         batches = iter(loader)
         rows = [local(next(batches)) for _ in range(after)]
         batches.close()
@@ -127,15 +138,15 @@ def stopped(after=1, **how):
     return found[0][1], [one + two for one, two in zip(found[0][0], found[1][0], strict=True)]
 
 
-def resumes(new, **how):
-    """A run that two ranks have begun goes on with the next sample: on two ranks, and on one."""
-    straight = steps(shuffled)
+def resumes(new, make=shuffled, **how):
+    """A run that two ranks have begun resumes at the next sample: on two ranks, and on one."""
+    straight = steps(make)
     for after in (1, 2):
-        state, begun = stopped(after)
+        state, begun = stopped(after, make)
         for meshes, ranks in ((DP2, (0, 1)), (ONE, (0,))):
 
             def rest(meshes=meshes, state=state):
-                loader = shuffled(meshes, **how)
+                loader = make(meshes, **how)
                 new(loader=loader, state=state)
                 return loader
 
