@@ -11,7 +11,7 @@ from paddle.io import DataLoader, DistributedBatchSampler
 import paddle_shard
 from paddle_shard.testing.simulated import on_each_rank
 from tests.docs.test_docs import ROOT
-from tests.helpers import DP2, ONE, Made, local, sharded
+from tests.helpers import DP2, Made, local, sharded
 
 DATA = Made(length=24)
 ODD = Made(length=21)
@@ -103,23 +103,6 @@ def cut(rows, size=8):
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
-def keeps_the_order(new, given):
-    """Rows of two epochs are those of Paddle's sampler."""
-
-    def theirs():
-        sampler, found = launched(DATA, 4, shuffle=True), []
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            found.append(list(sampler))
-        return found
-
-    def ours():
-        loader = sharded(given(), **new())
-        return [[local(batch) for batch in loader] for _ in range(2)]
-
-    assert on_each_rank((0, 1), ours) == on_each_rank((0, 1), theirs)
-
-
 def shuffled(meshes=DP2, workers=0, data=DATA, **options):
     return sharded(DataLoader(data, batch_size=8, shuffle=True, num_workers=workers), meshes, **options)
 
@@ -138,42 +121,5 @@ def stopped(after=1, make=shuffled):
     return found[0][1], [one + two for one, two in zip(found[0][0], found[1][0], strict=True)]
 
 
-def resumes(new, make=shuffled, **how):
-    """A run that two ranks have begun resumes at the next sample: on two ranks, and on one."""
-    straight = steps(make)
-    for after in (1, 2):
-        state, begun = stopped(after, make)
-        for meshes, ranks in ((DP2, (0, 1)), (ONE, (0,))):
-
-            def rest(meshes=meshes, state=state):
-                loader = make(meshes, **how)
-                new(loader=loader, state=state)
-                return loader
-
-            assert begun + steps(rest, ranks) == straight
-
-
 def of_each_rank(given, **options):
     return on_each_rank((0, 1), lambda: [local(batch) for batch in sharded(given(), **options)])
-
-
-def epochs_differ(given):
-    """Every epoch has each sample once, on one data rank, in an order of its own."""
-
-    def two():
-        loader = sharded(given())
-        return [[local(batch) for batch in loader] for _ in range(2)]
-
-    found = on_each_rank((0, 1), two)
-    epochs = [flat(found[0][epoch]) + flat(found[1][epoch]) for epoch in range(2)]
-    assert [sorted(epoch) for epoch in epochs] == [IDS, IDS]
-    assert epochs[0] != epochs[1]
-
-
-def chooses_epochs(new):
-    """A pass moves to the next epoch; `set_epoch` goes to any."""
-    loader = shuffled(ONE)
-    epochs = [[local(batch) for batch in loader] for _ in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
-    new(loader=loader, epoch=1)
-    assert [local(batch) for batch in loader] == epochs[1]

@@ -6,21 +6,8 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard.testing.simulated import on_each_rank
-from tests.docs.migration import (
-    DATA,
-    IDS,
-    ODD,
-    case,
-    chooses_epochs,
-    cut,
-    epochs_differ,
-    flat,
-    keeps_the_order,
-    launched,
-    of_each_rank,
-    resumes,
-    steps,
-)
+from tests.docs.migration import DATA, IDS, ODD, case, cut, flat, launched, of_each_rank, steps
+from tests.docs.migration.claims import chooses_epochs, epochs_differ, keeps_the_order, resumes
 from tests.helpers import DP2, Made, local, sharded
 
 # From dist.shard_dataloader
@@ -72,9 +59,7 @@ def patched(new, old):
     assert dist.shard_dataloader is before
 
 
-@case(PADDLE, "a run that begins its epoch again after a stop")
-def goes_on_on_another_mesh(new, old):
-    resumes(new)
+case(PADDLE, "a run that begins its epoch again after a stop")(resumes)
 
 
 # From paddle.io.DistributedBatchSampler
@@ -125,6 +110,4 @@ def padding_is_marked(new, old):
     assert len(theirs) == 22, "Paddle's sampler repeats a sample without a mark"
 
 
-@case(SAMPLER, "sampler.set_epoch(epoch)")
-def epochs_by_themselves(new, old):
-    chooses_epochs(new)
+case(SAMPLER, "sampler.set_epoch(epoch)")(chooses_epochs)

@@ -1,37 +1,28 @@
 """Lines for those who come from torch and torchdata."""
 
-import json
-import re
-
 from paddle.io import BatchSampler, DataLoader
 
-import paddle_shard
-from paddle_shard.testing.simulated import on_each_rank
-from tests.docs.migration import (
-    DATA,
-    IDS,
-    ODD,
-    case,
+from tests.docs.migration import DATA, IDS, case, cut, flat, shuffled, steps, stopped
+from tests.docs.migration.claims import (
+    as_many_steps,
+    by_a_recipe,
     chooses_epochs,
-    cut,
+    counts_delivered,
+    counts_real_rows,
+    drops_what_is_short,
     epochs_differ,
-    flat,
+    replicas_agree,
     resumes,
-    shuffled,
-    steps,
-    stopped,
+    seeds_differ,
 )
-from tests.docs.test_docs import ROOT
-from tests.helpers import ONE, Made, local, mesh, sharded
+from tests.helpers import ONE, Made, local, sharded
 
 # From torch's DistributedSampler
 
 TORCH = "From torch's DistributedSampler"
 
 
-@case(TORCH, "DataLoader(data, batch_size=b, sampler=DistributedSampler(data))")
-def each_once(new, old):
-    epochs_differ(new)
+case(TORCH, "DataLoader(data, batch_size=b, sampler=DistributedSampler(data))")(epochs_differ)
 
 
 @case(TORCH, "DistributedSampler(data, shuffle=False)")
@@ -39,56 +30,22 @@ def in_order(new, old):
     assert steps(lambda: sharded(new())) == cut(IDS)
 
 
-@case(TORCH, "num_replicas=dp_size, rank=dp_rank")
-def replicas_get_the_same(new, old):
-    four = mesh([[0, 1], [2, 3]], "dp", "mp")
-    found = on_each_rank(
-        range(4),
-        lambda: [
-            local(batch)
-            for batch in paddle_shard.shard_dataloader(DataLoader(DATA, batch_size=8, shuffle=True), four, **new())
-        ],
-    )
-    assert found[0] == found[1] != found[2] == found[3]
-    assert sorted(flat(found[0]) + flat(found[2])) == IDS
+case(TORCH, "num_replicas=dp_size, rank=dp_rank")(replicas_agree)
 
 
-@case(TORCH, "sampler.set_epoch(epoch)")
-def epochs_of_torch(new, old):
-    chooses_epochs(new)
+case(TORCH, "sampler.set_epoch(epoch)")(chooses_epochs)
 
 
-@case(TORCH, "seed=7")
-def other_seeds(new, old):
-    assert steps(lambda: shuffled(**new())) != steps(shuffled)
-    assert sorted(flat(steps(lambda: shuffled(**new())))) == IDS
+case(TORCH, "seed=7")(seeds_differ)
 
 
-@case(TORCH, "drop_last=True")
-def no_sample_twice(new, old):
-    assert steps(lambda: sharded(DataLoader(ODD, batch_size=8), **new())) == cut(IDS)[:2]
+case(TORCH, "drop_last=True")(drops_what_is_short)
 
 
-@case(TORCH, "a metric over samples that come twice")
-def exact_metric(new, old):
-    counts_real_rows(new)
+case(TORCH, "a metric over samples that come twice")(counts_real_rows)
 
 
-def counts_real_rows(new):
-    batches, total = iter(sharded(DataLoader(ODD, batch_size=8), ONE, tail="fill")), []
-    for batch in batches:
-        assert len(local(batch)) == 8
-        total += new(values=batch, batches=batches).numpy().tolist()
-    assert total == list(range(21))
-
-
-@case(TORCH, "len(data) // world_size")
-def number_of_steps(new, old):
-    def both():
-        loader = sharded(DataLoader(ODD, batch_size=8))
-        return new(loader=loader), len(list(loader))
-
-    assert on_each_rank((0, 1), both) == {0: (3, 3), 1: (3, 3)}
+case(TORCH, "len(data) // world_size")(as_many_steps)
 
 
 @case(TORCH, "DistributedDataParallel(model)")
@@ -117,17 +74,7 @@ def a_state_with_workers(new, old):
     assert run() == cut(IDS)
 
 
-@case(STATEFUL, "loader.state_dict()")
-def delivered_samples(new, old):
-    loader = sharded(DataLoader(DATA, batch_size=8, num_workers=2), ONE)  # workers read ahead
-    batches = iter(loader)
-    next(batches)
-    state = new(loader=loader)
-    batches.close()
-    assert json.loads(json.dumps(state)) == state
-    again = sharded(DataLoader(DATA, batch_size=8), ONE)
-    again.load_state_dict(state)
-    assert [local(batch) for batch in again] == cut(IDS)[1:]
+case(STATEFUL, "loader.state_dict()")(counts_delivered)
 
 
 @case(STATEFUL, "loader.load_state_dict(state)")
@@ -206,16 +153,4 @@ def sampler_with_a_state(new, old):
     assert Backwards.loaded is not None
 
 
-@case(STATEFUL, "torchdata.nodes, or a loader that has to stay")
-def recipe_of_torchdata(new, old):
-    by_a_recipe("torchdata", new, "torchdata_recipe")
-
-
-def by_a_recipe(library, new, recipe):
-    """The recipe has the function that the page names, with its arguments, and is tested where the library is."""
-    source = (ROOT / f"demos/adapters/{recipe}.py").read_text()
-    assert f"def {new.codes[0].partition('(')[0]}(" in source
-    for name in re.findall(r"(\w+)=", new.codes[0]):
-        assert re.search(rf"\b{name}\b", source)
-    # `make test-adapters` runs it, in the environment of the library.
-    assert any(path.name.startswith("test_") for path in (ROOT / "tests/adapters" / library).glob("*.py"))
+case(STATEFUL, "torchdata.nodes, or a loader that has to stay")(by_a_recipe("torchdata", "torchdata_recipe"))

@@ -14,7 +14,8 @@ from paddle.io import DataLoader
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
 from paddle_shard.testing.simulated import on_each_rank
-from tests.docs.migration import IDS, case, cut, epochs_differ, flat, real, resumes, steps
+from tests.docs.migration import IDS, case, cut, flat, real, steps
+from tests.docs.migration.claims import epochs_differ, resumes
 from tests.helpers import DP2, ONE, local, sharded
 from tests.sources.http_server import serving
 
@@ -168,5 +169,5 @@ def resumes_on_another_mesh(new, old):
     def make(meshes=DP2, workers=0):
         return sharded(DataLoader(stream, batch_size=8, num_workers=workers), meshes)
 
-    resumes(new, make)
-    resumes(new, make, workers=2)
+    resumes(new, make=make)
+    resumes(new, make=make, workers=2)
