@@ -3,13 +3,14 @@
 import json
 import re
 
+import numpy as np
 from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard.testing.simulated import on_each_rank
 from tests.docs.migration import DATA, IDS, ODD, cut, flat, launched, shuffled, steps, stopped
 from tests.docs.test_docs import ROOT
-from tests.helpers import DP2, ONE, local, mesh, sharded
+from tests.helpers import DP2, ONE, Made, local, mesh, sharded
 
 
 def keeps_the_order(new, given):
@@ -87,6 +88,26 @@ def by_a_recipe(library, recipe):
         assert any(path.name.startswith("test_") for path in (ROOT / "tests/adapters" / library).glob("*.py"))
 
     return claim
+
+
+RAGGED = Made(lambda i: [1] * (i + 1), 24)
+"""Rows of lengths 1 to 24."""
+
+
+def padded(rows):
+    """A collate function that pads to the longest row that it is given."""
+    longest = max(map(len, rows))
+    return np.array([[*row, *[0] * (longest - len(row))] for row in rows])
+
+
+def pads_rows(new, *_, make=sharded):
+    """Rows have one length on all ranks. On the longest, only real ranks agree: multiprocess/test_lengths.py."""
+
+    def shapes():
+        given = DataLoader(RAGGED, batch_size=8, collate_fn=padded)
+        return [list(batch._local_value().shape) for batch in make(given, **new())]
+
+    assert on_each_rank((0, 1), shapes) == dict.fromkeys((0, 1), [[4, 24]] * 3)
 
 
 def replicas_agree(new, *_):

@@ -7,7 +7,7 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard.testing.simulated import on_each_rank
 from tests.docs.migration import DATA, IDS, ODD, case, cut, flat, launched, of_each_rank, steps
-from tests.docs.migration.claims import chooses_epochs, epochs_differ, keeps_the_order, resumes
+from tests.docs.migration.claims import chooses_epochs, epochs_differ, keeps_the_order, pads_rows, resumes
 from tests.helpers import DP2, Made, local, sharded
 
 # From dist.shard_dataloader
@@ -45,6 +45,9 @@ def both_loops(new, old):
 @case(PADDLE, "DataLoader(data, batch_size=B, shuffle=True), and its order has to stay")
 def order_of_paddle(new, old):
     keeps_the_order(new, old)
+
+
+case(PADDLE, "a loop that pads the batch by hand on each rank")(pads_rows)
 
 
 @case(PADDLE, "a call in code that you cannot edit")

@@ -2,15 +2,13 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import paddle.distributed as dist
 from paddle.io import DataLoader
 
 import paddle_shard
-from paddle_shard.testing.simulated import on_each_rank
 from tests.docs.migration import DATA, IDS, ODD, case, cut, flat, steps
-from tests.docs.migration.claims import counts_real_rows
-from tests.helpers import DP2, ONE, Made, local
+from tests.docs.migration.claims import counts_real_rows, pads_rows
+from tests.helpers import DP2, ONE, local
 
 TRAINERS = "From the trainers of PaddleNLP and PaddleFormers"
 
@@ -79,19 +77,8 @@ def by_another_seed(new, old):
 
 @case(TRAINERS, "a collate function that pads to the longest row of a batch")
 def one_length_on_all_ranks(new, old):
-    def padded(rows):
-        longest = max(map(len, rows))
-        return {"input_ids": np.array([[*row, *[0] * (longest - len(row))] for row in rows])}
-
-    data = Made(lambda i: [1] * (i + 1), 24)
-
-    def shapes():
-        with new():
-            batches = made_by_a_trainer(data, collate_fn=padded)
-            return [list(batch["input_ids"]._local_value().shape) for batch in batches]
-
-    # That ranks agree on the longest row, real ranks show: tests/multiprocess/test_lengths.py.
-    assert on_each_rank((0, 1), shapes) == dict.fromkeys((0, 1), [[4, 24]] * 3)
+    with new():
+        pads_rows(dict, make=lambda given: dist.shard_dataloader(given, [DP2], shard_dims="dp"))
 
 
 case(TRAINERS, "trainer.evaluate(), a mean over batches")(counts_real_rows)
